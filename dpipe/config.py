@@ -1,0 +1,264 @@
+"""Configuration: frozen models, TOML in, `-o section.key=value` overrides, a digest out. No torch here.
+
+    load(path, overrides) -> Config         raises ConfigError naming the key and what is allowed
+    config.digest()                         equal on every rank of a run, or the coordinator refuses the join
+
+Everything under `[node]` belongs to one process (addresses, certificates, device) and is left out of the digest.
+"""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dpipe.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Model(Section):
+    """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
+
+    layers: str = "gpt"
+    options: dict[str, Any] = {}
+    num_layers: Count = 4
+    width: Count = 128
+    num_heads: Count = 4
+    context: Count = 128
+    vocab_size: Count | None = None  # default: the tokenizer's
+    dropout: Fraction = 0.0
+    tie_embeddings: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.width % self.num_heads:
+            raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
+        if self.layers not in ("gpt", "replay") and ":" not in self.layers:
+            raise ValueError(f'model.layers {self.layers!r} must be "gpt", "replay" or "package.module:function"')
+        return self
+
+
+class Replay(Section):
+    """Stage times and message sizes of the replay model: real bytes, no arithmetic. Lists give one value a stage."""
+
+    forward_ms: NotNegative | list[NotNegative] = 10.0
+    backward_ms: NotNegative | list[NotNegative] = 20.0
+    input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
+    message_bytes: Count = 1_000_000
+
+
+class Data(Section):
+    """Text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an installed package."""
+
+    files: tuple[str, ...] = ()
+    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
+    held_out: Fraction = 0.05
+    cache: str = ".dpipe-cache"
+
+
+class Train(Section):
+    steps: Count = 100
+    batch_size: Count = 16  # sequences a step
+    num_microbatches: Count = 4
+    learning_rate: Positive = 3e-4
+    min_learning_rate: NotNegative = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    clip_norm: NotNegative = 1.0  # by the norm over all stages; 0 does not clip
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    seed: int = 0
+    eval_every: Count | None = None
+    eval_batches: Count = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_size % self.num_microbatches:
+            raise ValueError(
+                f"train.batch_size {self.batch_size} is not divisible by train.num_microbatches {self.num_microbatches}"
+            )
+        return self
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.batch_size // self.num_microbatches
+
+
+class Pipeline(Section):
+    stages: Count = 1
+    stages_per_rank: Count = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
+    memory_limit: Count | None = None  # micro-batches that a rank may hold at once
+    recompute: bool = False
+    split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
+    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stages % self.stages_per_rank:
+            raise ValueError(
+                f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank {self.stages_per_rank}"
+            )
+        if isinstance(self.split, tuple) and len(self.split) != self.stages:
+            raise ValueError(f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is {self.stages}")
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in ("auto", "gpipe"):
+            raise ValueError('pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there')
+        return self
+
+    @property
+    def ranks(self) -> int:
+        return self.stages // self.stages_per_rank
+
+
+class Transport(Section):
+    kind: Literal["grpc", "local"] = "grpc"
+    connections: Count = 1  # TCP connections a link
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
+    buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
+
+
+class Timeouts(Section):
+    """One hierarchy, in seconds: transfer < step; a rank that is silent for `heartbeat` is lost."""
+
+    join: Positive = 120.0
+    connect: Positive = 20.0
+    transfer: Positive = 300.0
+    heartbeat: Positive = 8.0
+
+
+class Predict(Section):
+    """What the simulator assumes before anything was measured."""
+
+    network: str | None = None  # a network profile; default: loopback
+    gflops: Positive = 20.0  # arithmetic that one rank gets done a second, in 10^9
+
+
+class Run(Section):
+    folder: str = "runs/run"
+    log_every: Count = 1
+    trace_steps: Annotated[int, Field(ge=0)] = 3  # the last steps are kept as a trace
+    checkpoint_every: Count | None = None
+    checkpoint_url: str | None = None  # any fsspec URL; default: FOLDER/checkpoints
+    keep: Count = 2
+    tensorboard: bool = True
+    sample: str | None = None  # a prompt that the finished model continues in the summary
+
+
+class Node(Section):
+    """What belongs to this process alone; not part of the digest."""
+
+    bind: str = "127.0.0.1"
+    advertise: str | None = None  # default: what `bind` says, or this host's address if that is a wildcard
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    device: str = "cpu"
+    threads: Count = 1  # intra-op threads; on CPU a run repeats bit for bit at the same number
+    token: str = ""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(given) and not all(given):
+            raise ValueError("node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a certificate")
+        return self
+
+
+class Config(Section):
+    model: Model = Model()
+    replay: Replay = Replay()
+    data: Data = Data()
+    train: Train = Train()
+    pipeline: Pipeline = Pipeline()
+    transport: Transport = Transport()
+    timeouts: Timeouts = Timeouts()
+    predict: Predict = Predict()
+    run: Run = Run()
+    node: Node = Node()
+
+    def shared(self) -> dict[str, Any]:
+        """What every rank must agree on, as `section.key` -> JSON value."""
+        sections = self.model_dump(mode="json", exclude={"node"})
+        return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_(self, **overrides: Any) -> "Config":
+        """A copy with `section__key=value` replaced and validated again."""
+        table = self.model_dump()
+        for name, value in overrides.items():
+            section, _, key = name.partition("__")
+            table[section][key] = value
+        return build(table)
+
+
+def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a TOML file and apply `section.key=value` overrides (TOML values; a bare word is a string)."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"configuration {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"configuration {path} is not TOML: {error}") from None
+    for text in overrides:
+        _override(table, text)
+    return build(table)
+
+
+def build(table: dict[str, Any]) -> Config:
+    """Validate a table; raises `ConfigError` with one line a mistake."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"override {text!r} must look like section.key=value, such as train.steps=100")
+    if not isinstance(table.setdefault(section, {}), dict):
+        raise ConfigError(f"override {text!r}: {section!r} is not a section")
+    table[section][key] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    where = [str(part) for part in error["loc"]]
+    name = ".".join(where[:2])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {name!r}{_did_you_mean(where)}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message if error["type"] == "value_error" else f"{name}: {message}, got {error['input']!r}"
+
+
+def _did_you_mean(where: list[str]) -> str:
+    fields = Config.model_fields
+    if len(where) > 1:
+        section = fields[where[0]].annotation
+        assert section is not None
+        fields = section.model_fields
+    close = difflib.get_close_matches(where[-1], fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(fields)}"

@@ -1,0 +1,55 @@
+"""The alphabet of a schedule: one thing a rank does, in text form such as `2F0` or `1SEND_B3`.
+
+The text form is the one of `torch.distributed.pipelining`, so that its CSV files and ours are the same.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dpipe.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """What is done. F B I W and the SEND and RECV of a micro-batch carry its number; the others are once a step."""
+
+    F = "F"  # forward
+    B = "B"  # backward: input and weight gradients together
+    I = "I"  # backward, input gradient only  # noqa: E741 - the literature's letter
+    W = "W"  # backward, weight gradient only
+    SEND_F = "SEND_F"  # the output of this stage to the next
+    RECV_F = "RECV_F"  # the input of this stage from the one before
+    SEND_B = "SEND_B"  # the input gradient of this stage to the one before
+    RECV_B = "RECV_B"  # the output gradient of this stage from the next
+    SEND_TIED = "SEND_TIED"  # the gradient of a weight that first and last stage share, to the other of the two
+    RECV_TIED = "RECV_TIED"
+    REDUCE_GRAD = "REDUCE_GRAD"  # gradients of this stage over its replicas
+    STEP = "STEP"  # optimizer step of this stage
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_TIED})
+RECVS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_TIED})
+PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
+
+_TEXT = re.compile(r"(\d+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`op` of `stage` for `microbatch`; the micro-batch is None for what is done once a step."""
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+def parse_action(text: str) -> Action:
+    """Read `2F0`; raises `ScheduleError` on anything else."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None or (match[3] != "") != (Op(match[2]) in PER_MICROBATCH):
+        raise ScheduleError(f"{text!r} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")
+    return Action(int(match[1]), Op(match[2]), int(match[3]) if match[3] else None)

@@ -1,0 +1,49 @@
+"""`Span` and `Timeline`: when things happened, predicted or measured, in one type."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dpipe.schedule.action import Action
+
+
+class Lane(StrEnum):
+    """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has nothing to run."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECV = "recv"
+    REDUCE = "reduce"
+    UPDATE = "update"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began."""
+
+    rank: int
+    lane: Lane
+    action: Action
+    start_us: float
+    end_us: float
+    num_bytes: int = 0
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step on all ranks, in no particular order."""
+
+    num_ranks: int
+    spans: tuple[Span, ...]
+
+    @property
+    def duration_us(self) -> float:
+        return max((s.end_us for s in self.spans), default=0.0) - min((s.start_us for s in self.spans), default=0.0)
+
+    def on(self, rank: int, lane: Lane) -> tuple[Span, ...]:
+        """The spans of one lane of one rank, by start."""
+        return tuple(sorted((s for s in self.spans if s.rank == rank and s.lane == lane), key=lambda s: s.start_us))

@@ -1,0 +1,119 @@
+"""How every gRPC server and channel of a run is opened: token, mutual TLS, keep-alive, bounded messages.
+
+A run shares one token and, where TLS is on, one authority: each process shows a certificate that the authority
+signed for the name `dpipe` (instances come and go, their addresses with them), and asks the other side for one.
+"""
+
+import hmac
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dpipe.errors import JoinError
+
+TLS_NAME = "dpipe"
+MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own default; tensors are sent in chunks below it
+_TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+@dataclass(frozen=True)
+class Security:
+    """The token, and the PEM bytes of certificate, key and authority where TLS is on."""
+
+    token: str = ""
+    cert: bytes | None = None
+    key: bytes | None = None
+    ca: bytes | None = None
+
+    @classmethod
+    def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
+        """Read the PEM files; raises `JoinError` naming one that cannot be read."""
+        return cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
+
+    @property
+    def tls(self) -> bool:
+        return self.cert is not None
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise JoinError(f"cannot read {path}: {error.strerror}; check node.tls_cert, node.tls_key, node.tls_ca") from None
+
+
+def open_channel(address: str, security: Security, *, own_connection: bool = False) -> grpc.Channel:
+    """A channel to `host:port`. Channels to one address share a TCP connection unless `own_connection`."""
+    options: list[tuple[str, Any]] = list(_OPTIONS)
+    if own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
+    if security.tls:
+        credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.cert)
+        options.append(("grpc.ssl_target_name_override", TLS_NAME))
+        return grpc.secure_channel(address, credentials, options)
+    return grpc.insecure_channel(address, options)
+
+
+def token_metadata(security: Security) -> tuple[tuple[str, str], ...]:
+    """What a client sends along with every call: `stub(..., metadata=token_metadata(security))`."""
+    return ((_TOKEN_KEY, security.token),)
+
+
+class _CheckToken(grpc.ServerInterceptor):
+    """Refuses a call without the run's token, whatever its kind, before its handler sees a byte."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse)
+
+    def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
+        shown = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
+        if hmac.compare_digest(str(shown).encode(), self._token):
+            return continuation(handler_call_details)
+        return self._refuse
+
+
+def _refuse(request: Any, context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: node.token must be the same on every rank")
+
+
+def serve(
+    handlers: Sequence[grpc.GenericRpcHandler], bind: str, port: int, security: Security, max_workers: int
+) -> tuple[grpc.Server, int]:
+    """Start a server; returns it with its port (a free one for port 0). Raises `JoinError` where it cannot bind.
+
+    A streaming call holds one of `max_workers` threads for as long as it lives.
+    """
+    options = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # else two servers share a port and each gets half the calls
+    server = grpc.server(
+        ThreadPoolExecutor(max_workers), handlers, interceptors=[_CheckToken(security.token)], options=options
+    )
+    try:
+        bound = _bind(server, f"{bind}:{port}", security)
+    except RuntimeError:
+        raise JoinError(f"cannot listen on {bind}:{port}: the port is in use or the address is not this host's") from None
+    server.start()
+    return server, bound
+
+
+def _bind(server: grpc.Server, address: str, security: Security) -> int:
+    if not security.tls:
+        return server.add_insecure_port(address)
+    assert security.key is not None and security.cert is not None
+    pairs = [(security.key, security.cert)]
+    credentials = grpc.ssl_server_credentials(pairs, root_certificates=security.ca, require_client_auth=True)
+    return server.add_secure_port(address, credentials)
