@@ -1,0 +1,187 @@
+"""The front door: each command parses, then calls one function. Torch is imported by the commands that need it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dpipe import __version__
+from dpipe.errors import DpipeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+BENCHMARKS = ("engine", "transport", "pipelining")
+
+
+class _Commands(click.Group):
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for a run that failed."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DpipeError as error:
+            click.echo(f"dpipe: {error}", err=True)
+            for note in getattr(error, "__notes__", ()):
+                click.echo(note, err=True)
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__)
+def main() -> None:
+    """Train large models as pipelines over slow, uneven networks."""
+
+
+def _override(command: F) -> F:
+    text = "Override one key of the configuration, such as -o train.steps=100; may be repeated."
+    return click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help=text)(command)
+
+
+_CONFIG = click.argument("config", type=click.Path(dir_okay=False))
+_RUN = click.argument("run", type=click.Path(file_okay=False))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+@main.command()
+@_CONFIG
+@_override
+@click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
+@click.option("--world-size", type=click.IntRange(min=1), help="The number of ranks.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
+@click.option("--timeout", type=float, help="Seconds to wait for the other ranks; default timeouts.join.")
+@click.option("--resume", metavar="RUN", help="Continue the run in this folder from its newest checkpoint.")
+@click.option("--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before.")
+def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+    """Run one process, one rank, of a training.
+
+    Without --rank, --world-size and --coordinator they come from the environment of torchrun or Slurm.
+
+    \b
+    Example, one process on each of two machines:
+      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
+      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
+    \b
+    The same under torchrun or Slurm:
+      torchrun --nproc-per-node 4 -m dpipe train job.toml
+      srun dpipe train job.toml
+    """
+    from dpipe.engine.build import train_rank
+
+    train_rank(config, overrides, **flags)
+
+
+@main.command()
+@_CONFIG
+@_override
+@click.option("-n", "num_ranks", type=click.IntRange(min=1), help="The number of ranks; default what CONFIG says.")
+@click.option("--resume", metavar="RUN", help="Continue the run in this folder from its newest checkpoint.")
+@click.option("--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before.")
+def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+    """Run all ranks of a training as processes of this machine.
+
+    The first Ctrl-C writes a checkpoint and stops all of them; a second one stops them at once.
+
+    \b
+    Example:
+      dpipe launch scripts/quickstart.toml -o train.steps=50
+    """
+    from dpipe.engine.build import launch_ranks
+
+    sys.exit(launch_ranks(config, overrides, **flags))
+
+
+@main.command()
+@_CONFIG
+@_override
+@click.option("--network", type=click.Path(dir_okay=False), help="A network profile; default predict.network.")
+@_JSON
+def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:
+    """Predict a step: seconds, bubble, micro-batches in flight, bytes a link. Needs no torch for built-in models.
+
+    \b
+    Example:
+      dpipe simulate scripts/quickstart.toml -o pipeline.schedule=zero-bubble
+    """
+    from dpipe.engine.forecast import forecast_text
+
+    click.echo(forecast_text(config, overrides, network, as_json))
+
+
+@main.command()
+@click.argument("name", type=click.Choice(GENERATORS))
+@click.option("--stages", type=click.IntRange(min=1), required=True, help="Stages in all.")
+@click.option("--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches a step.")
+@click.option("--stages-per-rank", type=click.IntRange(min=1), default=1, show_default=True, help="Above 1: interleaved.")
+@click.option("--in-flight", type=click.IntRange(min=1), help="Micro-batches in flight on the first rank.")
+@click.option("--memory-limit", type=click.IntRange(min=1), help="Micro-batches that a rank may hold (zero-bubble).")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the CSV that torch.distributed.pipelining loads.")
+def schedule(name: str, stages: int, micro_batches: int, as_csv: bool, **options: int | None) -> None:
+    """Draw the grid of a schedule.
+
+    \b
+    Example:
+      dpipe schedule 1f1b --stages 4 --micro-batches 8
+    """
+    from dpipe.schedule.check import check
+    from dpipe.schedule.generate import generate
+    from dpipe.schedule.text import draw, to_csv
+
+    plan = generate(name, stages, micro_batches, **options)  # type: ignore[arg-type]
+    check(plan)
+    click.echo(to_csv(plan) if as_csv else draw(plan))
+
+
+@main.command()
+@_RUN
+def trace(run: str) -> None:
+    """Write RUN/trace.json: the last steps of all ranks on one clock, the prediction beside them.
+
+    Open it in ui.perfetto.dev or chrome://tracing.
+
+    \b
+    Example:
+      dpipe trace runs/quickstart
+    """
+    from dpipe.engine.trace import write_chrome
+
+    click.echo(write_chrome(Path(run)))
+
+
+@main.command()
+@_RUN
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to add.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def generate(run: str, prompt: str, **options: Any) -> None:
+    """Continue a text with the newest checkpoint of a run.
+
+    \b
+    Example:
+      dpipe generate runs/quickstart --prompt "My fellow citizens, "
+    """
+    from dpipe.engine.generate import generate_text
+
+    click.echo(generate_text(Path(run), prompt, **options))
+
+
+@main.command()
+@click.argument("name", type=click.Choice(BENCHMARKS))
+@_JSON
+def bench(name: str, as_json: bool) -> None:
+    """Measure a ratio, both sides in one run.
+
+    \b
+      engine      each schedule on replay stages in four processes: measured step over simulated step
+      transport   16 MB tensors between two processes: gRPC against gloo's send and recv
+      pipelining  one GPT in two processes: dpipe against torch.distributed.pipelining
+    \b
+    Example:
+      dpipe bench engine
+    """
+    from dpipe.baselines.bench import bench_text
+
+    click.echo(bench_text(name, as_json))

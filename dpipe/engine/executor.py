@@ -1,0 +1,243 @@
+"""Runs a rank's program: the one place where a schedule, stages and a transport meet.
+
+    program:   ... 1RECV_F5  1F4  1SEND_F4  1RECV_B2  1B2 ...  1F5  1SEND_F5 ...
+    receives   --[1RECV_F5]----------.                       --[1RECV_B5]--.
+    compute    ----[1F4]-----[1B2]----`--wait--[1F5]--.  ...                `--wait--[1B5]--
+    sends      ----------[1SEND_F4]--------------------`--[1SEND_F5]
+
+A receive is posted where the program says and filed under its action. A compute action asks `requires()` what it
+needs and waits for that alone. A send is queued and the host moves on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import torch
+
+from dpipe.dataparallel.base import DataParallel
+from dpipe.engine.recorder import Recorder
+from dpipe.schedule.action import Action, Op
+from dpipe.schedule.plan import Schedule
+from dpipe.schedule.text import draw
+from dpipe.timeline.span import Lane
+from dpipe.transport.base import Pending, Transport
+from dpipe.wire.codec import Codec
+from dpipe.wire.spec import TensorSpec
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class StageLike(Protocol):
+    """What the executor asks of a stage: `stage.Stage` and `stage.ReplayStage` are the two."""
+
+    @property
+    def held(self) -> int: ...
+    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
+    def backward(self, microbatch: int, grads: Tensors) -> Tensors: ...
+    def backward_input(self, microbatch: int, grads: Tensors) -> Tensors: ...
+    def backward_weight(self, microbatch: int) -> None: ...
+    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
+    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
+    def clear(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's data by micro-batch: inputs on the first stage's rank, targets on the last's, nothing elsewhere."""
+
+    inputs: Sequence[Tensors] = ()
+    targets: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an executor works with. `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that
+    stage s shares with the stage at the other end of the model."""
+
+    rank: int
+    stages: Mapping[int, StageLike]
+    transport: Transport
+    codec: Codec
+    boundaries: Sequence[tuple[TensorSpec, ...]]
+    data_parallel: DataParallel
+    recorder: Recorder
+    tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
+
+
+class Executor:
+    """Interprets one rank's program of any schedule over the same stages and links."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def run(
+        self, schedule: Schedule, batch: Batch, on_step: Callable[[int, float | None], None] | None = None
+    ) -> float | None:
+        """Run this rank's program once: training where `on_step` is given, evaluation where not.
+
+        `on_step(stage, loss)` is called at each STEP. Until then nothing that must last has changed, so that a step
+        which raised before can be run again after `clear()`. Returns the step's loss, the mean over its micro-batches
+        added in their order, on the last stage's rank; None elsewhere.
+
+        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the transport is
+        closed before, so that the neighbours get `PeerLost` at once.
+        """
+        run = _Run(self._parts, schedule, batch, on_step)
+        for action in schedule.programs[self._parts.rank]:
+            try:
+                run.do(action)
+            except BaseException as error:
+                error.add_note(f"rank {self._parts.rank} was at {action}:\n{draw(schedule, mark=action)}")
+                self._parts.transport.close()
+                raise
+        run.finish()
+        return run.loss()
+
+    def clear(self) -> None:
+        """Forget a step that was aborted: what the stages stashed and the gradients."""
+        for stage in self._parts.stages.values():
+            stage.clear()
+
+
+class _Run:
+    """One run of a program: what has been made and not consumed, and what is under way."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        schedule: Schedule,
+        batch: Batch,
+        on_step: Callable[[int, float | None], None] | None,
+    ) -> None:
+        self._parts, self._schedule, self._batch, self._on_step = parts, schedule, batch, on_step
+        self._made: dict[Action, Tensors] = {}
+        self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
+        self._leaving: list[tuple[Action, Pending[None]]] = []
+        self._losses: list[torch.Tensor] = []
+
+    def do(self, action: Action) -> None:
+        """Start or do one action of the program."""
+        parts, stage = self._parts, self._parts.stages[action.stage]
+        match action.op:
+            case Op.F:
+                self._forward(action, stage)
+            case Op.B:
+                self._backward(action, stage.backward)
+            case Op.I:
+                self._backward(action, stage.backward_input)
+            case Op.W:
+                assert action.microbatch is not None
+                with parts.recorder.span(Lane.COMPUTE, action):
+                    stage.backward_weight(action.microbatch)
+            case Op.SEND_F | Op.SEND_B:
+                (source,) = self._schedule.requires(action)
+                self._send(action, [parts.codec.encode(t) for t in self._made.pop(source)])
+            case Op.RECV_F | Op.RECV_B:
+                self._post(action, [parts.codec.wire_spec(spec) for spec in self._specs(action)])
+            case Op.SEND_TIED:
+                self._send(action, [_gradient(parts.tied[action.stage])])
+            case Op.RECV_TIED:
+                self._post(action, [TensorSpec.of(parts.tied[action.stage])])
+            case Op.REDUCE_GRAD:
+                self._exchange_tied(action)
+                parts.data_parallel.start(action.stage, stage.parameters())
+            case Op.STEP:
+                self._step(action)
+            case _:
+                assert_never(action.op)
+
+    def finish(self) -> None:
+        """Wait until what was sent has left, so that an error of this step shows in this step."""
+        for action, pending in self._leaving:
+            pending.wait()
+            self._parts.recorder.moved(Lane.SEND, action, pending.moved)
+        held = {index: stage.held for index, stage in self._parts.stages.items() if stage.held}
+        assert not held, f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
+
+    def loss(self) -> float | None:
+        return sum(float(loss) for loss in self._losses) / len(self._losses) if self._losses else None
+
+    def _forward(self, action: Action, stage: StageLike) -> None:
+        m = action.microbatch
+        assert m is not None
+        first, last = action.stage == 0, self._schedule.is_last(action.stage)
+        inputs = self._batch.inputs[m] if first else self._take(self._schedule.requires(action)[0])
+        targets = self._batch.targets[m] if last and self._batch.targets else None
+        with self._parts.recorder.span(Lane.COMPUTE, action):
+            outputs = stage.forward(m, inputs, targets) if self._on_step else stage.evaluate(inputs, targets)
+        if last:
+            self._losses += outputs
+        else:
+            self._made[action] = outputs
+
+    def _backward(self, action: Action, backward: Callable[[int, Tensors], Tensors]) -> None:
+        assert action.microbatch is not None
+        grads = () if self._schedule.is_last(action.stage) else self._take(self._schedule.requires(action)[1])
+        with self._parts.recorder.span(Lane.COMPUTE, action):
+            input_grads = backward(action.microbatch, grads)
+        if action.stage > 0:
+            self._made[action] = input_grads
+
+    def _take(self, source: Action) -> Tensors:
+        """What `source` made: here, or on another rank, then as soon as it has arrived."""
+        if source in self._made:
+            return self._made.pop(source)
+        wires = self._wait(source)
+        return tuple(self._parts.codec.decode(w, spec) for w, spec in zip(wires, self._specs(source), strict=True))
+
+    def _wait(self, recv: Action) -> list[torch.Tensor]:
+        pending = self._arriving.pop(recv)
+        with self._parts.recorder.span(Lane.WAIT, recv):
+            tensors = [p.wait() for p in pending]
+        for p in pending:
+            self._parts.recorder.moved(Lane.RECV, recv, p.moved)
+        return tensors
+
+    def _specs(self, recv: Action) -> tuple[TensorSpec, ...]:
+        """The stage's input for RECV_F; for RECV_B the gradients of its output, one a floating-point tensor."""
+        if recv.op is Op.RECV_F:
+            return self._parts.boundaries[recv.stage - 1]
+        return tuple(spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point)
+
+    def _send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        peer = self._peer(action)
+        self._parts.recorder.sent(peer, sum(t.nbytes for t in tensors))
+        self._leaving += [(action, self._parts.transport.send(t, peer, str(action))) for t in tensors]
+
+    def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
+        (send,) = self._schedule.requires(action)
+        peer = self._schedule.rank_of_stage[send.stage]
+        self._arriving[action] = [self._parts.transport.recv(spec, peer, str(send)) for spec in specs]
+
+    def _peer(self, send: Action) -> int:
+        match send.op:
+            case Op.SEND_F:
+                stage = send.stage + 1
+            case Op.SEND_B:
+                stage = send.stage - 1
+            case _:
+                stage = self._schedule.num_stages - 1 - send.stage
+        return self._schedule.rank_of_stage[stage]
+
+    def _exchange_tied(self, action: Action) -> None:
+        """Add the gradient that the other end of the model has for the shared weight. Two terms: no order to keep.
+
+        The sum is a new tensor, because the transport may still be reading the one that was sent.
+        """
+        receive = Action(action.stage, Op.RECV_TIED)
+        if receive in self._arriving:
+            weight = self._parts.tied[action.stage]
+            weight.grad = _gradient(weight) + self._wait(receive)[0]
+
+    def _step(self, action: Action) -> None:
+        assert self._on_step is not None, "a schedule that steps needs on_step"
+        self._exchange_tied(action)
+        self._parts.data_parallel.finish(action.stage)
+        with self._parts.recorder.span(Lane.UPDATE, action):
+            self._on_step(action.stage, self.loss())
+
+
+def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:
+    assert weight.grad is not None, "a tied weight has no gradient at the end of the step"
+    return weight.grad

@@ -1,0 +1,110 @@
+"""The summary at the end of a run: what was learned, what it took against what was predicted, where things are."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.trace import Trace, load_trace
+
+_END_ROWS = 20  # the training loss at the end is a mean over so many rows: one batch is noisy
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Losses in nats a token; None where the run did not measure it."""
+
+    train_start: float
+    train_end: float
+    held_out_start: float | None
+    held_out_end: float | None
+
+
+@dataclass(frozen=True)
+class TextScale:
+    """What turns nats a token into bits a byte, and the text's own measure."""
+
+    train_bytes_per_token: float
+    held_out_bytes_per_token: float
+    bigram_entropy: float  # bits a byte
+
+
+def learned(rows: Sequence[dict[str, Any]]) -> Learned | None:
+    """From the rows of `metrics.jsonl`; None for a run without a training step."""
+    losses = [row["loss"] for row in rows if "loss" in row]
+    held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+    if not losses:
+        return None
+    ends = (held_out[0], held_out[-1]) if held_out else (None, None)
+    return Learned(losses[0], mean(losses[-_END_ROWS:]), *ends)
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    return nats_per_token / math.log(2) / bytes_per_token
+
+
+def show_summary(
+    console: Console, run: Path, *, scale: TextScale | None, checkpoint_url: str | None, sample: str | None
+) -> None:
+    """Print it; every figure comes from the run's own files."""
+    rows = read_rows(run)
+    steps = [row for row in rows if "loss" in row]
+    seconds = sum(row["step_s"] for row in steps)
+    console.print(f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False)
+    result = learned(rows)
+    if result is not None and scale is not None:
+        console.print(_losses(result, scale))
+        if result.held_out_end is not None:
+            console.print(_against_bigram(result.held_out_end, scale), highlight=False)
+    if (run / "trace" / "plan.json").exists():
+        console.print(_prediction(load_trace(run)), highlight=False)
+    if sample is not None:
+        console.print("\n[bold]The model writes:[/bold]")
+        console.print(sample, highlight=False, markup=False)
+    console.print("\n[bold]Where it is[/bold]")
+    for what, where in _places(run, checkpoint_url):
+        console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
+
+
+def _losses(result: Learned, scale: TextScale) -> Table:
+    table = Table("bits per byte", "start", "end")
+    for name, row, bytes_per_token in (
+        ("training", (result.train_start, result.train_end), scale.train_bytes_per_token),
+        ("held out", (result.held_out_start, result.held_out_end), scale.held_out_bytes_per_token),
+    ):
+        cells = ["-" if x is None else f"{bits_per_byte(x, bytes_per_token):.3f}" for x in row]
+        table.add_row(name, *cells)
+    table.add_row("bigram entropy of the text", "", f"{scale.bigram_entropy:.3f}")
+    return table
+
+
+def _against_bigram(held_out: float, scale: TextScale) -> str:
+    bits = bits_per_byte(held_out, scale.held_out_bytes_per_token)
+    verb = "beats" if bits < scale.bigram_entropy else "does not beat"
+    return f"held-out loss {bits:.3f} {verb} the bigram entropy {scale.bigram_entropy:.3f}"
+
+
+def _prediction(trace: Trace) -> str:
+    predicted, measured = trace.predicted.duration_us / 1e3, trace.measured_us / 1e3
+    return (
+        f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, measured / predicted "
+        f"{measured / predicted:.3f} (median of the last {len(trace.steps)} steps)"
+    )
+
+
+def _places(run: Path, checkpoint_url: str | None) -> list[tuple[str, str]]:
+    places = [("metrics", f"{run}/metrics.jsonl")]
+    if checkpoint_url is not None:
+        places.append(("checkpoints", checkpoint_url))
+        places.append(("generate", f'dpipe generate {run} --prompt "..."'))
+    if (run / "tensorboard").exists():
+        places.append(("TensorBoard", f"tensorboard --logdir {run}/tensorboard"))
+    if (run / "trace" / "plan.json").exists():
+        places.append(("trace", f"dpipe trace {run}  (then open {run}/trace.json in ui.perfetto.dev)"))
+    return places

@@ -1,0 +1,159 @@
+"""The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator predicts.
+
+    FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
+    FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
+    FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from dpipe.errors import ConfigError
+from dpipe.schedule.action import Op, parse_action
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.chrome import chrome_trace
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.topology import Network, load_network
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """One rank's spans of one step, in microseconds on the coordinator's clock."""
+
+    step: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prediction needs besides the costs: `activation_bytes[s]` and `gradient_bytes[s]` cross from stage s to
+    s + 1 and back, on the wire."""
+
+    schedule: Schedule
+    activation_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    tied_bytes: int
+    network: str | None
+
+    def load_network(self) -> Network:
+        return load_network(self.network) if self.network else Network()
+
+
+def dump_steps(steps: Iterable[StepSpans]) -> bytes:
+    rows = [
+        {"step": s.step, "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes] for x in s.spans]}
+        for s in steps
+    ]
+    return json.dumps(rows).encode()
+
+
+def load_steps(data: bytes, rank: int) -> list[StepSpans]:
+    return [
+        StepSpans(
+            row["step"],
+            tuple(Span(rank, Lane(lane), parse_action(a), start, end, n) for lane, a, start, end, n in row["spans"]),
+        )
+        for row in json.loads(data)
+    ]
+
+
+def save_plan(folder: Path, plan: Plan) -> None:
+    schedule = plan.schedule
+    table = {
+        "num_microbatches": schedule.num_microbatches,
+        "rank_of_stage": schedule.rank_of_stage,
+        "programs": [[str(action) for action in program] for program in schedule.programs],
+        "name": schedule.name,
+        "tied": schedule.tied,
+        "activation_bytes": plan.activation_bytes,
+        "gradient_bytes": plan.gradient_bytes,
+        "tied_bytes": plan.tied_bytes,
+        "network": plan.network,
+    }
+    (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
+
+
+def load_plan(folder: Path) -> Plan:
+    table = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    schedule = Schedule(
+        table["num_microbatches"],
+        tuple(table["rank_of_stage"]),
+        tuple(tuple(parse_action(text) for text in program) for program in table["programs"]),
+        table["name"],
+        lowered=True,
+        tied=table["tied"],
+    )
+    sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
+    return Plan(schedule, *sizes, table["network"])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The measured steps of a run, each with all ranks' spans since the step began, and the prediction."""
+
+    plan: Plan
+    steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
+    predicted: Timeline
+
+    @property
+    def measured_us(self) -> float:
+        return median(timeline.duration_us for _, _, timeline in self.steps)
+
+
+def load_trace(run: Path) -> Trace:
+    """Read `FOLDER/trace`; raises `ConfigError` where the run has none."""
+    folder = run / "trace"
+    if not (folder / "plan.json").exists():
+        raise ConfigError(f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by itself")
+    plan = load_plan(folder)
+    ranks = range(plan.schedule.num_ranks)
+    by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
+    steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
+    if not steps:
+        raise ConfigError(f"{run} has no trace: run.trace_steps was 0 or no step was trained")
+    cost = measured_cost(plan, [timeline for _, _, timeline in steps])
+    return Trace(plan, steps, simulate(plan.schedule, cost, plan.load_network()))
+
+
+def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
+    spans = [span for rank in same_step for span in rank.spans]
+    origin = min(span.start_us for span in spans)
+    moved = (
+        Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans
+    )
+    return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
+
+
+def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
+    """The median cost of each stage's actions as measured; the other half of a split backward pass is left at zero."""
+    durations: dict[tuple[int, str], list[float]] = {}
+    for span in (span for timeline in timelines for span in timeline.spans):
+        if span.lane in (Lane.COMPUTE, Lane.UPDATE):
+            durations.setdefault((span.action.stage, span.action.op), []).append(span.duration_us)
+
+    def of(op: Op) -> tuple[float, ...]:
+        return tuple(median(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
+
+    return Cost(
+        forward_us=of(Op.F),
+        backward_us=of(Op.B),
+        input_us=of(Op.I),
+        weight_us=of(Op.W),
+        activation_bytes=plan.activation_bytes,
+        gradient_bytes=plan.gradient_bytes,
+        update_us=of(Op.STEP),
+        tied_bytes=plan.tied_bytes,
+    )
+
+
+def write_chrome(run: Path) -> Path:
+    """Write `FOLDER/trace.json` and return its path."""
+    trace = load_trace(run)
+    path = run / "trace.json"
+    steps = [(step, origin, timeline) for step, origin, timeline in trace.steps]
+    path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
+    return path

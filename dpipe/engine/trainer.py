@@ -1,0 +1,177 @@
+"""The training loop of one rank.
+
+    step:  data -> executor (schedule, stages, links) -> update -> metrics
+    every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
+    every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
+"""
+
+import json
+import logging
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dpipe.config import Run, Train
+from dpipe.engine import checkpoint
+from dpipe.engine.executor import Executor
+from dpipe.engine.feed import Feed
+from dpipe.engine.metrics import Metrics
+from dpipe.engine.recorder import Recorder
+from dpipe.engine.trace import StepSpans, dump_steps
+from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
+from dpipe.schedule.plan import Schedule
+from dpipe.stage.stage import Stage
+
+LOG = logging.getLogger("dpipe")
+
+
+class Meeting(Protocol):
+    """What the trainer asks of the coordinator's client."""
+
+    clock_offset_ns: int
+
+    def gather(self, key: str, payload: bytes) -> Gathering: ...
+    def upload(self, kind: str, payload: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank trains, and with what."""
+
+    rank: int
+    train: Train
+    run: Run
+    context: int
+    configuration: Mapping[str, Any]
+    schedule: Schedule
+    eval_schedule: Schedule
+    stages: Mapping[int, Stage]
+    executor: Executor
+    recorder: Recorder
+    update: Update
+    feed: Feed
+    meeting: Meeting
+    timeout_s: float
+    checkpoint_url: str | None  # None where there is nothing to keep (replay)
+    wants_stop: Callable[[], bool]
+    metrics: Metrics | None = None  # rank 0
+
+
+class Trainer:
+    """Trains from `first_step` (0, or where a checkpoint left off) to `train.steps`, or until a rank asks to stop."""
+
+    def __init__(self, job: Job, first_step: int = 0) -> None:
+        self.job = job
+        self.next_step = first_step
+        self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
+        self._step_s: dict[int, float] = {}  # of steps whose verdict is still out
+
+    def run(self) -> bool:
+        """Train; returns whether it stopped before the end. Every rank returns after the same step."""
+        job, stopped = self.job, False
+        if self.next_step < job.train.steps:
+            self._evaluate()
+        while self.next_step < job.train.steps and not stopped:
+            stopped = self._one_step(self.next_step)
+            self.next_step += 1
+            ended = stopped or self.next_step == job.train.steps
+            if ended or self._is_due(job.train.eval_every):
+                self._evaluate()
+            if ended or self._is_due(job.run.checkpoint_every):
+                self._save()
+        self._tell(job.update.drain())
+        job.meeting.upload("trace", dump_steps(self._traces))
+        return self.next_step < job.train.steps
+
+    def _one_step(self, step: int) -> bool:
+        """One step; returns whether the ranks have agreed to stop."""
+        job, began = self.job, time.perf_counter()
+        for stage in job.stages.values():
+            stage.begin_step(step, job.update.loss_scale.value)
+        job.update.begin(step, job.wants_stop, lambda: self._report(began))
+        job.executor.run(job.schedule, job.feed.training(step), job.update)
+        self._traces.append(StepSpans(step, job.recorder.take(job.meeting.clock_offset_ns)))
+        self._step_s[step] = time.perf_counter() - began
+        verdict = job.update.end()
+        self._tell(verdict)
+        return verdict is not None and verdict.stop
+
+    def _report(self, began: float) -> dict[str, Any]:
+        """What this rank says of its step when it casts its ballot: all its compute is done by then."""
+        seconds, recorder = time.perf_counter() - began, self.job.recorder
+        return {
+            "bubble": 1 - recorder.busy_s / seconds,
+            "mb_per_s": {f"{self.job.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
+            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
+        }
+
+    def _tell(self, verdict: Verdict | None) -> None:
+        """Log a step on every rank; on rank 0 write its row."""
+        if verdict is None:
+            return
+        seconds = self._step_s.pop(verdict.step)
+        if verdict.culprit is not None:
+            LOG.warning("step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit)
+        if verdict.step % self.job.run.log_every:
+            return
+        LOG.info("step %d loss %.4f", verdict.step, verdict.loss)
+        if self.job.metrics is not None:
+            self.job.metrics.write(self._row(verdict, seconds))
+
+    def _row(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
+        train, reports = self.job.train, verdict.reports
+        return {
+            "step": verdict.step,
+            "loss": verdict.loss,
+            "learning_rate": learning_rate(train, verdict.step),
+            "grad_norm": verdict.norm,
+            "loss_scale": self.job.update.loss_scale.value,
+            "step_s": seconds,
+            "tokens_per_s": train.batch_size * self.job.context / seconds,
+            "bubble": sum(report["bubble"] for report in reports) / len(reports),
+            "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
+            "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
+        }
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.next_step % every == 0
+
+    def _evaluate(self) -> None:
+        """The held-out loss before `next_step`, on every rank; nothing where `eval_every` is not set."""
+        job, step = self.job, self.next_step
+        if job.train.eval_every is None:
+            return
+        batches = range(job.train.eval_batches)
+        losses = [job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches]
+        job.recorder.take()
+        payloads = job.meeting.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(job.timeout_s)
+        loss = _mean(next(known for known in map(json.loads, payloads) if None not in known))
+        LOG.info("step %d held-out loss %.4f", step, loss)
+        if job.metrics is not None:
+            job.metrics.write({"step": step, "held_out_loss": loss})
+
+    def _save(self) -> None:
+        """Write a checkpoint of the state before `next_step`; every rank does at the same step."""
+        job, step = self.job, self.next_step
+        if job.checkpoint_url is None:
+            return
+        numbers, moments = job.update.state()
+        parameters = {name: p.detach() for stage in job.stages.values() for name, p in stage.named_parameters()}
+        checkpoint.save(
+            job.checkpoint_url,
+            step,
+            job.rank,
+            parameters,
+            moments,
+            {**numbers, "configuration": job.configuration},
+            lambda payload: job.meeting.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
+            job.run.keep,
+        )
+        LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
