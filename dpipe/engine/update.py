@@ -92,16 +92,15 @@ class Update:
         stages: Mapping[int, Layers],
         train: Train,
         *,
-        rank: int,
         gather: Callable[[str, bytes], Gathering],
         timeout_s: float,
         tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None,
         tied_copy: str | None = None,
     ) -> None:
-        self._stages, self._train, self._rank = stages, train, rank
+        self._stages, self._train = stages, train
         self._gather, self._timeout_s = gather, timeout_s
         self._tied_here, self._tied_copy = tied_here, tied_copy
-        self._optimizers = {index: _adamw(stage, train) for index, stage in stages.items()}
+        self._optimizers = {index: _adamw(stage, train) for index, stage in stages.items() if _named(stage)}
         self._waits = train.clip_norm > 0 or train.precision == "fp16"
         self._pending: tuple[int, Gathering] | None = None
         self._verdict: Verdict | None = None
@@ -120,7 +119,7 @@ class Update:
         if not self._ready:
             self._settle(loss)
             self._ready = True
-        if not self._skip:
+        if not self._skip and stage in self._optimizers:
             self._optimizers[stage].step()
         self._stages[stage].zero_grad()
 
@@ -153,7 +152,7 @@ class Update:
             for name, parameter in _named(stage) if self.num_updates else ():
                 self._optimizers[index].state[parameter] = {
                     "step": torch.tensor(float(self.num_updates)),
-                    **{key: moments[f"{name}.{key}"].to(parameter.device) for key in _MOMENTS},
+                    **{key: moments[f"{name}.{key}"].to(parameter.device, copy=True) for key in _MOMENTS},
                 }
 
     def _settle(self, loss: float | None) -> None:
@@ -163,8 +162,7 @@ class Update:
         earlier = self._collect()
         self._pending = self._step, self._gather(f"step/{self._step}", json.dumps(ballot).encode())
         self._verdict = self._collect() if self._waits else earlier
-        for index in self._stages:
-            self._set_learning_rate(index)
+        self._set_learning_rate()
         if self._waits and self._verdict is not None:
             self._apply(self._verdict)
 
@@ -211,9 +209,10 @@ class Update:
             )
         return verdict
 
-    def _set_learning_rate(self, index: int) -> None:
-        for group in self._optimizers[index].param_groups:
-            group["lr"] = learning_rate(self._train, self._step)
+    def _set_learning_rate(self) -> None:
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self._train, self._step)
 
 
 def count(step: int, ballots: Sequence[dict[str, Any]], loss_scale: float = 1.0) -> Verdict:

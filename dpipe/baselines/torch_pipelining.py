@@ -1,0 +1,175 @@
+"""The same GPT in two processes of one thread each: dpipe against `torch.distributed.pipelining` over gloo.
+
+Both engines live in the same two processes and take turns, step by step, on the same data and from the same start, so
+that whatever else the machine does falls on both. Their losses must agree before their times are worth comparing.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.multiprocessing.spawn import spawn
+
+from dpipe.dataparallel.single import Single
+from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.recorder import Recorder
+from dpipe.schedule.generate import generate
+from dpipe.schedule.lower import lower
+from dpipe.stage.gpt import gpt
+from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.stage import Stage
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.wire.codec import codec
+from dpipe.wire.spec import TensorSpec
+
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and the batch that are compared."""
+
+    num_layers: int = 4
+    width: int = 256
+    num_heads: int = 4
+    context: int = 128
+    vocab_size: int = 256
+    microbatch_size: int = 4
+    num_microbatches: int = 8
+    num_steps: int = 12
+
+    def model(self) -> LayeredModel:
+        return gpt(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            width=self.width,
+            num_heads=self.num_heads,
+            context=self.context,
+            dropout=0.0,
+            tied=False,
+        )
+
+    def layers_of(self, rank: int) -> range:
+        half = (self.num_layers + 2) // 2
+        return range(half) if rank == 0 else range(half, self.num_layers + 2)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.microbatch_size * self.num_microbatches, self.context + 1)
+        tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], float | None]
+
+
+def compare_pipelining(schedule: str, size: Size | None = None) -> dict[str, Any]:
+    """Median seconds a step of each engine, their ratio, and the largest difference between their losses.
+
+    Raises `AssertionError` where the losses differ by more than rounding: then the times mean nothing.
+    """
+    size = size or Size()
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(_rank, args=(schedule, size, _free_port(), results), nprocs=NUM_RANKS)
+    ours_s, theirs_s, ours, theirs = results.get()
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
+    return {
+        "schedule": schedule,
+        "dpipe_s": ours_s,
+        "torch_s": theirs_s,
+        "dpipe / torch": ours_s / theirs_s,
+        "loss difference": difference,
+    }
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(rank: int, schedule: str, size: Size, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    transport = GrpcTransport(rank)
+    store.set(f"dpipe/{rank}", f"127.0.0.1:{transport.port}")
+    addresses = {r: store.get(f"dpipe/{r}").decode() for r in range(NUM_RANKS)}
+    transport.connect(addresses, [1 - rank])
+    steps = (our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
+    times: tuple[list[float], list[float]] = ([], [])
+    losses: tuple[list[float], list[float]] = ([], [])
+    for index, engine in itertools.product(range(size.num_steps), (0, 1)):
+        inputs, targets = size.batch(index)
+        dist.barrier()
+        began = time.perf_counter()
+        loss = steps[engine](inputs, targets)
+        dist.barrier()
+        times[engine].append(time.perf_counter() - began)
+        losses[engine].append(0.0 if loss is None else loss)
+    transport.close()
+    if rank == NUM_RANKS - 1:
+        results.put((median(times[0][2:]), median(times[1][2:]), losses[0], losses[1]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _layers(rank: int, size: Size) -> dict[int, nn.Module]:
+    model = size.model()
+    return {layer: materialise(model, layer, 0, "cpu") for layer in size.layers_of(rank)}
+
+
+def our_step(rank: int, schedule: str, size: Size, transport: GrpcTransport) -> Step:
+    stage = Stage(
+        rank,
+        _layers(rank, size),
+        num_microbatches=size.num_microbatches,
+        loss=size.model().loss if rank == NUM_RANKS - 1 else None,
+    )
+    boundary = TensorSpec((size.microbatch_size, size.context, size.width), torch.float32)
+    parts = Parts(rank, {rank: stage}, transport, codec("none"), ((boundary,),), Single(), Recorder(rank))
+    executor, plan = Executor(parts), lower(generate(schedule, NUM_RANKS, size.num_microbatches))
+    optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
+    steps = itertools.count()
+
+    def on_step(stage_index: int, loss: float | None) -> None:
+        optimizer.step()
+        stage.zero_grad()
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
+        stage.begin_step(next(steps))
+        cut = [t.split(size.microbatch_size) for t in (inputs, targets)]
+        loss = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])), on_step)
+        parts.recorder.take()
+        return loss
+
+    return step
+
+
+def torch_step(rank: int, schedule: str, size: Size) -> Step:
+    module = nn.Sequential(*_layers(rank, size).values())
+    stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
+    engine = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    plan = engine(stage, size.num_microbatches, loss_fn=size.model().loss)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            plan.step(inputs)
+        else:
+            plan.step(target=targets, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+
+    return step

@@ -1,0 +1,109 @@
+"""What a run is, before any process talks to another: model, text, cut and schedule. Equal on every rank.
+
+Everything that can be wrong with what the user gave is found here, before anything is written.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dpipe.config import Config
+from dpipe.engine.data import Corpus, prepare
+from dpipe.engine.forecast import Forecast, LayerCosts, forecast, gpt_costs
+from dpipe.errors import DataError
+from dpipe.stage.gpt import gpt
+from dpipe.stage.model import LayeredModel, load_layers
+from dpipe.stage.probe import LayerCost, measure, probe
+from dpipe.topology import Network
+from dpipe.wire.format import wire_bytes
+from dpipe.wire.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """`model` and `corpus` are None for replay. `boundaries[s]` is what stage s gives to stage s + 1."""
+
+    config: Config
+    model: LayeredModel | None
+    corpus: Corpus | None
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    forecast: Forecast
+
+    def layers_of(self, stage: int) -> range:
+        start = sum(self.forecast.split[:stage])
+        return range(start, start + self.forecast.split[stage])
+
+
+def draft(config: Config, *, layer_s: tuple[float, ...] | None = None, network: Network | None = None) -> Blueprint:
+    """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of each layer."""
+    if config.model.layers == "replay":
+        message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
+        boundaries = ((message,),) * (config.pipeline.stages - 1)
+        return Blueprint(config, None, None, boundaries, forecast(config, None, network))
+    corpus = read_text(config)
+    model = make_model(config, corpus)
+    probed = probe(model, _tokens(config), config.train.seed)
+    found = forecast(config, layer_costs(config, probed, layer_s), network)
+    ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
+    return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
+
+
+def read_text(config: Config) -> Corpus:
+    """Tokens of the configured files; raises `DataError` where they cannot make one batch."""
+    corpus = prepare(config.data.files, config.data.tokenizer, Path(config.data.cache), config.data.held_out)
+    given = config.model.vocab_size
+    if given is not None and corpus.vocab_size > given:
+        raise DataError(
+            f"the tokenizer {config.data.tokenizer} has {corpus.vocab_size} entries, but model.vocab_size is {given}"
+        )
+    corpus.check_length(config.model.context, need_held_out=config.train.eval_every is not None)
+    return corpus
+
+
+def make_model(config: Config, corpus: Corpus) -> LayeredModel:
+    model = config.model
+    if model.layers != "gpt":
+        return load_layers(model.layers, model.options, config.train.seed)
+    return gpt(
+        vocab_size=model.vocab_size or corpus.vocab_size,
+        num_layers=model.num_layers,
+        width=model.width,
+        num_heads=model.num_heads,
+        context=model.context,
+        dropout=model.dropout,
+        tied=model.tie_embeddings,
+    )
+
+
+def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None) -> LayerCosts:
+    """Measured seconds where there are; else by formula for a GPT, by count for a user's model."""
+    if layer_s is None and config.model.layers == "gpt":
+        return gpt_costs(config)
+    forward = tuple(cost.forward_flops / (config.predict.gflops * 1e9) for cost in probed)
+    if layer_s is not None:
+        forward = tuple(seconds / 3 for seconds in layer_s)
+    wire = config.pipeline.wire
+    activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
+    gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
+    tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied)
+
+
+def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
+    """Seconds that forward and backward of each layer take on this machine, for one micro-batch."""
+    config, corpus = blueprint.config, blueprint.corpus
+    assert corpus is not None
+    assert blueprint.model is not None
+    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.train.microbatch_size, config.model.context)
+    return measure(blueprint.model, inputs, targets, config.train.seed)
+
+
+def _tokens(config: Config) -> TensorSpec:
+    return TensorSpec((config.train.microbatch_size, config.model.context), torch.int64)
+
+
+def _wire_bytes(wire: str, spec: TensorSpec) -> int:
+    if not spec.dtype.is_floating_point:
+        return spec.num_bytes
+    return wire_bytes(wire, spec.num_bytes // spec.dtype.itemsize, spec.dtype.itemsize)

@@ -1,0 +1,292 @@
+"""The only composition root: a configuration and a place in the run become a rank that trains.
+
+    launch_ranks   check everything, then one process a rank on this machine
+    train_rank     blueprint -> join -> open links -> stages, executor, update, trainer -> summary
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from dpipe.config import Config, load
+from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.single import Single
+from dpipe.engine import checkpoint, launch
+from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.display import Display
+from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.feed import NoFeed, TextFeed
+from dpipe.engine.folder import logging_to, open_folder
+from dpipe.engine.forecast import per_stage
+from dpipe.engine.generate import sample
+from dpipe.engine.join import joined
+from dpipe.engine.launch import Placement
+from dpipe.engine.metrics import Metrics
+from dpipe.engine.recorder import Recorder
+from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.signals import stop_on_signals
+from dpipe.engine.trace import Plan, save_plan
+from dpipe.engine.trainer import Job, Trainer
+from dpipe.engine.update import Update
+from dpipe.errors import ConfigError
+from dpipe.stage.model import materialise
+from dpipe.stage.replay import ReplayStage
+from dpipe.stage.stage import Stage
+from dpipe.transport.base import Transport
+from dpipe.wire.codec import codec
+
+LOG = logging.getLogger("dpipe")
+_SAMPLE_TOKENS = 300
+
+
+def launch_ranks(path: str, overrides: tuple[str, ...], *, num_ranks: int | None, resume: str | None, fallback: bool) -> int:
+    """Run all ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
+    if num_ranks is not None:
+        overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
+    config = configuration(path, overrides, resume)
+    draft(config)
+    open_folder(config, resume is not None)
+    given = [item for text in overrides for item in ("-o", text)]
+    given += ["--resume", resume] if resume else []
+    given += ["--fallback"] if fallback else []
+    argv = [sys.executable, "-m", "dpipe", "train", path, *given]
+    return launch.launch(lambda rank: argv, config.pipeline.ranks, Path(config.run.folder) / "logs")
+
+
+def train_rank(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    rank: int | None,
+    world_size: int | None,
+    coordinator: str | None,
+    timeout: float | None,
+    resume: str | None,
+    fallback: bool,
+) -> None:
+    """One rank, from configuration to summary."""
+    place = launch.here(rank, world_size, coordinator)
+    config = configuration(path, overrides, resume)
+    if place.world_size != config.pipeline.ranks:
+        raise ConfigError(
+            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages} and "
+            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} need {config.pipeline.ranks}; "
+            f"start that many, or set -o pipeline.stages={place.world_size * config.pipeline.stages_per_rank}"
+        )
+    with stop_on_signals() as wants_stop:
+        run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout, wants_stop=wants_stop)
+
+
+def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
+    return load(path, (*overrides, f"run.folder={json.dumps(resume)}") if resume else overrides)
+
+
+def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
+    return (f"pipeline.stages={num_ranks * config.pipeline.stages_per_rank}",)
+
+
+def run_rank(
+    config: Config,
+    place: Placement,
+    *,
+    resume: bool = False,
+    fallback: bool = False,
+    join_s: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
+    torch.set_num_threads(config.node.threads)
+    blueprint = draft(config)
+    start = find_start(config, blueprint, place.rank, fallback) if resume else None
+    first_step = 0 if start is None else start.step
+    folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    shared = {**config.shared(), "resume.step": first_step}
+    with (
+        logging_to(folder, place.rank),
+        joined(config, place, shared, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
+    ):
+        if config.pipeline.split == "measured":
+            blueprint = with_measured_split(blueprint, meeting)
+        with ExitStack() as stack:
+            metrics = None
+            if place.rank == 0:
+                write_plan(blueprint, folder)
+                show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
+                metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
+                stack.callback(metrics.close)
+            wants_stop = stack.enter_context(stop_on_signals())
+            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start)
+            stopped = trainer.run()
+            meeting.barrier("trained", config.timeouts.transfer)
+        if place.rank == 0:
+            finish(blueprint, folder, console or Console(), stopped)
+
+
+def peers_of(blueprint: Blueprint, rank: int) -> set[int]:
+    """The ranks that `rank` exchanges anything with."""
+    schedule = blueprint.forecast.schedule
+    owner, last = schedule.rank_of_stage, schedule.num_stages - 1
+    pairs = {(owner[s], owner[s + 1]) for s in range(last)} | ({(owner[0], owner[last])} if schedule.tied else set())
+    return {a if b == rank else b for a, b in pairs if rank in (a, b) and a != b}
+
+
+def with_measured_split(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
+    """Cut again by what rank 0 measures each layer to take; the others take its word."""
+    seconds = measure_layers(blueprint) if meeting.rank == 0 else ()
+    told = meeting.gather("layer seconds", json.dumps(seconds).encode()).wait(blueprint.config.timeouts.transfer)
+    return draft(blueprint.config, layer_s=tuple(json.loads(told[0])))
+
+
+def assemble(
+    blueprint: Blueprint,
+    rank: int,
+    meeting: Coordination,
+    transport: Transport,
+    metrics: Metrics | None,
+    wants_stop: Callable[[], bool],
+    start: checkpoint.Loaded | None,
+) -> Trainer:
+    """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    config, schedule = blueprint.config, blueprint.forecast.schedule
+    stages = {s: make_stage(blueprint, s) for s, owner in enumerate(schedule.rank_of_stage) if owner == rank}
+    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
+    update = Update(
+        stages,
+        config.train,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
+        tied_copy=tied[-1][0] if -1 in tied else None,
+    )
+    parts = Parts(
+        rank,
+        stages,
+        transport,
+        codec(config.pipeline.wire),
+        blueprint.boundaries,
+        Single(),
+        recorder,
+        {end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
+    )
+    if start is not None:
+        restore(start, stages, update)
+    feeds = blueprint.corpus is not None and (0 in stages or schedule.num_stages - 1 in stages)
+    job = Job(
+        rank=rank,
+        train=config.train,
+        run=config.run,
+        context=config.model.context,
+        configuration=config.shared(),
+        schedule=schedule,
+        eval_schedule=blueprint.forecast.eval_schedule,
+        stages=stages,
+        executor=Executor(parts),
+        recorder=recorder,
+        update=update,
+        feed=feed_of(blueprint) if feeds else NoFeed(config.train.num_microbatches),
+        meeting=meeting,
+        timeout_s=config.timeouts.transfer,
+        checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
+        wants_stop=wants_stop,
+        metrics=metrics,
+    )
+    return Trainer(job, 0 if start is None else start.step)
+
+
+def make_stage(blueprint: Blueprint, index: int) -> Stage | ReplayStage:
+    config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
+    microbatches = config.train.num_microbatches
+    if blueprint.model is None:
+        replay, stages = config.replay, config.pipeline.stages
+        return ReplayStage(
+            index,
+            num_microbatches=microbatches,
+            forward_s=per_stage(replay.forward_ms, stages)[index] / 1e3,
+            backward_s=per_stage(replay.backward_ms, stages)[index] / 1e3,
+            input_share=replay.input_share,
+            message_bytes=replay.message_bytes,
+            first=index == 0,
+            last=last,
+        )
+    seed, device = config.train.seed, config.node.device
+    return Stage(
+        index,
+        {layer: materialise(blueprint.model, layer, seed, device) for layer in blueprint.layers_of(index)},
+        num_microbatches=microbatches,
+        loss=blueprint.model.loss if last else None,
+        recompute=config.pipeline.recompute,
+        precision=config.train.precision,
+        seed=seed,
+        device=device,
+    )
+
+
+def tied_weights(
+    blueprint: Blueprint, stages: Mapping[int, Stage | ReplayStage]
+) -> dict[int, tuple[str, nn.Parameter]]:
+    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last layer's."""
+    if blueprint.model is None or blueprint.model.tied is None:
+        return {}
+    last = len(blueprint.model.layers) - 1
+    names = {0: f"layers.0.{blueprint.model.tied[0]}", -1: f"layers.{last}.{blueprint.model.tied[1]}"}
+    here = {name: weight for stage in stages.values() for name, weight in stage.named_parameters()}
+    return {end: (name, here[name]) for end, name in names.items() if name in here}
+
+
+def feed_of(blueprint: Blueprint) -> TextFeed:
+    assert blueprint.corpus is not None
+    return TextFeed(blueprint.corpus, blueprint.config.train, blueprint.config.model.context)
+
+
+def checkpoint_url(config: Config) -> str:
+    return config.run.checkpoint_url or str(Path(config.run.folder) / "checkpoints")
+
+
+def find_start(config: Config, blueprint: Blueprint, rank: int, fallback: bool) -> checkpoint.Loaded:
+    """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
+    owner = blueprint.forecast.schedule.rank_of_stage
+    layers = {layer for s, r in enumerate(owner) if r == rank for layer in blueprint.layers_of(s)}
+    return checkpoint.load(
+        checkpoint_url(config), lambda name: int(name.split(".")[1]) in layers, fallback=fallback
+    )
+
+
+def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:
+    with torch.no_grad():
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                parameter.copy_(start.tensors[name])
+    update.restore(start.state, start.optimizer)
+
+
+def write_plan(blueprint: Blueprint, folder: Path) -> None:
+    """What `dpipe trace` needs of the run besides the spans."""
+    found, network = blueprint.forecast, blueprint.config.predict.network
+    cost = found.cost
+    save_plan(
+        folder / "trace",
+        Plan(found.schedule, cost.activation_bytes, cost.gradient_bytes, cost.tied_bytes, network),
+    )
+
+
+def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) -> None:
+    """Rank 0's last word: how to go on, or the summary."""
+    config, corpus = blueprint.config, blueprint.corpus
+    if stopped:
+        console.print(f"stopped before the end; go on with --resume {folder}", highlight=False)
+        return
+    scale = url = text = None
+    if corpus is not None:
+        entropy = corpus.bigram_entropy()
+        scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
+        url = checkpoint_url(config)
+        if config.run.sample:
+            text = sample(config, corpus, url, config.run.sample, _SAMPLE_TOKENS)
+    show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text)

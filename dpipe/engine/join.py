@@ -1,0 +1,115 @@
+"""How a rank comes among the others: the coordinator is joined, then every link is opened and checked."""
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from dpipe.config import Config
+from dpipe.coordinator.alone import Alone
+from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.client import Coordinator
+from dpipe.coordinator.server import CoordinatorServer
+from dpipe.engine.folder import keep_upload
+from dpipe.engine.launch import Placement
+from dpipe.errors import PeerLost, RunAborted, TransferTimeout
+from dpipe.transport.base import Transport
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.local import LocalHub
+from dpipe.wire.rpc import Security
+
+LOG = logging.getLogger("dpipe")
+
+
+@contextmanager
+def joined(
+    config: Config, place: Placement, shared: dict[str, object], peers: set[int], join_s: float | None
+) -> Iterator[tuple[Coordination, Transport]]:
+    """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
+
+    Which error a user reads: the first cause. Losing a peer is a symptom, so the coordinator is asked for the cause.
+    """
+    folder = Path(config.run.folder)
+    if place.world_size == 1:
+        yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
+        return
+    with ExitStack() as stack:
+        node, timeouts = config.node, config.timeouts
+        security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+        transport = GrpcTransport(
+            place.rank,
+            bind=node.bind,
+            port=node.port,
+            security=security,
+            connections=config.transport.connections,
+            chunk_bytes=config.transport.chunk_bytes,
+            buffer_bytes=config.transport.buffer_bytes,
+            transfer_timeout_s=timeouts.transfer,
+            connect_timeout_s=timeouts.connect,
+            device=node.device,
+        )
+        stack.callback(transport.close)
+        meeting = _join(config, place, shared, security, transport.port, join_s or timeouts.join, stack)
+        meeting.on_abort(transport.fail)
+        try:
+            transport.connect(meeting.addresses, peers)
+            yield meeting, transport
+        except RunAborted:
+            raise
+        except (PeerLost, TransferTimeout) as error:
+            raise meeting.abort(str(error), symptom=True) from error
+        except BaseException as error:
+            meeting.abort(f"{type(error).__name__}: {error}")
+            raise
+        meeting.leave()
+
+
+def _join(
+    config: Config,
+    place: Placement,
+    shared: dict[str, object],
+    security: Security,
+    port: int,
+    join_s: float,
+    stack: ExitStack,
+) -> Coordination:
+    """Rank 0 hosts the coordinator and says where; then every rank joins."""
+    node, heartbeat_s = config.node, config.timeouts.heartbeat
+    host = advertised_host(node.bind, node.advertise)
+    if place.rank == 0:
+        server = CoordinatorServer(
+            place.world_size,
+            bind=node.bind,
+            port=place.port,
+            security=security,
+            heartbeat_s=heartbeat_s,
+            join_s=join_s,
+            on_upload=partial(keep_upload, Path(config.run.folder)),
+        )
+        stack.callback(server.close)
+        place.publish(f"{host}:{server.port}", join_s)
+    meeting = Coordinator.join(
+        place.find(join_s),
+        place.rank,
+        place.world_size,
+        shared=shared,
+        advertised=None if host is None else f"{host}:{port}",
+        security=security,
+        join_s=join_s,
+        heartbeat_s=heartbeat_s,
+        on_wait=lambda what: LOG.warning("%s", what),
+    )
+    stack.callback(meeting.close)
+    return meeting
+
+
+def advertised_host(bind: str, advertise: str | None) -> str | None:
+    """Where others reach this process; None ("none") behind NAT, where only it can dial.
+
+    A wildcard is no address: then this host's own, as its name resolves.
+    """
+    if advertise is not None:
+        return None if advertise == "none" else advertise
+    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "[::]") else bind  # noqa: S104

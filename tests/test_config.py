@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from dpipe.config import Config, build, load
+from dpipe.errors import ConfigError
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_file_is_read_and_overridden(tmp_path: Path) -> None:
+    path = written(tmp_path, "[train]\nsteps = 5\n[pipeline]\nstages = 4\n")
+    config = load(path, ("train.steps=7", "run.folder=runs/a b", "pipeline.split=[1, 2, 2, 1]"))
+    assert (config.train.steps, config.run.folder, config.pipeline.split) == (7, "runs/a b", (1, 2, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"model": {"widht": 3}}, "unknown key 'model.widht'; did you mean 'width'?"),
+        ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
+        ({"train": {"steps": "many"}}, "train.steps: .* got 'many'"),
+        ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
+        ({"model": {"width": 100, "num_heads": 3}}, "model.width 100 must be a multiple of model.num_heads 3"),
+        ({"model": {"layers": "mine"}}, 'must be "gpt", "replay" or "package.module:function"'),
+        ({"pipeline": {"stages": 3, "stages_per_rank": 2}}, "stages 3 is not a multiple of"),
+        ({"pipeline": {"stages": 2, "split": [3]}}, "split lists 1 stages, but pipeline.stages is 2"),
+        ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
+        ({"node": {"tls_cert": "a.pem"}}, "go together"),
+    ],
+)
+def test_mistake_is_named(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(table)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="steps(.|\n)*learning_rate"):
+        build({"train": {"steps": 0, "learning_rate": -1}})
+
+
+@pytest.mark.parametrize("text", ["steps=5", "train.steps", "=5", "train.=5"])
+def test_override_without_section_and_value_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="must look like section.key=value"):
+        load(written(tmp_path, ""), (text,))
+
+
+def test_override_of_something_that_is_no_section_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'train' is not a section"):
+        load(written(tmp_path, "train = 3"), ("train.steps=5",))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load(tmp_path / "nowhere.toml")
+
+
+def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.toml is not TOML"):
+        load(written(tmp_path, "steps 5"))
+
+
+def test_digest_differs_with_what_ranks_must_agree_on() -> None:
+    assert build({"train": {"steps": 5}}).digest() != Config().digest()
+
+
+def test_digest_leaves_out_what_belongs_to_one_process() -> None:
+    assert build({"node": {"port": 7000, "threads": 4}}).digest() == Config().digest()
+
+
+def test_configuration_survives_json() -> None:
+    config = build({"pipeline": {"stages": 2, "split": [3, 3]}})
+    table: dict[str, dict[str, object]] = {}
+    for name, value in config.shared().items():
+        section, _, key = name.partition(".")
+        table.setdefault(section, {})[key] = value
+    assert build(table) == config
