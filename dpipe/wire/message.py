@@ -1,7 +1,7 @@
-"""A tensor as messages: a header, then raw bytes. Nothing is unpickled, and nothing is allocated before it is checked."""
+"""A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is checked."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from google.protobuf.message import DecodeError
@@ -45,7 +45,11 @@ class Header:
             header = TensorHeader.FromString(message)
         except DecodeError:
             raise TransferError(f"a message of {len(message)} bytes stands where a tensor's header belongs") from None
-        if header.dtype not in _DTYPES or len(header.shape) > _MAX_DIMS or any(size < 0 for size in header.shape):
+        if (
+            header.dtype not in _DTYPES
+            or len(header.shape) > _MAX_DIMS
+            or not all(0 <= size < 1 << 48 for size in header.shape)
+        ):
             raise TransferError(f"a header announces an impossible tensor: {header.dtype!r} {list(header.shape)[:16]}")
         spec = TensorSpec(tuple(header.shape), _DTYPES[header.dtype])
         if header.num_bytes != spec.num_bytes:
@@ -62,5 +66,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared and not copied; the view keeps the memory alive."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.shape, tensor.stride(), tensor.device)
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
