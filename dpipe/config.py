@@ -115,7 +115,9 @@ class Pipeline(Section):
         if isinstance(self.split, tuple) and len(self.split) != self.stages:
             raise ValueError(f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is {self.stages}")
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in ("auto", "gpipe"):
-            raise ValueError('pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there')
+            raise ValueError(
+                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there'
+            )
         return self
 
     @property

@@ -1,19 +1,19 @@
 """The exception tree: what the user can mend before a run, and what ends a run.
 
-    DpipeError
-    ├── InputError            what was given cannot work; exit code 2, nothing was written
-    │   ├── ConfigError       an unknown key, a value out of range, sizes that do not fit each other
-    │   ├── ScheduleError     a plan that is incomplete, out of order, or cannot make progress
-    │   ├── ProfileError      a network profile that cannot be read
-    │   ├── DataError         text that is missing, too short or not UTF-8; a tokenizer that does not fit
-    │   ├── CheckpointError   a checkpoint that is missing, partial or corrupt
-    │   └── JoinError         the ranks cannot meet: port in use, nobody there, wrong token, other configuration
-    └── RunError              a run that had started cannot go on; exit code 1
-        ├── PeerLost          the other end of a link is gone
-        ├── TransferError     what arrived is not what this end expects: tag, shape, number of bytes
-        ├── TransferTimeout   a transfer took longer than its deadline
-        ├── RunAborted        another rank failed or was lost; the message names it
-        └── NumericError      a loss or a gradient that is not finite
+DpipeError
+├── InputError            what was given cannot work; exit code 2, nothing was written
+│   ├── ConfigError       an unknown key, a value out of range, sizes that do not fit each other
+│   ├── ScheduleError     a plan that is incomplete, out of order, or cannot make progress
+│   ├── ProfileError      a network profile that cannot be read
+│   ├── DataError         text that is missing, too short or not UTF-8; a tokenizer that does not fit
+│   ├── CheckpointError   a checkpoint that is missing, partial or corrupt
+│   └── JoinError         the ranks cannot meet: port in use, nobody there, wrong token, other configuration
+└── RunError              a run that had started cannot go on; exit code 1
+    ├── PeerLost          the other end of a link is gone
+    ├── TransferError     what arrived is not what this end expects: tag, shape, number of bytes
+    ├── TransferTimeout   a transfer took longer than its deadline
+    ├── RunAborted        another rank failed or was lost; the message names it
+    └── NumericError      a loss or a gradient that is not finite
 """
 
 

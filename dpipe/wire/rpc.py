@@ -53,7 +53,9 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise JoinError(f"cannot read {path}: {error.strerror}; check node.tls_cert, node.tls_key, node.tls_ca") from None
+        raise JoinError(
+            f"cannot read {path}: {error.strerror}; check node.tls_cert, node.tls_key, node.tls_ca"
+        ) from None
 
 
 def open_channel(address: str, security: Security, *, own_connection: bool = False) -> grpc.Channel:
@@ -78,7 +80,8 @@ class _CheckToken(grpc.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse)
+        # A handler of single requests would wait for a first message, which a stream may never send.
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         shown = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
@@ -100,12 +103,14 @@ def serve(
     """
     options = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # else two servers share a port and each gets half the calls
     server = grpc.server(
-        ThreadPoolExecutor(max_workers), handlers, interceptors=[_CheckToken(security.token)], options=options
+        ThreadPoolExecutor(max_workers), list(handlers), interceptors=[_CheckToken(security.token)], options=options
     )
     try:
         bound = _bind(server, f"{bind}:{port}", security)
     except RuntimeError:
-        raise JoinError(f"cannot listen on {bind}:{port}: the port is in use or the address is not this host's") from None
+        raise JoinError(
+            f"cannot listen on {bind}:{port}: the port is in use or the address is not this host's"
+        ) from None
     server.start()
     return server, bound
 

@@ -1,0 +1,262 @@
+"""One rank's end of the two links with a peer, whatever carries the bytes: what is expected, arrived, and went wrong.
+
+    recv(like, tag)          --post()-->    receiving[n]   <--arrive()--  header n, then stripes of its bytes
+    recv(...).wait()         <------------- complete when posted, agreed on and every stripe is in
+
+Whichever comes first makes entry n and the other finds it, so receives may be posted before or after the bytes come.
+Bytes go straight into the tensor that `wait()` returns. What has arrived and nobody has posted a receive for is bounded
+by `buffer_bytes`: beyond it the thread that reads waits, and the transport below holds the sender back.
+"""
+
+import time
+from collections.abc import Callable
+from threading import Condition
+
+import torch
+
+from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.transport.base import Moved
+from dpipe.wire.message import Header, byte_view
+from dpipe.wire.spec import TensorSpec
+
+_WAKE_S = 5.0  # a thread that may wait for as long as the peer likes looks around this often
+
+
+class _Transfer:
+    """What a send and a receive have in common: stripes that move, then done. Guarded by `end.changed`."""
+
+    def __init__(self, end: "LinkEnd", num_stripes: int) -> None:
+        self.end = end
+        self._missing = num_stripes
+        self._start_ns: int | None = None
+        self._moved: Moved | None = None
+
+    @property
+    def moved(self) -> Moved | None:
+        return self._moved
+
+    def done(self) -> bool:
+        return self._moved is not None
+
+    def begin(self) -> None:
+        """The first bytes of a stripe are about to move."""
+        with self.end.changed:
+            self._start_ns = self._start_ns or time.perf_counter_ns()
+
+    def _end_stripe(self, num_bytes: int) -> bool:
+        """Count a stripe as moved; true for the last one."""
+        self._missing -= 1
+        if self._missing:
+            return False
+        assert self._start_ns is not None
+        self._moved = Moved(self._start_ns, time.perf_counter_ns(), num_bytes)
+        self.end.changed.notify_all()
+        return True
+
+
+class Sending(_Transfer):
+    """A tensor on its way out; it is held until its last byte is handed over."""
+
+    def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, num_stripes: int) -> None:
+        super().__init__(end, num_stripes)
+        self.header = header
+        self.view: memoryview | None = byte_view(tensor)
+
+    def wait(self) -> None:
+        self.end.wait(self, f"to hand over {self.header.tag} to")
+
+    def end_stripe(self) -> None:
+        with self.end.changed:
+            if self._end_stripe(self.header.spec.num_bytes):
+                self.view = None
+                self.end.num_unsent -= 1
+
+
+class Receiving(_Transfer):
+    """A tensor on its way in, known from its header, from a posted receive, or from both."""
+
+    def __init__(self, end: "LinkEnd", sequence: int, num_stripes: int) -> None:
+        super().__init__(end, num_stripes)
+        self.sequence = sequence
+        self.expected: Header | None = None
+        self.arrived: Header | None = None
+        self.tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        assert self.expected is not None
+        self.end.wait(self, f"for {self.expected.tag} from")
+        assert self.tensor is not None
+        return self.tensor.to(self.end.device)
+
+    def end_stripe(self) -> None:
+        with self.end.changed:
+            assert self.arrived is not None
+            self._end_stripe(self.arrived.spec.num_bytes)
+            self.end.forget(self)
+
+    def check(self) -> TransferError | None:
+        """The error of a receive that meets another tensor than it expects."""
+        want, got = self.expected, self.arrived
+        if want is None or got is None or want == got:
+            return None
+        return TransferError(
+            f"rank {self.end.rank} expected {want.tag} {want.spec} from {self.end.peer_name}, but {got.tag} {got.spec} "
+            "arrived; both ends must run the same plan, in the same order, with the same wire format"
+        )
+
+
+class LinkEnd:
+    """The state that two directed links share at one rank: they live and die together.
+
+    `on_broken` is called once, when the first error arrives: it must end whatever carries the bytes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        address: str | None = None,
+        *,
+        num_stripes: int = 1,
+        buffer_bytes: float = float("inf"),
+        timeout_s: float = 300.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.peer_name = f"rank {peer}" if address is None else f"rank {peer} ({address})"
+        self.device = device
+        self.changed = Condition()
+        self.error: Exception | None = None
+        self.reason: str | None = None  # why the peer is lost
+        self.on_broken: Callable[[], None] = lambda: None
+        self.num_unsent = 0
+        self.closing = False
+        self._num_stripes = self._num_open = num_stripes
+        self._buffer_bytes = buffer_bytes
+        self._timeout_s = timeout_s
+        self._failed = False
+        self._num_sent = 0
+        self._num_posted = 0
+        self._unclaimed_bytes = 0
+        self._receiving: dict[int, Receiving] = {}
+
+    def send(self, tensor: torch.Tensor, tag: str, enqueue: Callable[[Sending], None]) -> Sending:
+        """Number `tensor` and hand it to `enqueue`, which must not block, in the order of the numbers."""
+        tensor = tensor.detach().cpu().contiguous()
+        with self.changed:
+            self._raise_if_broken()
+            sending = Sending(self, Header(self._num_sent, tag, TensorSpec.of(tensor)), tensor, self._num_stripes)
+            self._num_sent += 1
+            self.num_unsent += 1
+            enqueue(sending)
+        return sending
+
+    def post(self, like: TensorSpec, tag: str) -> Receiving:
+        """Expect the next tensor. One that has arrived is handed over even if the peer is lost meanwhile."""
+        with self.changed:
+            receiving = self._entry(self._num_posted)
+            if not receiving.done():
+                self._raise_if_broken()
+            self._num_posted += 1
+            receiving.expected = Header(receiving.sequence, tag, like)
+            if receiving.tensor is not None and receiving.arrived is not None:
+                self._unclaimed_bytes -= receiving.arrived.spec.num_bytes
+            self.forget(receiving)
+            self.changed.notify_all()
+        self._break_if(receiving.check())
+        return receiving
+
+    def arrive(self, header: Header) -> Receiving | None:
+        """The tensor that the bytes after `header` belong to; None once this end is closing and wants none.
+
+        Blocks while the tensor is neither expected nor fits the buffer. Raises what broke the link, and
+        `TransferError` where the header is not what was expected.
+        """
+        with self.changed:
+            receiving = self._entry(header.sequence)
+            if receiving.arrived not in (None, header):
+                raise TransferError(f"the connections of {self.peer_name} disagree on tensor {header.sequence}")
+            receiving.arrived = header
+            if (error := receiving.check()) is not None:
+                raise error
+            if not self._wait_for_room(receiving, header.spec.num_bytes):
+                return None
+            if receiving.tensor is None:
+                receiving.tensor = header.spec.empty()
+                self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
+        receiving.begin()
+        return receiving
+
+    def forget(self, receiving: Receiving) -> None:
+        """Drop the entry of a tensor that is both complete and claimed."""
+        if receiving.done() and receiving.expected is not None:
+            del self._receiving[receiving.sequence]
+
+    def wait(self, transfer: Sending | Receiving, what: str) -> None:
+        """Block until `transfer` is done; raises what broke the link, which a timeout does too."""
+        with self.changed:
+            in_time = self.changed.wait_for(lambda: self.error is not None or transfer.done(), self._timeout_s)
+        if not in_time:
+            self.break_off(
+                TransferTimeout(
+                    f"rank {self.rank} has waited {self._timeout_s:g} s {what} {self.peer_name}; the peer is slower or "
+                    "the network worse than timeouts.transfer allows, or the peer waits for something else"
+                )
+            )
+        if self._failed or not transfer.done():
+            self._raise_if_broken()
+
+    def break_off(self, error: Exception, *, failed: bool = False) -> None:
+        """End the link: every wait that is not done raises `error`, and where it `failed`, every wait does."""
+        with self.changed:
+            first = self.error is None
+            if first or failed:
+                self.error, self._failed = error, failed
+            self.changed.notify_all()
+        if first:
+            self.on_broken()
+
+    def lose(self, reason: str) -> None:
+        """The peer is gone."""
+        self.reason = self.reason or reason
+        self.break_off(PeerLost(f"rank {self.rank} lost {self.peer_name}: {reason}"))
+
+    def end_stream(self) -> None:
+        """One of the streams that carry stripes came to its end in order; the peer is gone when the last one has."""
+        with self.changed:
+            self._num_open -= 1
+        if not self._num_open:
+            self.lose("it closed the link")
+
+    def drain(self, timeout_s: float) -> None:
+        """Take nothing more in, and wait until every send is handed over, the link is broken, or the time is up."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.error is not None or not self.num_unsent, timeout_s)
+
+    def _entry(self, sequence: int) -> Receiving:
+        if sequence not in self._receiving:
+            self._receiving[sequence] = Receiving(self, sequence, self._num_stripes)
+        return self._receiving[sequence]
+
+    def _wait_for_room(self, receiving: Receiving, num_bytes: int) -> bool:
+        def settled() -> bool:
+            fits = self._unclaimed_bytes + num_bytes <= self._buffer_bytes
+            posted = receiving.expected is not None or receiving.tensor is not None
+            return posted or fits or self.closing or self.error is not None
+
+        # Not this end's deadline: a sender that waits too long has its own.
+        while not self.changed.wait_for(settled, _WAKE_S):
+            continue
+        self._raise_if_broken()
+        return not self.closing
+
+    def _break_if(self, error: Exception | None) -> None:
+        if error is not None:
+            self.break_off(error)
+
+    def _raise_if_broken(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,72 @@
+"""Ranks as threads of one process, for tests: no bytes leave it, everything else behaves as on a network."""
+
+from functools import partial
+
+import torch
+
+from dpipe.errors import PeerLost, TransferError
+from dpipe.transport.link import LinkEnd, Receiving, Sending
+from dpipe.wire.message import byte_view
+from dpipe.wire.spec import TensorSpec
+
+
+class LocalHub:
+    """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the other."""
+
+    def __init__(
+        self, num_ranks: int, *, transfer_timeout_s: float = 300.0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.ends = {
+            (rank, peer): LinkEnd(rank, peer, timeout_s=transfer_timeout_s, device=device)
+            for rank in range(num_ranks)
+            for peer in range(num_ranks)
+            if rank != peer
+        }
+        for (rank, peer), end in self.ends.items():
+            end.on_broken = partial(self.ends[peer, rank].lose, "it closed the link or failed")
+
+    def transport(self, rank: int) -> "LocalTransport":
+        return LocalTransport(self, rank)
+
+
+class LocalTransport:
+    """A send copies the tensor into its peer's end at once, so it is done when it returns."""
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        self.rank = rank
+        self._hub = hub
+        self._peers = [peer for peer in range(hub.num_ranks) if peer != rank]
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
+        sending = self._hub.ends[self.rank, peer].send(tensor, tag, lambda _: None)
+        _deliver(sending, self._hub.ends[peer, self.rank])
+        return sending
+
+    def recv(self, like: TensorSpec, peer: int, tag: str) -> Receiving:
+        return self._hub.ends[self.rank, peer].post(like, tag)
+
+    def fail(self, error: Exception) -> None:
+        """Every pending and later wait raises `error`; peers get `PeerLost`."""
+        for peer in self._peers:
+            self._hub.ends[self.rank, peer].break_off(error, failed=True)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            self._hub.ends[self.rank, peer].break_off(PeerLost(f"rank {self.rank} has closed its links"))
+
+
+def _deliver(sending: Sending, end: LinkEnd) -> None:
+    """Bring the bytes to the other end; sends of several threads may come here in any order, they are numbered."""
+    assert sending.view is not None
+    sending.begin()
+    try:
+        receiving = end.arrive(sending.header)
+    except TransferError as error:
+        end.break_off(error)
+        return
+    if receiving is not None:
+        assert receiving.tensor is not None
+        byte_view(receiving.tensor)[:] = sending.view
+        receiving.end_stripe()
+    sending.end_stripe()

@@ -1,0 +1,71 @@
+"""A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is checked."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from google.protobuf.message import DecodeError
+
+from dpipe.errors import TransferError
+from dpipe.wire.spec import TensorSpec
+from dpipe.wire.v1.transport_pb2 import TensorHeader
+
+_MAX_DIMS = 16
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What comes before a tensor's bytes: its number on the link, its tag, its shape and dtype."""
+
+    sequence: int
+    tag: str
+    spec: TensorSpec
+
+    def encode(self) -> bytes:
+        return TensorHeader(
+            sequence=self.sequence,
+            tag=self.tag,
+            shape=self.spec.shape,
+            dtype=dtype_name(self.spec.dtype),
+            num_bytes=self.spec.num_bytes,
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Self:
+        """Raises `TransferError` on bytes that are no header, or one whose size does not fit its shape."""
+        try:
+            header = TensorHeader.FromString(message)
+        except DecodeError:
+            raise TransferError(f"a message of {len(message)} bytes stands where a tensor's header belongs") from None
+        if (
+            header.dtype not in _DTYPES
+            or len(header.shape) > _MAX_DIMS
+            or not all(0 <= size < 1 << 48 for size in header.shape)
+        ):
+            raise TransferError(f"a header announces an impossible tensor: {header.dtype!r} {list(header.shape)[:16]}")
+        spec = TensorSpec(tuple(header.shape), _DTYPES[header.dtype])
+        if header.num_bytes != spec.num_bytes:
+            raise TransferError(f"a header announces {header.num_bytes} bytes for {spec}, which takes {spec.num_bytes}")
+        return cls(header.sequence, header.tag, spec)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of `dtype` on the wire; raises `TransferError` for one that cannot be sent, such as a quantized one."""
+    if dtype not in _NAMES:
+        raise TransferError(f"a tensor of {dtype} cannot be sent; one of {', '.join(_DTYPES)}")
+    return _NAMES[dtype]
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared and not copied; the view keeps the memory alive."""
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
