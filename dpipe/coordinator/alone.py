@@ -1,0 +1,58 @@
+"""`Alone`: the coordination of a run of one rank. No server, no threads, nothing to wait for."""
+
+from collections.abc import Callable
+
+from dpipe.coordinator.base import Gathered
+from dpipe.errors import RunAborted
+
+
+class Alone:
+    """See `base.Coordination`. `on_upload` takes what `CoordinatorServer` would hand to its own."""
+
+    rank = 0
+    world_size = 1
+    clock_offset_ns = 0
+
+    def __init__(
+        self, advertised: str | None = None, on_upload: Callable[[int, str, bytes], None] | None = None
+    ) -> None:
+        self.addresses: dict[int, str | None] = {0: advertised}
+        self._on_upload = on_upload
+        self._over: RunAborted | None = None
+        self._callbacks: list[Callable[[RunAborted], None]] = []
+
+    def gather(self, key: str, payload: bytes) -> Gathered:
+        gathered = Gathered(key, lambda: None)
+        if self._over:
+            gathered.parts.set_exception(self._over)
+        else:
+            gathered.parts.set_result((payload,))
+        return gathered
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        self.gather(f"barrier/{name}", b"").wait(timeout_s)
+
+    def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
+        if self._over is None:
+            self._over = RunAborted(f"rank 0 failed: {reason}")
+            for callback in self._callbacks:
+                callback(self._over)
+        return self._over
+
+    def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
+        if self._over:
+            callback(self._over)
+        else:
+            self._callbacks.append(callback)
+
+    def upload(self, kind: str, payload: bytes) -> None:
+        if self._over:
+            raise self._over
+        if self._on_upload:
+            self._on_upload(0, kind, payload)
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,78 @@
+"""What a run asks of its coordinator. `client.Coordinator` and `alone.Alone` both answer."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from dpipe.errors import RunAborted, RunError
+
+_ANSWER_S = 2.0  # how long the coordinator has to say who is missing, once a gather has timed out
+
+
+class Gathered:
+    """A gather under way: every rank's part of one key, once all have given theirs."""
+
+    def __init__(self, key: str, ask: Callable[[], None]) -> None:
+        self.key = key
+        self.parts: Future[tuple[bytes, ...]] = Future()
+        self.missing: Future[tuple[int, ...]] = Future()
+        self._ask = ask
+
+    def done(self) -> bool:
+        return self.parts.done()
+
+    def wait(self, timeout_s: float) -> tuple[bytes, ...]:
+        """All parts, by rank. Raises `RunAborted`, or after `timeout_s` `RunError` naming who has not arrived."""
+        try:
+            return self.parts.result(timeout_s)
+        except TimeoutError:
+            raise RunError(f"waited {timeout_s:g} s for {self.key!r}: {self._who_is_missing()}") from None
+
+    def _who_is_missing(self) -> str:
+        self.missing = Future()  # a fresh question each time
+        self._ask()
+        try:
+            return f"no word from {name_ranks(self.missing.result(_ANSWER_S))}"
+        except (TimeoutError, RunAborted):
+            return "and the coordinator does not say who is missing"
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class Coordination(Protocol):
+    """One rank's line to the coordinator. Safe to use from any thread."""
+
+    rank: int
+    world_size: int
+    addresses: dict[int, str | None]
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """Add it to this process's `time.perf_counter_ns()` to be on the coordinator's clock."""
+
+    def gather(self, key: str, payload: bytes) -> Gathered:
+        """Give this rank's part of `key` and return at once. A key is used once by each rank."""
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        """Wait until all ranks are here; raises as `Gathered.wait` does."""
+
+    def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
+        """End the run for all ranks; returns what all of them are told, which names the first cause.
+
+        `symptom` marks a report that only noticed somebody else's end (`PeerLost`, `TransferTimeout`): the
+        coordinator waits a moment for the cause itself, a lost process or its own report, and prefers that.
+        """
+
+    def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
+        """Call `callback` once, from some thread, when the run aborts; at once if it has."""
+
+    def upload(self, kind: str, payload: bytes) -> None:
+        """Queue `payload` for the server's `on_upload`; all of it is there before `leave` returns."""
+
+    def leave(self) -> None:
+        """Say goodbye: from here on this rank is not missed. Closes."""
+
+    def close(self) -> None:
+        """Stop all threads. Without `leave`, the coordinator takes this rank for lost. Safe to call twice."""

@@ -1,0 +1,331 @@
+"""`Coordinator`: one rank's line to the `CoordinatorServer` in rank 0.
+
+caller ──▶ outbox ──▶ _outgoing (gRPC's thread; pings in between) ══stream══▶ server
+caller ◀── futures, callbacks ◀── _read (this class's thread)      ◀══stream══ server
+"""
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from dpipe.coordinator.base import Gathered, name_ranks
+from dpipe.coordinator.frame import MAX_BYTES, METHOD, PROTOCOL, assemble, cut
+from dpipe.errors import JoinError, RunAborted
+from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.v1 import coordinator_pb2 as pb
+
+T = TypeVar("T")
+
+_OPEN = Security()
+
+_CLOCK_SAMPLES = 8
+_RETRY_S = 0.5
+_SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
+_STOP_S = 5.0
+_VERDICT_S = 5.0  # above the coordinator's grace for a symptom
+_LEAVE_S = 60.0  # uploads that are under way arrive first
+
+
+class _NotThere(Exception):  # noqa: N818 - not an error yet: the coordinator may still come up
+    pass
+
+
+class Coordinator:
+    """See `base.Coordination`. Made by `join`; every method may be called from any thread."""
+
+    def __init__(
+        self, address: str, join: pb.Join, security: Security, heartbeat_s: float, say: Callable[[str], None]
+    ) -> None:
+        self.rank: int = join.rank
+        self.world_size: int = join.world_size
+        self.addresses: dict[int, str | None] = {}
+        self._address = address
+        self._heartbeat_s = heartbeat_s
+        self._say = say
+        self._lock = threading.Lock()
+        self._over: RunAborted | None = None
+        self._leaving = False
+        self._missing: tuple[int, ...] = ()  # while joining
+        self._reached = False
+        self._welcome: Future[pb.Welcome] = Future()
+        self._verdict: Future[RunAborted] = Future()
+        self._gathers: dict[str, Gathered] = {}
+        self._callbacks: list[Callable[[RunAborted], None]] = []
+        self._clock: deque[tuple[int, int]] = deque(maxlen=2 * _CLOCK_SAMPLES)  # (round trip, offset), ns
+        self._ponged = threading.Event()
+        self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
+        self._outbox.put(pb.ToCoordinator(join=join))
+        self._heard_at = time.monotonic()
+        self._channel = open_channel(address, security, own_connection=True)
+        dial: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            METHOD, request_serializer=None, response_deserializer=None
+        )
+        self._call = dial(self._outgoing(), metadata=token_metadata(security))
+        self._reader = threading.Thread(target=self._read, name=f"coordination of rank {self.rank}", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        rank: int,
+        world_size: int,
+        *,
+        shared: dict[str, object],
+        advertised: str | None = None,
+        security: Security = _OPEN,
+        join_s: float = 120.0,
+        heartbeat_s: float = 8.0,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> "Coordinator":
+        """Meet the other ranks at `address` (`host:port`): wait for the coordinator to come up, then for all ranks.
+
+        `shared` is what all ranks must agree on; `advertised` is where others reach this one; `on_wait` hears, from
+        some thread, for what this rank waits. Raises `JoinError` when the ranks are not together after `join_s`, and
+        at once when this rank, or another one, is refused.
+        """
+        text = json.dumps(shared, sort_keys=True)
+        join = pb.Join(protocol=PROTOCOL, rank=rank, world_size=world_size, advertised=advertised, shared=text)
+        say = _unless_repeated(on_wait)
+        deadline = time.monotonic() + join_s
+        while True:
+            self = cls(address, join, security, heartbeat_s, say)
+            try:
+                self._wait_for_welcome(deadline - time.monotonic())
+                return self
+            except _NotThere as why:
+                self.close()
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise _nobody(address, join_s, str(why)) from None
+                say(f"waiting for the coordinator at {address} ({why})")
+                time.sleep(_RETRY_S)
+            except BaseException:
+                self.close()
+                raise
+
+    def _wait_for_welcome(self, timeout_s: float) -> None:
+        try:
+            welcome = self._welcome.result(timeout_s + _SLACK_S)
+        except TimeoutError:
+            if not self._reached:
+                raise _NotThere("no answer") from None
+            raise JoinError(f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join") from None
+        listed = [a.advertised if a.HasField("advertised") else None for a in welcome.addresses]
+        self.addresses = dict(enumerate(listed))
+        for _ in range(_CLOCK_SAMPLES):
+            self._ponged.clear()
+            self._send(_ping())
+            if not self._ponged.wait(self._heartbeat_s):
+                raise JoinError(f"the coordinator at {self._address} let rank {self.rank} in and fell silent")
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """As the fastest of the last round trips saw it (Mills 1991); heartbeats keep it fresh, for clocks drift."""
+        return min(self._clock.copy())[1]
+
+    def gather(self, key: str, payload: bytes) -> Gathered:
+        gathered = Gathered(key, lambda: self._send(pb.ToCoordinator(ask=pb.Ask(key=key))))
+        with self._lock:
+            if key in self._gathers:
+                raise ValueError(f"rank {self.rank} has already given its part of {key!r}, which is still under way")
+            self._gathers[key] = gathered
+            over = self._over
+        if over:
+            _settle(gathered.parts, error=over)
+        else:
+            self._send(pb.ToCoordinator(part=pb.Part(key=key, payload=payload)))
+        return gathered
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        self.gather(f"barrier/{name}", b"").wait(timeout_s)
+
+    def upload(self, kind: str, payload: bytes) -> None:
+        if self._over:
+            raise self._over
+        self._send(pb.ToCoordinator(upload=pb.Upload(kind=kind, payload=payload)))
+
+    def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
+        self._send(pb.ToCoordinator(failure=pb.Failure(reason=reason, symptom=symptom)))
+        try:
+            return self._verdict.result(_VERDICT_S)
+        except TimeoutError:
+            return RunAborted(f"rank {self.rank} failed: {reason}")
+
+    def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
+        with self._lock:
+            over = self._over
+            if not over:
+                self._callbacks.append(callback)
+        if over:
+            callback(over)
+
+    def leave(self) -> None:
+        self._leaving = True
+        self._send(pb.ToCoordinator(leave=pb.Leave()))
+        self._reader.join(_LEAVE_S)
+        heard = not self._reader.is_alive() and self._call.code() is grpc.StatusCode.OK
+        over = self._over
+        self.close()
+        if not heard and not over:
+            raise self._lost()
+
+    def close(self) -> None:
+        self._leaving = True
+        self._outbox.put(None)
+        self._call.cancel()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_STOP_S)
+        self._channel.close()
+        self._end(RunAborted(f"rank {self.rank} has closed its line to the coordinator"))
+
+    # The stream
+
+    def _send(self, message: pb.ToCoordinator) -> None:
+        if message.ByteSize() >= MAX_BYTES:
+            raise ValueError(f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is {MAX_BYTES}")
+        self._outbox.put(message)
+
+    def _outgoing(self) -> Iterator[bytes]:
+        """What this rank says, and a ping a few times a heartbeat: also the watch over a coordinator that is silent."""
+        interval_s = self._heartbeat_s / 4
+        ping_at = time.monotonic() + interval_s
+        while True:
+            try:
+                message = self._outbox.get(timeout=max(0.0, ping_at - time.monotonic()))
+            except queue.Empty:
+                now = time.monotonic()
+                if now - ping_at > interval_s:  # this process was stopped: what came meanwhile is still unread
+                    self._heard_at = now
+                if now - self._heard_at > self._heartbeat_s:
+                    self._call.cancel()
+                ping_at = now + interval_s
+                message = _ping()
+            if message is None:
+                return
+            yield from cut(message)
+
+    def _read(self) -> None:
+        with suppress(grpc.RpcError, DecodeError):
+            for message in assemble(self._listen(), pb.FromCoordinator):
+                self._take(message)
+        self._call.cancel()
+        if not self._reached:
+            _settle(self._welcome, error=_explain(self._call.code(), self._call.details() or "", self._address))
+        if not self._leaving:
+            self._end(self._lost())
+
+    def _listen(self) -> Iterator[bytes]:
+        for frame in self._call:
+            self._heard_at = time.monotonic()
+            self._reached = True
+            yield frame
+
+    def _take(self, message: pb.FromCoordinator) -> None:
+        match message.WhichOneof("kind"):
+            case "pong":
+                self._note_clock(message.pong, time.perf_counter_ns())
+            case "whole":
+                self._take_whole(message.whole)
+            case "missing":
+                self._take_missing(message.missing)
+            case "welcome":
+                _settle(self._welcome, message.welcome)
+            case "abort":
+                self._end(RunAborted(message.abort.reason))
+
+    def _note_clock(self, pong: pb.Pong, now_ns: int) -> None:
+        self._clock.append((now_ns - pong.sent_ns, pong.clock_ns - (pong.sent_ns + now_ns) // 2))
+        self._ponged.set()
+
+    def _take_whole(self, whole: pb.Whole) -> None:
+        with self._lock:
+            gathered = self._gathers.pop(whole.key, None)
+        if gathered:
+            _settle(gathered.parts, tuple(whole.parts))
+
+    def _take_missing(self, missing: pb.Missing) -> None:
+        ranks = tuple(missing.ranks)
+        if not missing.key:
+            self._missing = ranks
+            self._say(f"waiting at {self._address} for {name_ranks(ranks)} of {self.world_size} to join")
+        elif gathered := self._gathers.get(missing.key):
+            _settle(gathered.missing, ranks)
+
+    def _lost(self) -> RunAborted:
+        return RunAborted(f"lost the coordinator (rank 0 at {self._address})")
+
+    def _end(self, error: RunAborted) -> None:
+        """The run is over for this rank; the first reason stays. Everything that waits raises it."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = error
+            gathers, self._gathers = list(self._gathers.values()), {}
+            callbacks, self._callbacks = self._callbacks, []
+        _settle(self._verdict, error)
+        _settle(self._welcome, error=JoinError(f"rank {self.rank} cannot join at {self._address}: {error}"))
+        for gathered in gathers:
+            _settle(gathered.parts, error=error)
+            _settle(gathered.missing, error=error)
+        for callback in callbacks if not self._leaving else ():
+            callback(error)
+
+
+def _ping() -> pb.ToCoordinator:
+    return pb.ToCoordinator(ping=pb.Ping(sent_ns=time.perf_counter_ns()))
+
+
+def _settle(future: Future[T], result: T | None = None, *, error: Exception | None = None) -> None:
+    """Settle a future that may be settled already: the first one stays."""
+    with suppress(InvalidStateError):
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+
+def _unless_repeated(say: Callable[[str], None]) -> Callable[[str], None]:
+    last = ""
+
+    def say_news(text: str) -> None:
+        nonlocal last
+        if text != last:
+            last = text
+            say(text)
+
+    return say_news
+
+
+def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
+    """Why a stream ended before the coordinator said a word: for good, or because it is not there yet."""
+    reason = details.rpartition("last error: ")[2]
+    match code:
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return JoinError(f"the coordinator at {address} refused this rank: {reason}")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return JoinError(f"what listens at {address} is not dpipe's coordinator; check the port")
+        case grpc.StatusCode.UNAVAILABLE if "ssl" in reason.lower() or "certificate" in reason.lower():
+            return JoinError(
+                f"no secure connection to the coordinator at {address}: {reason}; check that node.tls_cert, "
+                "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on none"
+            )
+        case grpc.StatusCode.CANCELLED:
+            return _NotThere("no answer")
+        case _:
+            return _NotThere(reason)
+
+
+def _nobody(address: str, join_s: float, why: str) -> JoinError:
+    return JoinError(
+        f"no coordinator at {address} after {join_s:g} s ({why}); check the address, that rank 0 is up, that its "
+        "node.bind can be reached from here, and the firewall"
+    )

@@ -1,0 +1,39 @@
+"""Messages of any size on a stream whose messages are bounded: each is cut into frames that fit.
+
+message    [.......... 7 MB ..........]
+frames     [1|.. 3 MB ..] [1|.. 3 MB ..] [0|. 1 MB .]      1: more follows, 0: the last one
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+M = TypeVar("M", bound=Message)
+
+METHOD = "/dpipe.wire.v1.Coordinator/Attend"
+PROTOCOL = 1
+FRAME_BYTES = 3 << 20
+MAX_BYTES = 512 << 20  # bounds what a peer can make this process hold
+
+_LAST, _MORE = b"\0", b"\1"
+
+
+def cut(message: Message) -> Iterator[bytes]:
+    """The frames of one message."""
+    data = message.SerializeToString()
+    for start in range(0, len(data) or 1, FRAME_BYTES):
+        end = start + FRAME_BYTES
+        yield (_MORE if end < len(data) else _LAST) + data[start:end]
+
+
+def assemble(frames: Iterable[bytes], kind: type[M]) -> Iterator[M]:
+    """The messages that `cut` cut; raises protobuf's `DecodeError` on anything else."""
+    data = bytearray()
+    for frame in frames:
+        if frame[:1] not in (_LAST, _MORE) or len(data) + len(frame) > MAX_BYTES:
+            raise DecodeError(f"{len(frame)} bytes are not a frame, or their message exceeds {MAX_BYTES} bytes")
+        data += frame[1:]
+        if frame[:1] == _LAST:
+            yield kind.FromString(bytes(data))
+            data.clear()

@@ -1,0 +1,165 @@
+"""`CoordinatorServer`: the streams of all ranks around one `Meeting`; it lives in rank 0's process.
+
+rank 1 ══stream══ reader thread ──┐  one lock   ┌── outbox ── writer (gRPC's thread) ══stream══ rank 1
+rank 2 ══stream══ reader thread ──┼─▶ Meeting ──┼── outbox ── writer                 ══stream══ rank 2
+                  clock thread  ──┘             └── ...
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from dpipe.coordinator.frame import METHOD, assemble, cut
+from dpipe.coordinator.meeting import SYMPTOM_GRACE_S, Meeting, Member, host_of
+from dpipe.wire.rpc import Security, serve
+from dpipe.wire.v1 import coordinator_pb2 as pb
+
+Outbox = queue.SimpleQueue[pb.FromCoordinator | None]
+
+_OPEN = Security()
+_STRANGERS = 16  # streams beyond the world's own that may knock at once: a stream holds a thread
+_STOP_S = 2.0
+
+
+class CoordinatorServer:
+    """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it cannot bind.
+
+    `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream breaks, which a killed
+    process's does at once, or when nothing came from it for `heartbeat_s`. `on_upload(rank, kind, payload)` is called
+    from a thread of that rank, in the order of its uploads; if it raises, the run ends and says so.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        security: Security = _OPEN,
+        heartbeat_s: float = 8.0,
+        join_s: float = 120.0,
+        on_upload: Callable[[int, str, bytes], None] | None = None,
+    ) -> None:
+        self._meeting = Meeting(world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic())
+        self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
+        self._num_streams = 0
+        self._on_upload = on_upload
+        self._stopped = threading.Event()
+        self._clock = threading.Thread(
+            target=self._tick, args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),), name="coordinator clock"
+        )
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._attend)
+        service, _, method = METHOD.removeprefix("/").partition("/")
+        handlers = [grpc.method_handlers_generic_handler(service, {method: handler})]
+        self._server, self.port = serve(handlers, bind, port, security, max_workers=world_size + _STRANGERS)
+        self._clock.start()
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Stop listening. Gives ranks that are about to leave, or to hear of an abort, `wait_s` to do so first."""
+        with self._lock:
+            if not self._meeting.complete:
+                self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
+            if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
+                self._meeting.end("the coordinator (rank 0) stopped while other ranks were still at work")
+        self._stopped.set()
+        self._server.stop(_STOP_S).wait(2 * _STOP_S)
+        self._clock.join(_STOP_S)
+
+    def _tick(self, interval_s: float) -> None:
+        while not self._stopped.wait(interval_s):
+            with self._lock:
+                self._meeting.tick(time.monotonic())
+
+    def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One rank's stream: a thread reads it, this generator writes it."""
+        outbox: Outbox = queue.SimpleQueue()
+        reader = threading.Thread(
+            target=self._read, args=(frames, context.peer(), outbox), name="coordinator reader", daemon=True
+        )
+        with self._lock:
+            self._num_streams += 1
+        reader.start()
+        try:
+            # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and says so here.
+            while (message := outbox.get()) is not None:
+                yield from cut(message)
+        finally:
+            with self._lock:
+                self._num_streams -= 1
+                self._lock.notify_all()
+
+    def _read(self, frames: Iterator[bytes], peer: str, outbox: Outbox) -> None:
+        guest = _Guest(peer, outbox)
+        why = "its process ended or its connection broke"
+        try:
+            for message in assemble(guest.listen(frames), pb.ToCoordinator):
+                self._take(message, guest)
+        except grpc.RpcError:
+            pass  # the stream broke: `why` says it
+        except DecodeError as error:
+            why = f"it sent what dpipe does not send ({error})"
+        finally:
+            with self._lock:
+                if guest.member:
+                    self._meeting.broken(guest.member, why)
+            outbox.put(None)
+
+    def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
+        """One message. Clock and uploads stay outside the lock: the one is in a hurry, the other may be slow."""
+        kind = message.WhichOneof("kind")
+        if kind == "ping":
+            pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())
+            guest.outbox.put(pb.FromCoordinator(pong=pong))
+        elif kind == "upload" and guest.member:
+            self._store(guest.member.rank, message.upload)
+        else:
+            with self._lock:
+                self._decide(message, guest, time.monotonic())
+
+    def _decide(self, message: pb.ToCoordinator, guest: "_Guest", now: float) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "join" and guest.member is None:
+            guest.member = self._meeting.join(message.join, guest.peer, guest.outbox.put, now)
+            return
+        if guest.member is None:
+            raise DecodeError(f"{kind} from {host_of(guest.peer)} before it joined")
+        match kind:
+            case "part":
+                self._meeting.part(guest.member, message.part)
+            case "ask":
+                self._meeting.ask(guest.member, message.ask.key)
+            case "failure":
+                self._meeting.failure(guest.member, message.failure, now)
+            case "leave":
+                self._meeting.leave(guest.member)
+            case _:
+                raise DecodeError(f"unexpected {kind}")
+
+    def _store(self, rank: int, upload: pb.Upload) -> None:
+        if self._on_upload is None:
+            return
+        try:
+            self._on_upload(rank, upload.kind, upload.payload)
+        except Exception as error:
+            with self._lock:
+                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {rank}: {error!r}")
+
+
+class _Guest:
+    """Who is at the other end of a stream; a member once it has joined."""
+
+    def __init__(self, peer: str, outbox: Outbox) -> None:
+        self.peer = peer
+        self.outbox = outbox
+        self.member: Member | None = None
+
+    def listen(self, frames: Iterator[bytes]) -> Iterator[bytes]:
+        """The frames, each noted as a sign of life: a long upload is one, too."""
+        for frame in frames:
+            if self.member:
+                self.member.heard_at = time.monotonic()
+            yield frame
