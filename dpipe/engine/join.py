@@ -89,7 +89,7 @@ def _join(
             on_upload=partial(keep_upload, Path(config.run.folder)),
         )
         stack.callback(server.close)
-        place.publish(f"{host}:{server.port}", join_s)
+        place.publish(f"{host}:{server.port}")
     meeting = Coordinator.join(
         place.find(join_s),
         place.rank,

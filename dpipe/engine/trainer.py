@@ -31,7 +31,8 @@ LOG = logging.getLogger("dpipe")
 class Meeting(Protocol):
     """What the trainer asks of the coordinator's client."""
 
-    clock_offset_ns: int
+    @property
+    def clock_offset_ns(self) -> int: ...
 
     def gather(self, key: str, payload: bytes) -> Gathering: ...
     def upload(self, kind: str, payload: bytes) -> None: ...
