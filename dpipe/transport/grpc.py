@@ -283,6 +283,7 @@ class GrpcTransport:
         stopped.wait(left() + 1.0)
         for connection in connections:
             connection.join(left() + 1.0)
+        del self._server  # the threads that served its streams end with it
 
     def _dial(self, peer: int, address: str | None) -> None:
         assert address is not None

@@ -82,6 +82,9 @@ class Receiving(_Transfer):
         self.arrived: Header | None = None
         self.tensor: torch.Tensor | None = None
 
+    def done(self) -> bool:
+        return super().done() and self.expected in (None, self.arrived)
+
     def wait(self) -> torch.Tensor:
         assert self.expected is not None
         self.end.wait(self, f"for {self.expected.tag} from")
