@@ -276,7 +276,7 @@ class GrpcTransport:
         for connection in connections:
             connection.join(left())
         for link in self._links.values():
-            link.end.break_off(PeerLost(f"rank {self.rank} has closed its links"))
+            link.end.close()
         stopped = self._server.stop(left())
         for channel in self._channels:
             channel.close()
