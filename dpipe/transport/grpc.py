@@ -276,13 +276,14 @@ class GrpcTransport:
         for connection in connections:
             connection.join(left())
         for link in self._links.values():
-            link.end.break_off(PeerLost(f"rank {self.rank} has closed its links"))
+            link.end.close()
         stopped = self._server.stop(left())
         for channel in self._channels:
             channel.close()
         stopped.wait(left() + 1.0)
         for connection in connections:
             connection.join(left() + 1.0)
+        del self._server  # the threads that served its streams end with it
 
     def _dial(self, peer: int, address: str | None) -> None:
         assert address is not None
