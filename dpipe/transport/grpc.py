@@ -104,7 +104,7 @@ class _Connection:
     def _read(self, messages: Iterator[bytes], hello: bytes | None) -> None:
         try:
             if hello is not None and next(messages, None) != hello:
-                raise TransferError(f"{self.end.peer_name} is no dpipe {PROTOCOL} transport")
+                raise TransferError(f"{self.end.peer_name} is no dpipe transport: it does not answer as one")
             self._open()
             for sequence in itertools.count():
                 message = next(messages, None)
