@@ -69,7 +69,14 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
     """Run a configuration with `dpipe launch`; returns the median of its steps' seconds, without the first."""
     (folder / "empty.toml").touch()
     keys = [("-o", f"{section}.{key}={json.dumps(value)}") for section, t in table.items() for key, value in t.items()]
-    argv = [sys.executable, "-m", "dpipe", "launch", str(folder / "empty.toml"), *(word for pair in keys for word in pair)]
+    argv = [
+        sys.executable,
+        "-m",
+        "dpipe",
+        "launch",
+        str(folder / "empty.toml"),
+        *(word for pair in keys for word in pair),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")

@@ -1,7 +1,7 @@
 """The only composition root: a configuration and a place in the run become a rank that trains.
 
-    launch_ranks   check everything, then one process a rank on this machine
-    train_rank     blueprint -> join -> open links -> stages, executor, update, trainer -> summary
+launch_ranks   check everything, then one process a rank on this machine
+train_rank     blueprint -> join -> open links -> stages, executor, update, trainer -> summary
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.single import Single
-from dpipe.engine import checkpoint, launch
+from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, measure_layers
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
@@ -27,8 +27,9 @@ from dpipe.engine.folder import logging_to, open_folder
 from dpipe.engine.forecast import per_stage
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined
-from dpipe.engine.launch import Placement
+from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
+from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.report import TextScale, show_summary
 from dpipe.engine.signals import stop_on_signals
@@ -46,8 +47,16 @@ LOG = logging.getLogger("dpipe")
 _SAMPLE_TOKENS = 300
 
 
-def launch_ranks(path: str, overrides: tuple[str, ...], *, num_ranks: int | None, resume: str | None, fallback: bool) -> int:
-    """Run all ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
+def launch_ranks(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    num_ranks: int | None,
+    resume: str | None,
+    fallback: bool,
+    say: Callable[[str], None],
+) -> int:
+    """All ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
@@ -57,7 +66,8 @@ def launch_ranks(path: str, overrides: tuple[str, ...], *, num_ranks: int | None
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    return launch.launch(lambda rank: argv, config.pipeline.ranks, Path(config.run.folder) / "logs")
+    logs = Path(config.run.folder) / "logs"
+    return launch(lambda rank: argv, config.pipeline.ranks, logs=logs, on_line=say)
 
 
 def train_rank(
@@ -72,7 +82,7 @@ def train_rank(
     fallback: bool,
 ) -> None:
     """One rank, from configuration to summary."""
-    place = launch.here(rank, world_size, coordinator)
+    place = placement(environment(), rank, world_size, coordinator)
     config = configuration(path, overrides, resume)
     if place.world_size != config.pipeline.ranks:
         raise ConfigError(
@@ -253,9 +263,7 @@ def find_start(config: Config, blueprint: Blueprint, rank: int, fallback: bool) 
     """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
     owner = blueprint.forecast.schedule.rank_of_stage
     layers = {layer for s, r in enumerate(owner) if r == rank for layer in blueprint.layers_of(s)}
-    return checkpoint.load(
-        checkpoint_url(config), lambda name: int(name.split(".")[1]) in layers, fallback=fallback
-    )
+    return checkpoint.load(checkpoint_url(config), lambda name: int(name.split(".")[1]) in layers, fallback=fallback)
 
 
 def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:

@@ -1,6 +1,6 @@
 """The folder of a run: opened once, never written over.
 
-    FOLDER/metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
+FOLDER/metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
 """
 
 import logging

@@ -13,7 +13,7 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
-from dpipe.engine.launch import Placement
+from dpipe.engine.placement import Placement
 from dpipe.errors import PeerLost, RunAborted, TransferTimeout
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport

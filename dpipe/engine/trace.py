@@ -1,8 +1,8 @@
 """The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator predicts.
 
-    FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
-    FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
-    FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
+FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
+FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
+FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
@@ -122,9 +122,7 @@ def load_trace(run: Path) -> Trace:
 def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
-    moved = (
-        Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans
-    )
+    moved = (Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans)
     return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
 
 
@@ -154,6 +152,6 @@ def write_chrome(run: Path) -> Path:
     """Write `FOLDER/trace.json` and return its path."""
     trace = load_trace(run)
     path = run / "trace.json"
-    steps = [(step, origin, timeline) for step, origin, timeline in trace.steps]
+    steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]
     path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
     return path

@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
-    step:  data -> executor (schedule, stages, links) -> update -> metrics
-    every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
-    every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
+step:  data -> executor (schedule, stages, links) -> update -> metrics
+every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
+every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
 """
 
 import json

@@ -32,12 +32,16 @@ class Doubling:
     calls: list[str] = field(default_factory=list)
     held: int = 0
 
-    def forward(self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         self.calls.append(f"F{m}")
         self.held += 1
         return (inputs[0] * 2,) if not self.last else ((inputs[0] * 2).sum(),)
 
-    def evaluate(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def evaluate(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         return (inputs[0] * 2,)
 
     def backward(self, m: int, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -62,7 +66,9 @@ class Doubling:
 
 
 class Breaking(Doubling):
-    def forward(self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         if m == 2:
             raise ArithmeticError("no more")
         return super().forward(m, inputs, targets)
