@@ -48,7 +48,7 @@ def bench_engine() -> list[Row]:
 def _replay(schedule: str) -> Row:
     per_rank = 2 if schedule == "interleaved" else 1
     with tempfile.TemporaryDirectory() as folder:
-        table = {
+        table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
             "replay": {"forward_ms": 10 / per_rank, "backward_ms": 20 / per_rank, "message_bytes": 1_000_000},
             "train": {"steps": _STEPS, "batch_size": 32, "num_microbatches": 32, "clip_norm": 0},
@@ -80,7 +80,7 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
-    return median(row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:])
+    return float(median(row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]))
 
 
 def bench_transport() -> list[Row]:

@@ -90,8 +90,7 @@ def train_rank(
             f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} need {config.pipeline.ranks}; "
             f"start that many, or set -o pipeline.stages={place.world_size * config.pipeline.stages_per_rank}"
         )
-    with stop_on_signals() as wants_stop:
-        run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout, wants_stop=wants_stop)
+    run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
