@@ -1,1 +1,12 @@
+"""A slice of the model on one device: layers are the unit, and layer i behaves the same wherever it lives.
 
+model.py      a model as a list of layers and a loss; a user's own model
+gpt.py        a decoder-only transformer as such a list
+stage.py      forward and backward of one micro-batch over some of the layers
+linear.py     splitting the backward pass: weight gradients that can wait
+seeding.py    random numbers that depend on what is drawn for, and on nothing else
+flops.py      arithmetic and memory of a GPT by formula (no torch)
+partition.py  which layers make a stage (no torch)
+probe.py      arithmetic, size and time of each layer of any model
+replay.py     a stage whose compute is a wait of given length
+"""

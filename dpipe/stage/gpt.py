@@ -1,0 +1,120 @@
+"""A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers: embedding, blocks, head.
+
+    tokens [B, T] ──Embedding──> x_BTD ──Block──> ... ──Block──> x_BTD ──Head──> logits [B, T, V]
+
+B batch · T position · D width · N heads · H width of a head · V vocabulary
+"""
+
+# ruff: noqa: N803, N806 - shape suffixes
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpipe.stage.model import LayeredModel
+
+_INIT_STD = 0.02
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.draws = dropout > 0
+        _init(self)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD: torch.Tensor = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
+        return x_BTD
+
+
+class Attention(nn.Module):
+    """Causal self-attention (Vaswani et al. 2017)."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=True)
+        y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTNH: torch.Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
+        return x_BTNH.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
+
+    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.draws = dropout > 0
+        _init(self)
+        # The variance of the stream grows with each addition to it, of which there are two a block.
+        for onto_stream in (self.attention.output, self.mlp_out):
+            nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        y_BTD: torch.Tensor = self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
+        return x_BTD + y_BTD
+
+
+class Head(nn.Module):
+    draws = False
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocab_size, bias=False)
+        _init(self)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        logits_BTV: torch.Tensor = self.output(self.norm(x_BTD))
+        return logits_BTV
+
+
+def gpt(
+    *, vocab_size: int, num_layers: int, width: int, num_heads: int, context: int, dropout: float, tied: bool
+) -> LayeredModel:
+    """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
+    block = partial(Block, width, num_heads, num_layers, dropout)
+    layers: tuple[Callable[[], nn.Module], ...] = (
+        partial(Embedding, vocab_size, width, context, dropout),
+        *(block for _ in range(num_layers)),
+        partial(Head, vocab_size, width),
+    )
+    return LayeredModel(layers, next_token_loss, tied=("tokens.weight", "output.weight") if tied else None)
+
+
+def next_token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in nats a token."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def _init(layer: nn.Module) -> None:
+    """GPT-2's: normal with a standard deviation of 0.02; biases zero."""
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=_INIT_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,107 @@
+"""A model as a list of layers and a loss. The layer is the unit: of cutting, seeding, saving and recomputation."""
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpipe.errors import ConfigError
+from dpipe.stage.seeding import seeded
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """`layers[i]()` makes layer i; a layer takes and gives a tensor or a tuple of tensors.
+
+    `loss(*outputs, targets)` is the mean over a micro-batch. `tied` names a parameter of the first layer and one of the
+    last that are one weight to the mathematics: two parameters here, of equal start, whose gradients are added up.
+    """
+
+    layers: tuple[Callable[[], nn.Module], ...]
+    loss: Loss
+    tied: tuple[str, str] | None = None
+
+
+def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:
+    """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU."""
+    with seeded("layer", seed, layer_index):
+        layer = model.layers[layer_index]()
+    if model.tied is not None and layer_index == len(model.layers) - 1:
+        first = materialise(model, 0, seed, "cpu")
+        with torch.no_grad():
+            layer.get_parameter(model.tied[1]).copy_(first.get_parameter(model.tied[0]))
+    return layer.to(device)
+
+
+def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredModel:
+    """The model that the user's function `package.module:function` returns for `options`: `(layers, loss)`.
+
+    `layers` is a list of modules, or of functions of no arguments that make one (then each rank makes its own alone).
+    Parameters are what is trained and saved; buffers must not change. Modules in the working folder are found.
+
+    Raises `ConfigError` naming what is missing or of the wrong kind.
+    """
+    function = _find(name)
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"model.options do not fit {name}{inspect.signature(function)}: {error}") from None
+    with seeded("layers", seed):
+        returned = function(**options)
+    layers, loss = _checked(name, returned)
+    return LayeredModel(tuple(_factory(name, i, layer) for i, layer in enumerate(layers)), loss)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed or lie in {folder}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"model.layers {name!r}: {module.__name__} has no function {function_name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _checked(name: str, returned: object) -> tuple[list[Any], Loss]:
+    match returned:
+        case (layers, loss) if isinstance(layers, Iterable) and callable(loss):
+            found = list(layers)
+        case _:
+            raise ConfigError(
+                f"model.layers {name!r} must return (list of layers, loss function), got {returned!r:.80}"
+            )
+    if not found:
+        raise ConfigError(f"model.layers {name!r} returned no layers")
+    for index, layer in enumerate(found):
+        if not callable(layer):
+            raise ConfigError(
+                f"model.layers {name!r}: layer {index} must be an nn.Module or a function making one, got {layer!r:.80}"
+            )
+    return found, loss
+
+
+def _factory(name: str, index: int, layer: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        # Copied, because the ranks of one process must not share parameters.
+        made = copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model.layers {name!r}: layer {index} makes {made!r:.80}, not an nn.Module")
+        return made
+
+    return make

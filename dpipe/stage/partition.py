@@ -1,0 +1,54 @@
+"""Which layers make a stage: contiguous, at least one each, the dearest stage as cheap as can be. No torch."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+
+from dpipe.errors import ConfigError
+
+
+def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Layers a stage, minimising the dearest stage; of those cuts, the one whose stages differ least.
+
+        costs         1 1 1 1 4 1 1
+        num_stages 3  [ 4   ][4][2]   ->  (4, 1, 2)
+
+    Where two cuts differ as little the earlier stages get fewer layers: they hold more micro-batches.
+    Raises `ConfigError` for fewer layers than stages.
+    """
+    if len(costs) < num_stages:
+        raise ConfigError(
+            f"{len(costs)} layers cannot make {num_stages} stages, which need one each at least; "
+            f"lower pipeline.stages to {len(costs)} or give the model more layers"
+        )
+    ends = [0.0, *accumulate(costs)]
+    dearest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
+
+    def unevenness(start: int, end: int) -> float:
+        cost = ends[end] - ends[start]
+        return cost**2 if cost <= dearest else math.inf
+
+    _, cut = _best(len(costs), num_stages, unevenness, lambda a, b: a + b)
+    return cut
+
+
+def _best(
+    num_layers: int,
+    num_stages: int,
+    cost: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The cut with the least `cost(start, end)` of its stages joined, exactly, by dynamic programming."""
+
+    @cache
+    def rest(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        if stages == 1:
+            return cost(start, num_layers), (num_layers - start,)
+        return min(first(start, end, stages) for end in range(start + 1, num_layers - stages + 2))
+
+    def first(start: int, end: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        others, cut = rest(end, stages - 1)
+        return join(cost(start, end), others), (end - start, *cut)
+
+    return rest(0, num_stages)

@@ -1,0 +1,86 @@
+"""What each layer of any model costs: counted without running it, or measured by running it."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpipe.errors import ConfigError
+from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.seeding import seeded
+from dpipe.stage.stage import Stage
+from dpipe.wire.spec import TensorSpec
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer for one micro-batch; `outputs` is what it gives to the next."""
+
+    forward_flops: float
+    parameter_bytes: int
+    outputs: tuple[TensorSpec, ...]
+
+
+def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost, ...]:
+    """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
+
+    Raises `ConfigError` naming a layer whose shapes cannot be followed without values.
+    """
+    tensors: tuple[torch.Tensor, ...] = (inputs.empty("meta"),)
+    costs = []
+    for index in range(len(model.layers)):
+        try:
+            layer = _without_memory(model, index, seed)
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                returned = layer(*tensors)
+        except Exception as error:
+            taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
+            raise ConfigError(
+                f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
+            ) from error
+        tensors = returned if isinstance(returned, tuple) else (returned,)
+        costs.append(
+            LayerCost(float(counter.get_total_flops()), _bytes(layer.parameters()), tuple(map(TensorSpec.of, tensors)))
+        )
+    return tuple(costs)
+
+
+def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:
+    with seeded("layer", seed, index), torch.device("meta"):
+        layer = model.layers[index]()
+    return layer.to("meta")
+
+
+def _bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def measure(model: LayeredModel, inputs: torch.Tensor, targets: torch.Tensor, seed: int) -> tuple[float, ...]:
+    """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of three.
+
+    One layer is in memory at a time. The number of threads is the process's.
+    """
+    tensors: tuple[torch.Tensor, ...] = (inputs,)
+    seconds = []
+    for index in range(len(model.layers)):
+        last = index == len(model.layers) - 1
+        layer = {index: materialise(model, index, seed, "cpu")}
+        stage = Stage(index, layer, num_microbatches=1, loss=model.loss if last else None, seed=seed)
+        timed = [_timed(stage, tensors, targets, last) for _ in range(_REPEATS)]
+        seconds.append(min(took for took, _ in timed))
+        tensors = timed[0][1]
+    return tuple(seconds)
+
+
+def _timed(
+    stage: Stage, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor, last: bool
+) -> tuple[float, tuple[torch.Tensor, ...]]:
+    began = time.perf_counter()
+    outputs = stage.forward(0, inputs, targets)
+    stage.backward(0, () if last else tuple(torch.ones_like(o) for o in outputs if o.is_floating_point()))
+    return time.perf_counter() - began, outputs

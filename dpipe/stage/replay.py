@@ -1,0 +1,108 @@
+"""A stage whose compute is a wait of given length: real bytes, no arithmetic, to measure the engine alone."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from dpipe.errors import TransferError
+from dpipe.wire.spec import TensorSpec
+
+Tensors = tuple[torch.Tensor, ...]
+
+_EARLY_S = 200e-6  # a sleep may end so much late
+
+
+class ReplayStage:
+    """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
+
+    `input_share` of `backward_s` makes the input gradient, the rest the weight gradients.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        num_microbatches: int,
+        forward_s: float,
+        backward_s: float,
+        input_share: float,
+        message_bytes: int,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self.index, self._num_microbatches = index, num_microbatches
+        self._forward_s, self._backward_s = forward_s, backward_s
+        self._input_s, self._weight_s = backward_s * input_share, backward_s * (1 - input_share)
+        message = torch.zeros(message_bytes // 4)  # never written to, so that every message can be the same tensor
+        nothing: Tensors = ()
+        self._inputs, self._outputs = (nothing if first else (message,)), ((torch.zeros(()),) if last else (message,))
+        self._output_grads = nothing if last else (message,)
+        self._stashed: set[int] = set()
+        self._waiting: set[int] = set()
+
+    def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
+        pass
+
+    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+        outputs = self.evaluate(inputs, targets)
+        self._stashed.add(microbatch)
+        return outputs
+
+    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+        self._check("input", inputs, self._inputs)
+        wait(self._forward_s)
+        return self._outputs
+
+    def backward(self, microbatch: int, grads: Tensors) -> Tensors:
+        return self._take_grads(microbatch, grads, self._backward_s)
+
+    def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
+        self._waiting.add(microbatch)
+        return self._take_grads(microbatch, grads, self._input_s)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._waiting.remove(microbatch)
+        wait(self._weight_s)
+
+    @property
+    def held(self) -> int:
+        return len(self._stashed | self._waiting)
+
+    def clear(self) -> None:
+        self._stashed.clear()
+        self._waiting.clear()
+
+    def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+        return {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def zero_grad(self) -> None:
+        pass
+
+    def _take_grads(self, microbatch: int, grads: Tensors, seconds: float) -> Tensors:
+        self._stashed.remove(microbatch)
+        self._check("gradient", grads, self._output_grads)
+        wait(seconds)
+        return self._inputs
+
+    def _check(self, what: str, got: Tensors, like: Tensors) -> None:
+        expected, arrived = ([str(TensorSpec.of(t)) for t in tensors] for tensors in (like, got))
+        if expected != arrived:
+            raise TransferError(
+                f"replay stage {self.index} expected {expected} as its {what}, got {arrived}; "
+                "replay.message_bytes must be the same on every rank"
+            )
+
+
+def wait(seconds: float) -> None:
+    """Return `seconds` from now, to about 50 us: sleep until shortly before, then offer the core to others."""
+    deadline = time.perf_counter() + seconds
+    while (left := deadline - time.perf_counter()) > 0:
+        time.sleep(max(0.0, left - _EARLY_S))

@@ -1,0 +1,39 @@
+"""Random numbers that are a function of what they are drawn for, not of what was drawn before.
+
+The key is (seed, step, micro-batch, layer).
+So a layer drops the same values in any cut, under any schedule, and again when its forward pass is recomputed.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# The default generators belong to the process, and the ranks of a test are threads of one.
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Draw as `key` says inside, and leave the caller's generators where they were. Must not be nested."""
+    generators = _generators(torch.device(device))
+    number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    with _LOCK:
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """A layer on a GPU may still draw on the CPU."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -1,0 +1,235 @@
+"""A stage: some layers of a model, forward and backward, one micro-batch at a time.
+
+    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2           each layer is a graph of its own, from a leaf that
+    backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2           holds the layer's input, cut from the one before
+
+Because a layer never sees in which graph its neighbours live, it computes the same bits in any cut; recomputation is to
+keep the leaf alone and to make the graph again. Nothing here knows of ranks, neighbours or schedules.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from dpipe.errors import TransferError
+from dpipe.stage.linear import Deferred, defer_weight_gradients, run_deferred
+from dpipe.stage.model import Loss
+from dpipe.stage.seeding import seeded
+from dpipe.wire.spec import TensorSpec
+
+Tensors = tuple[torch.Tensor, ...]
+
+_HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One layer's part of a micro-batch, between forward and backward; `outputs` is None where it is made again."""
+
+    run: Callable[[Tensors], Tensors]
+    inputs: Tensors
+    outputs: Tensors | None
+
+
+class Stage:
+    """`layers` by global index, in order, on `device`; the last stage has the `loss`.
+
+    With `recompute` only the layers' inputs are held between forward and backward. `precision` "bf16" and "fp16" run
+    the layers under autocast; parameters, gradients and what crosses a layer's boundary stay fp32.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Mapping[int, nn.Module],
+        *,
+        num_microbatches: int,
+        loss: Loss | None = None,
+        recompute: bool = False,
+        precision: str = "fp32",
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.index = index
+        self._layers, self._loss, self._last = dict(layers), loss, max(layers)
+        self._num_microbatches, self._recompute, self._seed = num_microbatches, recompute, seed
+        self._half, self._device = _HALF[precision], torch.device(device)
+        self._passes: dict[int, list[_Pass]] = {}
+        self._waiting: dict[int, Deferred] = {}  # weight gradients, by micro-batch
+        self._deferred: Deferred = []  # where the layers leave those of the micro-batch under way
+        self._expected: tuple[TensorSpec, ...] | None = None
+        for layer in self._layers.values():
+            defer_weight_gradients(layer, self._deferred)
+        self.begin_step(0)
+
+    def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
+        """The random numbers of what follows are those of `step`; its loss is multiplied by `loss_scale`."""
+        self._step, self._loss_factor = step, loss_scale / self._num_microbatches
+
+    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+        """Run the layers and stash what their backward needs. `targets` are for the last stage, whose output is the
+        loss: a scalar in fp32, the mean over the micro-batch, not scaled. Outputs carry no graph.
+
+        Raises `TransferError` where `inputs` are not as they were at the first micro-batch.
+        """
+        assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
+        self._check_inputs(microbatch, inputs)
+        targets = None if targets is None else targets.to(self._device)
+        passes = []
+        for index in self._layers:
+            run = partial(self._run, index, ("draw", self._seed, self._step, microbatch, index), targets)
+            inputs = self._leaves(index, inputs)
+            with torch.set_grad_enabled(not self._recompute):
+                outputs = run(inputs)
+            passes.append(_Pass(run, inputs, None if self._recompute else outputs))
+            inputs = tuple(output.detach() for output in outputs)
+        self._passes[microbatch] = passes
+        return inputs
+
+    def backward(self, microbatch: int, grads: Tensors) -> Tensors:
+        """All gradients of one micro-batch: the input's are returned, the parameters' added to `.grad`.
+
+        `grads` are those of the floating-point outputs, in order; none on the last stage. Returns those of the
+        floating-point inputs, in order; none on the first stage, whose inputs are data.
+        """
+        input_grads = self.backward_input(microbatch, grads)
+        self.backward_weight(microbatch)
+        return input_grads
+
+    def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
+        """As `backward`, but leave the weight gradients of linear layers for `backward_weight`."""
+        passes = self._passes[microbatch]
+        if self._loss is not None:
+            assert not grads, "the last stage makes its gradient itself"
+            grads = (torch.tensor(self._loss_factor, device=self._device),)
+        while passes:
+            layer_pass = passes.pop()
+            outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
+            self._differentiate(microbatch, outputs, grads)
+            grads = tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
+        del self._passes[microbatch]
+        self._waiting[microbatch] = self._deferred.copy()
+        self._deferred.clear()
+        return grads
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients that `backward_input` of this micro-batch left."""
+        run_deferred(self._waiting.pop(microbatch))
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+        """As `forward`, in evaluation mode, with nothing stashed."""
+        targets = None if targets is None else targets.to(self._device)
+        inputs = tuple(tensor.to(self._device) for tensor in inputs)
+        with _evaluation_mode(self._layers.values()):
+            for index in self._layers:
+                inputs = self._run(index, ("evaluate", self._seed, index), targets, inputs)
+        return inputs
+
+    @property
+    def held(self) -> int:
+        """Micro-batches that are stashed, whole or for their weight gradients alone; 0 after a step."""
+        return len(self._passes) + len(self._waiting)
+
+    def clear(self) -> None:
+        """Forget a step that was aborted: the stash and the gradients."""
+        self._passes.clear()
+        self._waiting.clear()
+        self._deferred.clear()
+        self.zero_grad()
+
+    def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+        """Parameters by layer, in order, named for the whole model, such as `layers.3.attention.qkv.weight`."""
+        return {
+            index: [(f"layers.{index}.{name}", parameter) for name, parameter in layer.named_parameters()]
+            for index, layer in self._layers.items()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for named in self.layer_parameters().values():
+            yield from named
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _run(
+        self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors
+    ) -> Tensors:
+        """One layer, and the loss behind the model's last."""
+        layer = self._layers[index]
+        # A layer is taken to draw random numbers unless it says that it does not.
+        drawing = seeded(*draw_key, device=self._device) if getattr(layer, "draws", True) else nullcontext()
+        try:
+            with drawing, self._autocast():
+                returned = layer(*inputs)
+            outputs = self._canonical(returned if isinstance(returned, tuple) else (returned,))
+            if self._loss is not None and index == self._last:
+                outputs = (self._loss(*outputs, targets).float(),)
+        except Exception as error:
+            error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
+            raise
+        return outputs
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+
+    def _canonical(self, outputs: Tensors) -> Tensors:
+        """As they would arrive over a wire, so that a neighbour in the same stage sees the same: contiguous, fp32."""
+        return tuple((o.float() if o.dtype is self._half else o).contiguous() for o in outputs)
+
+    def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
+        """What a layer's graph starts from; the inputs of the whole model need no gradient."""
+        moved = [tensor.detach().to(self._device) for tensor in inputs]
+        return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
+
+    def _differentiate(self, microbatch: int, outputs: Tensors, grads: Tensors) -> None:
+        floating = [output for output in outputs if output.is_floating_point()]
+        expected, got = ([tuple(t.shape) for t in tensors] for tensors in (floating, grads))
+        if expected != got:
+            raise TransferError(
+                f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {got} came back for outputs of "
+                f"shapes {expected}; the stage behind must return one for each floating-point tensor it was given"
+            )
+        pairs = [(o, g.to(o.device)) for o, g in zip(floating, grads, strict=True) if o.requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+    def _check_inputs(self, microbatch: int, inputs: Tensors) -> None:
+        got = tuple(TensorSpec.of(tensor) for tensor in inputs)
+        self._expected = self._expected or got
+        if got != self._expected:
+            raise TransferError(
+                f"stage {self.index}, micro-batch {microbatch}: expected {_listed(self._expected)} as at the first "
+                f"micro-batch, got {_listed(got)}; shapes and dtypes must not change during a run"
+            )
+
+
+def _taken_grad(leaf: torch.Tensor) -> torch.Tensor:
+    """A gradient as it would go over a wire: zeros where the layer did not use the input."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+
+
+def _listed(specs: Iterable[TensorSpec]) -> str:
+    return "(" + ", ".join(map(str, specs)) + ")"
+
+
+@contextmanager
+def _evaluation_mode(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Each module goes back to the mode it was in: a user may keep some in evaluation mode."""
+    modules = [module for layer in layers for module in layer.modules()]
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
