@@ -171,6 +171,6 @@ def torch_step(rank: int, schedule: str, size: Size) -> Step:
             plan.step(target=targets, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
-        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
 
     return step

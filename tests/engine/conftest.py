@@ -1,7 +1,7 @@
 """Whole runs in this process: ranks are threads, their links real gRPC on loopback."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,12 @@ from dpipe.engine.placement import Placement
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
 
-Tables = dict[str, dict[str, Any]]
-
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Config]:
     """`tiny(pipeline__stages=2)`: a GPT of four layers on a short text, with some keys replaced."""
     (tmp_path / "text.txt").write_text(TEXT)
-    table: Tables = {
+    table: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "width": 16, "num_heads": 2, "context": 16},
         "data": {"files": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "held_out": 0.1},
         "train": {"steps": 3, "batch_size": 8, "num_microbatches": 4, "learning_rate": 1e-2},
@@ -38,8 +36,7 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-def run_ranks(config: Config, **options: Any) -> list[BaseException | None]:
-    """Run every rank of `config`; what each raised, by rank."""
+def _run_ranks(config: Config, of_rank: Mapping[int, Config] | None = None, **options: Any) -> list[BaseException | None]:
     world = config.pipeline.ranks
     address = f"127.0.0.1:{free_port()}" if world > 1 else None
     raised: list[BaseException | None] = [None] * world
@@ -47,7 +44,7 @@ def run_ranks(config: Config, **options: Any) -> list[BaseException | None]:
     def rank_main(rank: int) -> None:
         place = Placement(rank, world, rank, address, token="secret")
         try:
-            run_rank(config, place, console=Console(file=StringIO()), **options)
+            run_rank((of_rank or {}).get(rank, config), place, console=Console(file=StringIO()), **options)
         except BaseException as error:
             raised[rank] = error
 
@@ -59,10 +56,20 @@ def run_ranks(config: Config, **options: Any) -> list[BaseException | None]:
     return raised
 
 
-def losses(config: Config, **options: Any) -> list[float]:
-    """The loss of every step of a run that must succeed."""
-    raised = run_ranks(config, **options)
-    for error in raised:
-        if error is not None:
-            raise error
-    return [row["loss"] for row in read_rows(Path(config.run.folder)) if "loss" in row]
+@pytest.fixture
+def run_ranks() -> Callable[..., list[BaseException | None]]:
+    """`run_ranks(config)` runs every rank; what each raised, by rank. `of_rank` gives some another configuration."""
+    return _run_ranks
+
+
+@pytest.fixture
+def losses() -> Callable[..., list[float]]:
+    """`losses(config)`: the loss of every step of a run that must succeed."""
+
+    def run(config: Config, **options: Any) -> list[float]:
+        for error in _run_ranks(config, **options):
+            if error is not None:
+                raise error
+        return [row["loss"] for row in read_rows(Path(config.run.folder)) if "loss" in row]
+
+    return run
