@@ -41,7 +41,6 @@ def _peak(program: Iterable[Action]) -> int:
 def _check_complete(schedule: Schedule) -> None:
     """Every action that belongs to the schedule is there, once, where its stage lives; and no other."""
     expected = dict.fromkeys(_expected(schedule))
-    counts = Counter(action for program in schedule.programs for action in program)
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if action not in expected:
@@ -50,12 +49,12 @@ def _check_complete(schedule: Schedule) -> None:
                 raise _error(
                     schedule, f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}", action
                 )
-            if counts[action] > 1:
-                raise _error(schedule, f"{action} is {counts[action]} times on rank {rank}", action)
+    counts = Counter(action for program in schedule.programs for action in program)
     for action in expected:
-        if action not in counts:
+        if counts[action] != 1:
+            times = f"{counts[action]} times" if counts[action] else "missing"
             home = schedule.rank_of_stage[action.stage]
-            raise _error(schedule, f"{action} is missing on rank {home}: {_sizes(schedule)}", action)
+            raise _error(schedule, f"{action} is {times} on rank {home}: {_sizes(schedule)}", action)
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:

@@ -2,7 +2,7 @@
 
 In every schedule each stage runs its forwards, its backwards and its weight gradients in micro-batch order, so that
 gradients add up in one order whatever the plan. Stage s lives on rank s % num_ranks. The pictures are `draw()`'s, one
-slot an action: they show order and dependence, not time. `tests/schedule/test_generate.py` draws them again.
+slot an action: they show order and dependence, not time. `tests/schedule/test_schedule_generate.py` draws them again.
 """
 
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int, in_
     _at_least_one("stages_per_rank", stages_per_rank)
     _at_least_one("num_microbatches", num_microbatches)
     num_stages = num_ranks * stages_per_rank
-    groups = _groups(num_microbatches, max(1, num_microbatches // num_ranks))
+    groups = _groups(num_ranks, num_microbatches)
     depths = _interleaved_depths(num_ranks, stages_per_rank, groups, in_flight)
 
     def program(rank: int) -> Program:
@@ -159,6 +159,11 @@ def zero_bubble(
             if op is not None:
                 rank.do(op)
     return _schedule("zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks])
+
+
+def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """The smallest `in_flight` with which `interleaved`, or for one stage a rank `one_f_one_b`, can run."""
+    return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
 
 
 class _Split:
@@ -223,7 +228,7 @@ def _interleaved_depths(num_ranks: int, stages_per_rank: int, groups: list[range
     a backward that waits for that forward: a group goes round once each way, so first - last is at most two groups.
     """
     shortest, longest = len(groups[-1]), len(groups[0])
-    least = (stages_per_rank - 1) * longest + 1
+    least = _least(stages_per_rank, longest)
     first = least + 2 * (num_ranks - 1) if in_flight is None else in_flight
     if first < least:
         raise ScheduleError(
@@ -235,8 +240,13 @@ def _interleaved_depths(num_ranks: int, stages_per_rank: int, groups: list[range
     return [last + -(-(first - last) * (steps - rank) // steps) for rank in range(num_ranks)]
 
 
-def _groups(num_microbatches: int, num_groups: int) -> list[range]:
-    """Consecutive micro-batches in groups whose sizes differ by one at most, longer ones first."""
+def _least(stages_per_rank: int, group: int) -> int:
+    return (stages_per_rank - 1) * group + 1
+
+
+def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
+    """Consecutive micro-batches in groups of at least `num_ranks`; sizes differ by one at most, longer ones first."""
+    num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
     starts = [group * size + min(group, longer) for group in range(num_groups + 1)]
     return [range(start, end) for start, end in pairwise(starts)]

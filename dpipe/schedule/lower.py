@@ -3,10 +3,10 @@
 The first rank of one_f_one_b(2, 3), tied, with replicas:
 
     0F0 0F1 0B0 0F2 0B1 0B2                                                 generated
-    0F0 0SEND_F0 0F1 0SEND_F1 0B0 0F2 0SEND_F2 0B1 0B2                      a send directly follows what makes it
-    ... 0B2 0SEND_TIED                                                      once the gradients are final
-    ... 0B2 0SEND_TIED 0REDUCE_GRAD                                         at once, or last where tied
-    ... 0B2 0SEND_TIED 0REDUCE_GRAD 0STEP
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED                                      once the gradients are final
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD                         at once, or last where tied
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD 0STEP
+    0F0 0SEND_F0 0F1 0SEND_F1 0B0 0F2 0SEND_F2 0B1 0B2 ...                  a send directly follows what makes it
     0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 ...        receives, recv_ahead = 2
 """
 
@@ -37,23 +37,12 @@ def lower(
     if recv_ahead < 0:
         raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
     trains = schedule.backward_of(0, 0) in schedule.index
-    lowered = _with_sends(replace(schedule, lowered=True, tied=tied and trains))
+    lowered = replace(schedule, lowered=True, tied=tied and trains)
     if trains:
         lowered = _with_tied_sends(lowered)
         lowered = _with_reduce(lowered) if reduce else lowered
         lowered = _with_step(lowered) if step else lowered
-    return _with_receives(lowered, recv_ahead)
-
-
-def _with_sends(schedule: Schedule) -> Schedule:
-    sends = {}
-    for action in schedule.index:
-        stage, microbatch = action.stage, action.microbatch
-        if action.op == Op.F and not schedule.is_last(stage) and schedule.hops(stage, stage + 1):
-            sends[action] = Action(stage, Op.SEND_F, microbatch)
-        if action.op in (Op.B, Op.I) and stage > 0 and schedule.hops(stage, stage - 1):
-            sends[action] = Action(stage, Op.SEND_B, microbatch)
-    return _inserted_after(schedule, sends)
+    return _with_receives(_with_sends(lowered), recv_ahead)
 
 
 def _with_tied_sends(schedule: Schedule) -> Schedule:
@@ -77,6 +66,17 @@ def _with_reduce(schedule: Schedule) -> Schedule:
 
 def _with_step(schedule: Schedule) -> Schedule:
     return _appended(schedule, [Action(stage, Op.STEP) for stage in range(schedule.num_stages)])
+
+
+def _with_sends(schedule: Schedule) -> Schedule:
+    sends = {}
+    for action in schedule.index:
+        stage, microbatch = action.stage, action.microbatch
+        if action.op == Op.F and not schedule.is_last(stage) and schedule.hops(stage, stage + 1):
+            sends[action] = Action(stage, Op.SEND_F, microbatch)
+        if action.op in (Op.B, Op.I) and stage > 0 and schedule.hops(stage, stage - 1):
+            sends[action] = Action(stage, Op.SEND_B, microbatch)
+    return _inserted_after(schedule, sends)
 
 
 def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
