@@ -224,8 +224,9 @@ class LinkEnd:
         """The peer is gone, or takes note that this end is closing."""
         self.reason = self.reason or reason
         if self.closing:
-            return self.close()
-        self.break_off(PeerLost(f"rank {self.rank} lost {self.peer_name}: {reason}"))
+            self.close()
+        else:
+            self.break_off(PeerLost(f"rank {self.rank} lost {self.peer_name}: {reason}"))
 
     def close(self) -> None:
         self.break_off(PeerLost(f"rank {self.rank} has closed its link with {self.peer_name}"))
