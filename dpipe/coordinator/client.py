@@ -6,6 +6,7 @@ caller ◀── futures, callbacks ◀── _read (this class's thread)      �
 
 import json
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -113,11 +114,13 @@ class Coordinator:
                 raise
 
     def _wait_for_welcome(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            self._welcome.result(timeout_s)
+        if not self._welcome.done() and not self._reached:
+            raise _NotThere("no answer")
         try:
-            welcome = self._welcome.result(timeout_s + _SLACK_S)
+            welcome = self._welcome.result(_SLACK_S)
         except TimeoutError:
-            if not self._reached:
-                raise _NotThere("no answer") from None
             raise JoinError(f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join") from None
         listed = [a.advertised if a.HasField("advertised") else None for a in welcome.addresses]
         self.addresses = dict(enumerate(listed))
@@ -307,7 +310,7 @@ def _unless_repeated(say: Callable[[str], None]) -> Callable[[str], None]:
 
 def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
     """Why a stream ended before the coordinator said a word: for good, or because it is not there yet."""
-    reason = details.rpartition("last error: ")[2]
+    reason = re.sub(r"^(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?", "", details.rpartition("last error: ")[2])
     match code:
         case grpc.StatusCode.UNAUTHENTICATED:
             return JoinError(f"the coordinator at {address} refused this rank: {reason}")
@@ -317,6 +320,11 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
             return JoinError(
                 f"no secure connection to the coordinator at {address}: {reason}; check that node.tls_cert, "
                 "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on none"
+            )
+        case grpc.StatusCode.UNAVAILABLE if "Socket closed" in reason:  # for good, or a tunnel that is up too early
+            return _NotThere(
+                "something listens there and hangs up; are node.tls_cert, node.tls_key and node.tls_ca set on both "
+                "sides, from one authority?"
             )
         case grpc.StatusCode.CANCELLED:
             return _NotThere("no answer")

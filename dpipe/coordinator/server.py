@@ -28,6 +28,8 @@ _STOP_S = 2.0
 class CoordinatorServer:
     """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it cannot bind.
 
+    It must be closed, also after an error: Python waits at its end for the threads of streams that are still open.
+
     `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream breaks, which a killed
     process's does at once, or when nothing came from it for `heartbeat_s`. `on_upload(rank, kind, payload)` is called
     from a thread of that rank, in the order of its uploads; if it raises, the run ends and says so.
@@ -47,6 +49,7 @@ class CoordinatorServer:
         self._meeting = Meeting(world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic())
         self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
         self._num_streams = 0
+        self._readers: set[threading.Thread] = set()
         self._on_upload = on_upload
         self._stopped = threading.Event()
         self._clock = threading.Thread(
@@ -65,9 +68,11 @@ class CoordinatorServer:
                 self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
             if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
                 self._meeting.end("the coordinator (rank 0) stopped while other ranks were still at work")
+            readers = list(self._readers)
         self._stopped.set()
         self._server.stop(_STOP_S).wait(2 * _STOP_S)
-        self._clock.join(_STOP_S)
+        for thread in (self._clock, *readers):
+            thread.join(_STOP_S)
 
     def _tick(self, interval_s: float) -> None:
         while not self._stopped.wait(interval_s):
@@ -82,6 +87,7 @@ class CoordinatorServer:
         )
         with self._lock:
             self._num_streams += 1
+            self._readers.add(reader)
         reader.start()
         try:
             # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and says so here.
@@ -106,6 +112,7 @@ class CoordinatorServer:
             with self._lock:
                 if guest.member:
                     self._meeting.broken(guest.member, why)
+                self._readers.discard(threading.current_thread())
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
