@@ -34,7 +34,9 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     log = logging.getLogger("dpipe")
     errors = logging.StreamHandler()
     errors.setLevel(logging.WARNING if rank == 0 else logging.INFO)
-    handlers = [errors, *([logging.FileHandler(folder / "logs" / "rank-0.log")] if rank == 0 else [])]
+    handlers: list[logging.Handler] = [errors]
+    if rank == 0:
+        handlers.append(logging.FileHandler(folder / "logs" / "rank-0.log"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(message)s"))
         log.addHandler(handler)

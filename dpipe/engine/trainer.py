@@ -23,6 +23,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
 from dpipe.schedule.plan import Schedule
+from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
 
 LOG = logging.getLogger("dpipe")
@@ -49,7 +50,7 @@ class Job:
     configuration: Mapping[str, Any]
     schedule: Schedule
     eval_schedule: Schedule
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Stage | ReplayStage]
     executor: Executor
     recorder: Recorder
     update: Update
