@@ -4,6 +4,7 @@ A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then 
 What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer.
 """
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ class Link:
     bandwidth_gbps: float
 
     def __post_init__(self) -> None:
-        if self.delay_ms < 0:
-            raise ProfileError(f"delay_ms must not be negative, got {self.delay_ms}")
-        if self.bandwidth_gbps <= 0:
-            raise ProfileError(f"bandwidth_gbps must be positive, got {self.bandwidth_gbps}")
+        if not 0 <= self.delay_ms < math.inf:
+            raise ProfileError(f"delay_ms must be a number that is not negative, got {self.delay_ms}")
+        if not 0 < self.bandwidth_gbps < math.inf:
+            raise ProfileError(f"bandwidth_gbps must be a positive number, got {self.bandwidth_gbps}")
 
     @property
     def delay_us(self) -> float:
@@ -83,9 +84,11 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
     _only(table, _TOP, "the profile")
     default = _link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
-    for row in table.get("link", []):
+    for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
         ends = (_rank(row, "from"), _rank(row, "to"))
+        if ends[0] == ends[1]:
+            raise ProfileError(f"[[link]] from {ends[0]} to itself: a link is between two ranks")
         if ends in links:
             raise ProfileError(f"[[link]] from {ends[0]} to {ends[1]} is listed twice")
         links[ends] = _link(row, f"[[link]] from {ends[0]} to {ends[1]}")
@@ -96,6 +99,12 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
 def _only(table: dict[str, Any], known: set[str], where: str) -> None:
     if unknown := sorted(set(table) - known):
         raise ProfileError(f"unknown key {unknown[0]!r} in {where}; known keys: {', '.join(sorted(known))}")
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ProfileError("links are written as [[link]] in double brackets, one block a link")
+    return value
 
 
 def _number(table: dict[str, Any], key: str, where: str) -> float:

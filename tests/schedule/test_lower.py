@@ -1,3 +1,5 @@
+from dataclasses import replace
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -60,11 +62,14 @@ def test_lower_exchanges_a_tied_gradient_once_it_is_final():
     """)
 
 
-def test_lower_reduces_a_stage_under_the_work_of_the_others_and_a_tied_one_last():
-    assert programs(lower(gpipe(4, 1, stages_per_rank=2), tied=True, reduce=True, recv_ahead=0)) == lines("""
-        0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_TIED 0RECV_B0 0B0 0SEND_TIED 0REDUCE_GRAD 0STEP 2STEP
-        1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 3SEND_TIED 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD 3RECV_TIED 3REDUCE_GRAD 1STEP 3STEP
-    """)  # fmt: skip
+def test_lower_reduces_a_stage_at_once_and_a_tied_one_last():
+    lowered = lower(gpipe(4, 1, stages_per_rank=2), tied=True, reduce=True)
+    kept = COMPUTE | {Op.SEND_TIED, Op.REDUCE_GRAD, Op.STEP}
+    shown = replace(lowered, programs=tuple(tuple(a for a in program if a.op in kept) for program in lowered.programs))
+    assert programs(shown) == lines("""
+        0F0 2F0 2B0 2REDUCE_GRAD 0B0 0SEND_TIED 0REDUCE_GRAD 0STEP 2STEP
+        1F0 3F0 3B0 3SEND_TIED 1B0 1REDUCE_GRAD 3REDUCE_GRAD 1STEP 3STEP
+    """)
 
 
 def test_lower_adds_no_gradient_work_to_an_evaluation():
@@ -93,7 +98,7 @@ def test_lowering_keeps_the_compute_order_and_passes_check(schedule, tied, reduc
 @given(generated())
 def test_a_send_directly_follows_what_makes_it(schedule):
     for program in lower(schedule).programs:
-        for before, action in zip(program, program[1:], strict=False):
+        for before, action in pairwise(program):
             if action.op in (Op.SEND_F, Op.SEND_B):
                 assert (before.stage, before.microbatch) == (action.stage, action.microbatch)
                 assert before.op in (Op.F if action.op == Op.SEND_F else Op.B, Op.I)
