@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _OPEN = Security()
 
-_CLOCK_SAMPLES = 8
+_CLOCK_SAMPLES = 16
 _RETRY_S = 0.5
 _SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
 _STOP_S = 5.0
@@ -61,7 +61,7 @@ class Coordinator:
         self._verdict: Future[RunAborted] = Future()
         self._gathers: dict[str, Gathered] = {}
         self._callbacks: list[Callable[[RunAborted], None]] = []
-        self._clock: deque[tuple[int, int]] = deque(maxlen=2 * _CLOCK_SAMPLES)  # (round trip, offset), ns
+        self._clock: deque[tuple[int, int]] = deque(maxlen=_CLOCK_SAMPLES)  # (round trip, offset), ns
         self._ponged = threading.Event()
         self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
         self._outbox.put(pb.ToCoordinator(join=join))
@@ -127,8 +127,8 @@ class Coordinator:
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
-            if not self._ponged.wait(self._heartbeat_s):
-                raise JoinError(f"the coordinator at {self._address} let rank {self.rank} in and fell silent")
+            if not self._ponged.wait(self._heartbeat_s) or self._over:
+                raise JoinError(str(self._over or f"the coordinator at {self._address} let us in and fell silent"))
 
     @property
     def clock_offset_ns(self) -> int:
@@ -276,6 +276,7 @@ class Coordinator:
             callbacks, self._callbacks = self._callbacks, []
         _settle(self._verdict, error)
         _settle(self._welcome, error=JoinError(f"rank {self.rank} cannot join at {self._address}: {error}"))
+        self._ponged.set()
         for gathered in gathers:
             _settle(gathered.parts, error=error)
             _settle(gathered.missing, error=error)

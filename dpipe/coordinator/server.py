@@ -5,6 +5,7 @@ rank 2 ══stream══ reader thread ──┼─▶ Meeting ──┼── 
                   clock thread  ──┘             └── ...
 """
 
+import math
 import queue
 import threading
 import time
@@ -78,6 +79,8 @@ class CoordinatorServer:
         while not self._stopped.wait(interval_s):
             with self._lock:
                 self._meeting.tick(time.monotonic())
+                for member in self._meeting.members.values():
+                    member.tell(pb.FromCoordinator())  # a sign of life, also while an upload keeps the reader
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
@@ -122,7 +125,7 @@ class CoordinatorServer:
             pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())
             guest.outbox.put(pb.FromCoordinator(pong=pong))
         elif kind == "upload" and guest.member:
-            self._store(guest.member.rank, message.upload)
+            self._store(guest.member, message.upload)
         else:
             with self._lock:
                 self._decide(message, guest, time.monotonic())
@@ -146,14 +149,17 @@ class CoordinatorServer:
             case _:
                 raise DecodeError(f"unexpected {kind}")
 
-    def _store(self, rank: int, upload: pb.Upload) -> None:
+    def _store(self, member: Member, upload: pb.Upload) -> None:
         if self._on_upload is None:
             return
+        member.heard_at = math.inf  # nothing is read from it meanwhile
         try:
-            self._on_upload(rank, upload.kind, upload.payload)
+            self._on_upload(member.rank, upload.kind, upload.payload)
         except Exception as error:
             with self._lock:
-                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {rank}: {error!r}")
+                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {error!r}")
+        finally:
+            member.heard_at = time.monotonic()
 
 
 class _Guest:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from dpipe.coordinator.client import Coordinator
+from dpipe.coordinator.meeting import Meeting
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, RunAborted, RunError
 from dpipe.wire.rpc import Security, serve
@@ -315,20 +316,22 @@ def test_lost_coordinator_is_named(run):
     assert "lost the coordinator" in str(first.abort("what now"))
 
 
-def _deaf(self: CoordinatorServer, message: object, guest: object) -> None:
-    """A coordinator that reads and does not answer."""
+def _deafen(monkeypatch) -> None:
+    """A coordinator that reads and does not answer, nor show that it lives."""
+    monkeypatch.setattr(CoordinatorServer, "_take", lambda self, message, guest: None)
+    monkeypatch.setattr(Meeting, "tick", lambda self, now: self.members.clear())
 
 
 def test_silent_coordinator_is_lost(run, monkeypatch):
     (alone,) = run.meet(1, heartbeat_s=0.4)
-    monkeypatch.setattr(CoordinatorServer, "_take", _deaf)
+    _deafen(monkeypatch)
     with pytest.raises(RunAborted, match="lost the coordinator"):
         alone.gather("step/1", b"").wait(5)
 
 
 def test_silent_coordinator_lets_no_question_wait_for_ever(run, monkeypatch):
     (alone,) = run.meet(1)
-    monkeypatch.setattr(CoordinatorServer, "_take", _deaf)
+    _deafen(monkeypatch)
     monkeypatch.setattr("dpipe.coordinator.base._ANSWER_S", 0.05)
     monkeypatch.setattr("dpipe.coordinator.client._VERDICT_S", 0.05)
     with pytest.raises(RunError, match=r"waited 0.05 s for 'step/1': and the coordinator does not say who is missing"):
@@ -344,12 +347,18 @@ def test_coordinator_that_falls_silent_in_the_join_is_refused(run, monkeypatch):
             take(self, message, guest)
 
     monkeypatch.setattr(CoordinatorServer, "_take", deaf_to_pings)
-    with pytest.raises(JoinError, match="let rank 0 in and fell silent"):
+    with pytest.raises(JoinError, match="let us in and fell silent"):
         run.meet(1, heartbeat_s=0.4)[0]
+
+
+def test_run_that_ends_as_it_starts_is_a_join_error(run, monkeypatch):
+    monkeypatch.setattr(Coordinator, "_note_clock", lambda self, pong, now_ns: self._end(RunAborted("no memory")))
+    with pytest.raises(JoinError, match="no memory"):
+        run.meet(1)
 
 
 def test_leave_says_when_the_coordinator_did_not_hear_it(run, monkeypatch):
     (alone,) = run.meet(1, heartbeat_s=0.4)
-    monkeypatch.setattr(CoordinatorServer, "_take", _deaf)
+    _deafen(monkeypatch)
     with pytest.raises(RunAborted, match="lost the coordinator"):
         alone.leave()

@@ -66,9 +66,14 @@ def test_garbage_to_the_port_leaves_the_run_alone(run):
     run.at_once(lambda: first.barrier("still here", 5), lambda: second.barrier("still here", 5))
 
 
+def _join(rank: int, world_size: int) -> bytes:
+    return _frames(
+        pb.ToCoordinator(join=pb.Join(protocol=frame.PROTOCOL, rank=rank, world_size=world_size, shared="{}"))
+    )
+
+
 PING = pb.ToCoordinator(ping=pb.Ping(sent_ns=1))
 LEAVE = pb.ToCoordinator(leave=pb.Leave())
-AGAIN = pb.ToCoordinator(join=pb.Join(protocol=frame.PROTOCOL, rank=0, world_size=1, shared="{}"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,7 @@ AGAIN = pb.ToCoordinator(join=pb.Join(protocol=frame.PROTOCOL, rank=0, world_siz
         ([b"\0\xff\xff\xff"], []),
         ([_frames(LEAVE)], []),
         ([_frames(PING), b"\0"], ["pong"]),
-        ([_frames(AGAIN), _frames(LEAVE)], ["abort"]),
+        ([_join(0, 1), _frames(LEAVE)], ["abort"]),
     ],
 )
 def test_stranger_is_shown_out_and_the_run_goes_on(run, words, answers):
@@ -87,10 +92,10 @@ def test_stranger_is_shown_out_and_the_run_goes_on(run, words, answers):
     alone.barrier("still here", 5)
 
 
-@pytest.mark.parametrize("nonsense", [b"\2 not a frame", _frames(AGAIN), b"\0"])
+@pytest.mark.parametrize("nonsense", [b"\2 not a frame", _join(0, 1), b"\0"])
 def test_rank_that_talks_nonsense_is_lost(run, nonsense):
     server = run.serve(1)
-    stranger = Stranger(server.port, _frames(AGAIN), nonsense)
+    stranger = Stranger(server.port, _join(0, 1), nonsense)
     assert stranger.hears() == ["welcome", "abort"]
     with pytest.raises(JoinError, match=r"lost rank 0 .*it sent what dpipe does not send"):
         run.join(0, 1)
@@ -98,7 +103,7 @@ def test_rank_that_talks_nonsense_is_lost(run, nonsense):
 
 def test_silent_rank_is_lost_within_a_heartbeat(run):
     server = run.serve(2, heartbeat_s=0.5)
-    silent = Stranger(server.port, _frames(AGAIN).replace(b"\x18\x01", b"\x18\x02"))
+    silent = Stranger(server.port, _join(0, 2))
     first = run.join(1, 2)
     with pytest.raises(RunAborted, match=r"lost rank 0 \(127.0.0.1\): no sign of life for 0.5 s"):
         first.gather("step/1", b"").wait(5)
@@ -114,6 +119,18 @@ def test_upload_that_cannot_be_kept_ends_the_run(run):
     second.upload("trace", b"spans")
     with pytest.raises(RunAborted, match=r"rank 0 failed: cannot take 'trace' from rank 1: .*No space left"):
         under_way.wait(5)
+
+
+def test_slow_upload_is_no_silence(run):
+    def slow(rank: int, kind: str, payload: bytes) -> None:
+        time.sleep(1.0)
+
+    (alone,) = run.meet(1, heartbeat_s=0.4, server={"on_upload": slow, "heartbeat_s": 0.4})
+    heard: list[RunAborted] = []
+    alone.on_abort(heard.append)
+    alone.upload("trace", b"spans")
+    alone.barrier("still here", 5)
+    assert heard == []
 
 
 def test_upload_that_nobody_wants_is_dropped(run):

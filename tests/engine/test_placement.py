@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import threading
@@ -162,6 +163,32 @@ def test_agent_store_that_is_gone_is_a_join_error(agent, monkeypatch):
     monkeypatch.setattr("dpipe.engine.placement._PUBLISH_S", 0.2)
     with pytest.raises(JoinError, match=r"torchrun's store at 127.0.0.1:1 does not answer"):
         AgentStore("127.0.0.1", 1, "key").publish("10.0.0.5:4321")
+
+
+MEET = """
+from dpipe.coordinator.client import Coordinator
+from dpipe.coordinator.server import CoordinatorServer
+from dpipe.engine.launch import environment
+from dpipe.engine.placement import placement
+
+here = placement(environment())
+server = CoordinatorServer(here.world_size, port=here.port) if here.rank == 0 else None
+if server:
+    here.publish(f"127.0.0.1:{server.port}")
+coordinator = Coordinator.join(here.find(30.0), here.rank, here.world_size, shared={})
+print(coordinator.gather("who", str(here.local_rank).encode()).wait(30.0), flush=True)
+coordinator.leave()
+if server:
+    server.close()
+"""
+
+
+def test_ranks_of_torchrun_meet(tmp_path):
+    (tmp_path / "meet.py").write_text(MEET)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "meet.py")]
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
+    output = subprocess.run(argv, env=environ, stdout=subprocess.PIPE, text=True, timeout=100, check=True).stdout
+    assert output == "(b'0', b'1')\n" * 2
 
 
 def test_placement_does_not_import_torch():
