@@ -36,7 +36,7 @@ from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import ConfigError
+from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -113,16 +113,17 @@ def run_rank(
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
     blueprint = draft(config)
-    start = find_start(config, blueprint, place.rank, fallback) if resume else None
-    first_step = 0 if start is None else start.step
+    start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
-    shared = {**config.shared(), "resume.step": first_step}
     with (
         logging_to(folder, place.rank),
-        joined(config, place, shared, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
+        joined(config, place, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
     ):
         if config.pipeline.split == "measured":
             blueprint = with_measured_split(blueprint, meeting)
+        if resume:
+            start = agreed_start(config, blueprint, start, meeting, fallback)
+        first_step = 0 if start is None else start.step
         with ExitStack() as stack:
             metrics = None
             if place.rank == 0:
@@ -258,11 +259,34 @@ def checkpoint_url(config: Config) -> str:
     return config.run.checkpoint_url or str(Path(config.run.folder) / "checkpoints")
 
 
-def find_start(config: Config, blueprint: Blueprint, rank: int, fallback: bool) -> checkpoint.Loaded:
+def find_start(
+    config: Config, blueprint: Blueprint, rank: int, *, step: int | None = None, fallback: bool = False
+) -> checkpoint.Loaded:
     """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
     owner = blueprint.forecast.schedule.rank_of_stage
     layers = {layer for s, r in enumerate(owner) if r == rank for layer in blueprint.layers_of(s)}
-    return checkpoint.load(checkpoint_url(config), lambda name: int(name.split(".")[1]) in layers, fallback=fallback)
+    url = checkpoint_url(config)
+    return checkpoint.load(url, lambda name: int(name.split(".")[1]) in layers, step, fallback)
+
+
+def agreed_start(
+    config: Config, blueprint: Blueprint, found: checkpoint.Loaded | None, meeting: Coordination, fallback: bool
+) -> checkpoint.Loaded:
+    """The newest checkpoint that every rank has whole: ranks that found different ones meet at the oldest.
+
+    Also where a measured split gives this rank other layers than it has looked for.
+    """
+    assert found is not None
+    told = meeting.gather("checkpoint found", str(found.step).encode()).wait(config.timeouts.transfer)
+    steps = [int(text) for text in told]
+    if len(set(steps)) > 1 and not fallback:
+        raise CheckpointError(
+            f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the files in one place, "
+            f"or --fallback to step {min(steps)}"
+        )
+    if found.step == min(steps) and config.pipeline.split != "measured":
+        return found
+    return find_start(config, blueprint, meeting.rank, step=min(steps))
 
 
 def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:

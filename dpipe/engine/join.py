@@ -25,7 +25,7 @@ LOG = logging.getLogger("dpipe")
 
 @contextmanager
 def joined(
-    config: Config, place: Placement, shared: dict[str, object], peers: set[int], join_s: float | None
+    config: Config, place: Placement, peers: set[int], join_s: float | None
 ) -> Iterator[tuple[Coordination, Transport]]:
     """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
 
@@ -51,7 +51,7 @@ def joined(
             device=node.device,
         )
         stack.callback(transport.close)
-        meeting = _join(config, place, shared, security, transport.port, join_s or timeouts.join, stack)
+        meeting = _join(config, place, security, transport.port, join_s or timeouts.join, stack)
         meeting.on_abort(transport.fail)
         try:
             transport.connect(meeting.addresses, peers)
@@ -69,7 +69,6 @@ def joined(
 def _join(
     config: Config,
     place: Placement,
-    shared: dict[str, object],
     security: Security,
     port: int,
     join_s: float,
@@ -94,7 +93,7 @@ def _join(
         place.find(join_s),
         place.rank,
         place.world_size,
-        shared=shared,
+        shared=config.shared(),
         advertised=None if host is None else f"{host}:{port}",
         security=security,
         join_s=join_s,
