@@ -13,6 +13,13 @@ from dpipe.schedule.links import compute_needs, counterpart, receives_by_link, s
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import draw
 
+_MAKES = {
+    Op.F: ("output",),
+    Op.B: ("input gradient", "weight gradient"),
+    Op.I: ("input gradient",),
+    Op.W: ("weight gradient",),
+}
+
 
 def check(schedule: Schedule) -> None:
     """Raise `ScheduleError`, with the grid and the culprit marked, for a schedule that cannot run.
@@ -85,13 +92,11 @@ def _check_microbatch_order(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         turns: Counter[tuple[int, str]] = Counter()
         for action in program:
-            if action.op not in COMPUTE:
-                continue
-            turn = (action.stage, "B or I" if action.op in (Op.B, Op.I) else action.op)
-            if action.microbatch != turns[turn]:
-                message = f"{action} on rank {rank} is out of order: {turn[1]} of stage {turn[0]} is at {turns[turn]}"
-                raise _error(schedule, message, action)
-            turns[turn] += 1
+            for made in _MAKES.get(action.op, ()):
+                if action.microbatch != turns[action.stage, made]:
+                    due = f"the next {made} of stage {action.stage} is for micro-batch {turns[action.stage, made]}"
+                    raise _error(schedule, f"{action} on rank {rank} is out of order: {due}", action)
+                turns[action.stage, made] += 1
 
 
 def _check_links(schedule: Schedule) -> None:

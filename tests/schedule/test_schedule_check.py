@@ -26,7 +26,7 @@ def refusal(schedule: Schedule) -> str:
 def test_check_draws_the_grid_and_marks_the_culprit():
     assert refusal(with_program(gpipe(2, 2), 1, "1F0 1F1 1B1 1B0")) == (
         dedent("""
-            schedule 'gpipe': 1B1 on rank 1 is out of order: B or I of stage 1 is at 0
+            schedule 'gpipe': 1B1 on rank 1 is out of order: the next input gradient of stage 1 is for micro-batch 0
             rank 0 |  0F0   0F1    .     .     .    0B0   0B1
             rank 1 |   .    1F0   1F1  >1B1<  1B0    .     .
         """).strip()
@@ -44,8 +44,13 @@ def test_check_draws_the_grid_and_marks_the_culprit():
         (1, "1F0 1F1 1B0 1B1 1STEP", "1STEP on rank 1 does not belong here"),
         (1, "1F0 1F1 1B0 1B1 1I1", "1B1 on rank 1 does not belong here"),
         (1, "1F0 1F1 1B0 1I1", "1W1 is missing on rank 1"),
-        (1, "1F1 1F0 1B0 1B1", "1F1 on rank 1 is out of order: F of stage 1 is at 0"),
-        (0, "0F0 0F1 0I0 0I1 0W1 0W0", "0W1 on rank 0 is out of order: W of stage 0 is at 0"),
+        (1, "1F1 1F0 1B0 1B1", "1F1 on rank 1 is out of order: the next output of stage 1 is for micro-batch 0"),
+        (
+            0,
+            "0F0 0F1 0I0 0I1 0W1 0W0",
+            "0W1 on rank 0 is out of order: the next weight gradient of stage 0 is for micro-batch 0",
+        ),
+        (0, "0F0 0F1 0I0 0B1 0W0", "0B1 on rank 0 is out of order: the next weight gradient of stage 0 is for"),
         (0, "", "0F0 is missing on rank 0"),
     ],
 )
