@@ -123,9 +123,9 @@ def test_upload_that_cannot_be_kept_ends_the_run(run):
 
 def test_slow_upload_is_no_silence(run):
     def slow(rank: int, kind: str, payload: bytes) -> None:
-        time.sleep(1.0)
+        time.sleep(2.0)
 
-    (alone,) = run.meet(1, heartbeat_s=0.4, server={"on_upload": slow, "heartbeat_s": 0.4})
+    (alone,) = run.meet(1, heartbeat_s=1.0, server={"on_upload": slow, "heartbeat_s": 1.0})
     heard: list[RunAborted] = []
     alone.on_abort(heard.append)
     alone.upload("trace", b"spans")
@@ -173,7 +173,7 @@ time.sleep(60)
     ("number", "heartbeat_s", "why"),
     [
         (signal.SIGKILL, 8.0, "its process ended or its connection broke"),
-        (signal.SIGSTOP, 1.0, "no sign of life for 1 s"),
+        (signal.SIGSTOP, 3.0, "no sign of life for 3 s"),
     ],
 )
 def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s, why):
