@@ -190,7 +190,7 @@ class GrpcTransport:
         port: int = 0,
         security: Security = _OPEN,
         connections: int = 1,
-        chunk_bytes: int = 1 << 20,
+        chunk_bytes: int = 1 << 19,
         buffer_bytes: int = 256 << 20,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
