@@ -2,8 +2,8 @@
 
 Both move the same tensor the same way, in turns in one run, so that whatever else keeps the machine busy hits both:
 
-    rank 0    clock | send 16 MB ------.                  .--> clock
-    rank 1                 recv 16 MB <-'  send 1 byte --'
+    rank 0    clock | send 16 MB, four times --.                    .--> clock
+    rank 1                        recv, recv, <'  send 1 byte ------'
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.wire.spec import TensorSpec
@@ -30,9 +30,12 @@ _JOIN_S = 120.0
 def compare_transport(
     num_bytes: int = 16 << 20, repeats: int = 30, connections: tuple[int, ...] = (1, 2), **options: Any
 ) -> dict[str, Any]:
-    """Median rates in GB/s of one tensor of `num_bytes`, acknowledged, and ours over gloo's; two processes."""
+    """Median rates in GB/s of tensors of `num_bytes` between two processes, by way, and ours over gloo's.
+
+    `connections` are the numbers of connections to try; `options` go to `GrpcTransport`.
+    """
     with TemporaryDirectory() as folder:
-        mp.spawn(_run, (folder, num_bytes, repeats, connections, options), nprocs=2)
+        spawn(_run, (folder, num_bytes, repeats, connections, options), nprocs=2)
         seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
     rates = {name: _BURST * num_bytes / median(values) / 1e9 for name, values in seconds.items()}
     return {
@@ -47,7 +50,7 @@ def _run(
     rank: int, folder: str, num_bytes: int, repeats: int, connections: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     transports = {f"grpc x{count}": _connect(rank, count, store, options) for count in connections}
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -62,7 +65,7 @@ def _run(
     dist.destroy_process_group()
 
 
-def _connect(rank: int, connections: int, store: dist.Store, options: dict[str, Any]) -> GrpcTransport:
+def _connect(rank: int, connections: int, store: Any, options: dict[str, Any]) -> GrpcTransport:
     transport = GrpcTransport(rank, connections=connections, connect_timeout_s=_JOIN_S, **options)
     store.set(f"{connections}/{rank}", f"127.0.0.1:{transport.port}")
     transport.connect({r: store.get(f"{connections}/{r}").decode() for r in (0, 1)}, [1 - rank])
