@@ -62,6 +62,7 @@ def joined(
             raise meeting.abort(str(error), symptom=True) from error
         except BaseException as error:
             meeting.abort(f"{type(error).__name__}: {error}")
+            transport.fail(RunAborted("this rank failed"))
             raise
         meeting.leave()
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
@@ -127,14 +127,17 @@ def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The median cost of each stage's actions as measured; the other half of a split backward pass is left at zero."""
+    """The mean cost of each stage's actions as measured; what a schedule does not use is left at zero.
+
+    The mean, because ranks that share cores take turns: what one action is held up by another rank is part of its cost.
+    """
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
             durations.setdefault((span.action.stage, span.action.op), []).append(span.duration_us)
 
     def of(op: Op) -> tuple[float, ...]:
-        return tuple(median(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
+        return tuple(mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
 
     return Cost(
         forward_us=of(Op.F),
