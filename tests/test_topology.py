@@ -69,7 +69,7 @@ def test_network_without_a_profile_is_loopback():
         ("delay_ms = 1\nbandwidth_gbps = 0", "bandwidth_gbps must be a positive number, got 0"),
         (
             "delay = 1",
-            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, link, loss_percent, name",
+            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, link",
         ),
         (PROFILE + "jitter = 1", r"unknown key 'jitter' in \[\[link\]\]"),
         (PROFILE.replace("to = 1", "to = -1"), r"\[\[link\]\] needs 'to', a rank \(0, 1, ...\); got -1"),

@@ -127,7 +127,6 @@ def run_rank(
         with ExitStack() as stack:
             metrics = None
             if place.rank == 0:
-                write_plan(blueprint, folder)
                 show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
@@ -136,6 +135,8 @@ def run_rank(
             stopped = trainer.run()
             meeting.barrier("trained", config.timeouts.transfer)
         if place.rank == 0:
+            if config.run.trace_steps:
+                write_plan(blueprint, folder)
             finish(blueprint, folder, console or Console(), stopped)
 
 
