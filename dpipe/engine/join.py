@@ -14,13 +14,14 @@ from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
 from dpipe.engine.placement import Placement
-from dpipe.errors import PeerLost, RunAborted, TransferTimeout
+from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    host = advertised_host(node.bind, node.advertise)
+    host = advertised_host(node.bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
             place.world_size,
@@ -105,11 +106,19 @@ def _join(
     return meeting
 
 
-def advertised_host(bind: str, advertise: str | None) -> str | None:
+def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address: then this host's own, as its name resolves.
+    A wildcard is no address. Then it is the one that this machine uses `toward` the coordinator's host: of several
+    interfaces the one that leads to the others. Raises `JoinError` where there is no way there.
     """
     if advertise is not None:
         return None if advertise == "none" else advertise
-    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "[::]") else bind  # noqa: S104
+    if bind not in _WILDCARDS:
+        return bind
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward, 9))  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise JoinError(f"no way to {toward}: {error}; check --coordinator, or set node.advertise") from None

@@ -20,11 +20,16 @@ from dpipe.errors import ConfigError, JoinError
     ],
 )
 def test_address_that_others_are_told(bind: str, advertise: str | None, host: str | None) -> None:
-    assert advertised_host(bind, advertise) == host
+    assert advertised_host(bind, advertise, "127.0.0.1") == host
 
 
-def test_wildcard_is_never_advertised() -> None:
-    assert advertised_host("0.0.0.0", None) == socket.gethostbyname(socket.gethostname())
+def test_wildcard_advertises_the_address_that_leads_to_the_coordinator() -> None:
+    assert advertised_host("0.0.0.0", None, "127.0.0.1") == "127.0.0.1"
+
+
+def test_coordinator_whose_name_is_unknown_is_named() -> None:
+    with pytest.raises(JoinError, match="no way to nowhere.invalid"):
+        advertised_host("0.0.0.0", None, "nowhere.invalid")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dpipe.config import Config
 from dpipe.engine.generate import generate_text
@@ -103,6 +104,14 @@ def test_text_that_is_too_short_is_refused_before_anything_is_written(tiny: Make
     (error,) = run_ranks(config)
     assert isinstance(error, DataError)
     assert not Path(config.run.folder).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize(("device", "message"), [("cuda", "sees no CUDA GPU"), ("abacus", "is no device")])
+def test_device_that_is_not_here_is_refused(device: str, message: str, tiny: Make, run_ranks: Run) -> None:
+    (error,) = run_ranks(tiny(node__device=device))
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
 
 
 def test_vocabulary_smaller_than_the_tokenizers_is_refused(tiny: Make, run_ranks: Run) -> None:
