@@ -8,9 +8,7 @@ from dpipe.stage.model import materialise
 
 
 def make(dropout: float = 0.0, num_layers: int = 2, width: int = 8) -> list[nn.Module]:
-    model = gpt(
-        vocab_size=11, num_layers=num_layers, width=width, num_heads=2, context=6, dropout=dropout, tied=False
-    )
+    model = gpt(vocab_size=11, num_layers=num_layers, width=width, num_heads=2, context=6, dropout=dropout, tied=False)
     return [materialise(model, index, 0, "cpu") for index in range(len(model.layers))]
 
 
@@ -50,9 +48,9 @@ def test_layer_says_whether_it_draws() -> None:
 
 def test_names_of_a_block_are_stable() -> None:
     """They are the names in checkpoints."""
-    assert [name for name, _ in make()[1].named_parameters()] == """
-        attention_norm.weight attention_norm.bias
-        attention.qkv.weight attention.qkv.bias attention.output.weight attention.output.bias
-        mlp_norm.weight mlp_norm.bias
-        mlp_in.weight mlp_in.bias mlp_out.weight mlp_out.bias
-    """.split()
+    assert [name for name, _ in make()[1].named_parameters()] == [
+        *("attention_norm.weight", "attention_norm.bias"),
+        *("attention.qkv.weight", "attention.qkv.bias", "attention.output.weight", "attention.output.bias"),
+        *("mlp_norm.weight", "mlp_norm.bias"),
+        *("mlp_in.weight", "mlp_in.bias", "mlp_out.weight", "mlp_out.bias"),
+    ]

@@ -117,5 +117,5 @@ def test_users_mistake_is_named(users_folder: str, function: str, options: dict[
 
 def test_users_function_that_makes_no_module_is_named(users_folder: str) -> None:
     model = load_layers(f"{users_folder}:numbers", {}, seed=0)
-    with pytest.raises(ConfigError, match="layer 0 makes 3, not an nn.Module"):
+    with pytest.raises(ConfigError, match="layer 0 makes 3, not an"):
         materialise(model, 0, 0, "cpu")

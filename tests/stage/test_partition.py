@@ -41,5 +41,5 @@ def test_split_is_as_good_as_trying_all(costs: list[int], num_stages: int) -> No
 
 
 def test_split_refuses_fewer_layers_than_stages() -> None:
-    with pytest.raises(ConfigError, match="3 layers cannot make 4 stages.*lower pipeline.stages to 3"):
+    with pytest.raises(ConfigError, match=r"3 layers cannot make 4 stages.*lower pipeline.stages to 3"):
         split([1, 1, 1], 4)
