@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +54,9 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 @click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
 @click.option("--timeout", type=float, help="Seconds to wait for the other ranks; default timeouts.join.")
 @click.option("--resume", metavar="RUN", help="Continue the run in this folder from its newest checkpoint.")
-@click.option("--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before.")
+@click.option(
+    "--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before."
+)
 def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """Run one process, one rank, of a training.
 
@@ -78,7 +81,9 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 @_override
 @click.option("-n", "num_ranks", type=click.IntRange(min=1), help="The number of ranks; default what CONFIG says.")
 @click.option("--resume", metavar="RUN", help="Continue the run in this folder from its newest checkpoint.")
-@click.option("--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before.")
+@click.option(
+    "--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before."
+)
 def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """Run all ranks of a training as processes of this machine.
 
@@ -90,7 +95,7 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """
     from dpipe.engine.build import launch_ranks
 
-    sys.exit(launch_ranks(config, overrides, **flags))
+    sys.exit(launch_ranks(config, overrides, say=partial(click.echo, err=True), **flags))
 
 
 @main.command()
@@ -114,7 +119,9 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
 @click.argument("name", type=click.Choice(GENERATORS))
 @click.option("--stages", type=click.IntRange(min=1), required=True, help="Stages in all.")
 @click.option("--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches a step.")
-@click.option("--stages-per-rank", type=click.IntRange(min=1), default=1, show_default=True, help="Above 1: interleaved.")
+@click.option(
+    "--stages-per-rank", type=click.IntRange(min=1), default=1, show_default=True, help="Above 1: interleaved."
+)
 @click.option("--in-flight", type=click.IntRange(min=1), help="Micro-batches in flight on the first rank.")
 @click.option("--memory-limit", type=click.IntRange(min=1), help="Micro-batches that a rank may hold (zero-bubble).")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the CSV that torch.distributed.pipelining loads.")

@@ -4,6 +4,7 @@ A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then 
 What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer.
 """
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,23 @@ from dpipe.errors import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks: one-way delay in milliseconds, bandwidth in gigabits a second."""
+    """One direction between two ranks: one-way delay and its jitter in milliseconds, bandwidth in gigabits a second,
+    and the share of packets that is lost, in percent."""
 
     delay_ms: float
     bandwidth_gbps: float
+    jitter_ms: float = 0.0
+    loss_percent: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.delay_ms < 0:
-            raise ProfileError(f"delay_ms must not be negative, got {self.delay_ms}")
-        if self.bandwidth_gbps <= 0:
-            raise ProfileError(f"bandwidth_gbps must be positive, got {self.bandwidth_gbps}")
+        if not 0 <= self.delay_ms < math.inf:
+            raise ProfileError(f"delay_ms must be a number that is not negative, got {self.delay_ms}")
+        if not 0 < self.bandwidth_gbps < math.inf:
+            raise ProfileError(f"bandwidth_gbps must be a positive number, got {self.bandwidth_gbps}")
+        if not 0 <= self.jitter_ms <= self.delay_ms:
+            raise ProfileError(f"jitter_ms must lie between 0 and delay_ms {self.delay_ms}, got {self.jitter_ms}")
+        if not 0 <= self.loss_percent < 100:
+            raise ProfileError(f"loss_percent must be at least 0 and below 100, got {self.loss_percent}")
 
     @property
     def delay_us(self) -> float:
@@ -52,8 +60,9 @@ class Network:
         return max([self.default.bandwidth_gbps, *(k.bandwidth_gbps for (s, _), k in self.links.items() if s == rank)])
 
 
-_TOP = {"name", "delay_ms", "bandwidth_gbps", "link"}
-_LINK = {"from", "to", "delay_ms", "bandwidth_gbps"}
+_SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent"}
+_TOP = {"name", "link"} | _SHAPE
+_LINK = {"from", "to"} | _SHAPE
 
 
 def load_network(path: str | Path) -> Network:
@@ -83,9 +92,11 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
     _only(table, _TOP, "the profile")
     default = _link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
-    for row in table.get("link", []):
+    for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
         ends = (_rank(row, "from"), _rank(row, "to"))
+        if ends[0] == ends[1]:
+            raise ProfileError(f"[[link]] from {ends[0]} to itself: a link is between two ranks")
         if ends in links:
             raise ProfileError(f"[[link]] from {ends[0]} to {ends[1]} is listed twice")
         links[ends] = _link(row, f"[[link]] from {ends[0]} to {ends[1]}")
@@ -98,15 +109,22 @@ def _only(table: dict[str, Any], known: set[str], where: str) -> None:
         raise ProfileError(f"unknown key {unknown[0]!r} in {where}; known keys: {', '.join(sorted(known))}")
 
 
-def _number(table: dict[str, Any], key: str, where: str) -> float:
-    value = table.get(key)
+def _rows(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ProfileError("links are written as [[link]] in double brackets, one block a link")
+    return value
+
+
+def _number(table: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ProfileError(f"{where} needs {key}, a number; got {value!r}")
     return float(value)
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
-    return Link(_number(table, "delay_ms", where), _number(table, "bandwidth_gbps", where))
+    required = (_number(table, key, where) for key in ("delay_ms", "bandwidth_gbps"))
+    return Link(*required, *(_number(table, key, where, default=0.0) for key in ("jitter_ms", "loss_percent")))
 
 
 def _rank(table: dict[str, Any], key: str) -> int:

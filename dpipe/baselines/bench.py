@@ -48,7 +48,7 @@ def bench_engine() -> list[Row]:
 def _replay(schedule: str) -> Row:
     per_rank = 2 if schedule == "interleaved" else 1
     with tempfile.TemporaryDirectory() as folder:
-        table = {
+        table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
             "replay": {"forward_ms": 10 / per_rank, "backward_ms": 20 / per_rank, "message_bytes": 1_000_000},
             "train": {"steps": _STEPS, "batch_size": 32, "num_microbatches": 32, "clip_norm": 0},
@@ -69,11 +69,18 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
     """Run a configuration with `dpipe launch`; returns the median of its steps' seconds, without the first."""
     (folder / "empty.toml").touch()
     keys = [("-o", f"{section}.{key}={json.dumps(value)}") for section, t in table.items() for key, value in t.items()]
-    argv = [sys.executable, "-m", "dpipe", "launch", str(folder / "empty.toml"), *(word for pair in keys for word in pair)]
+    argv = [
+        sys.executable,
+        "-m",
+        "dpipe",
+        "launch",
+        str(folder / "empty.toml"),
+        *(word for pair in keys for word in pair),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
-    return median(row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:])
+    return float(median(row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]))
 
 
 def bench_transport() -> list[Row]:

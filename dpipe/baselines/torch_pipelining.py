@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.multiprocessing.spawn import spawn
 
@@ -99,7 +100,7 @@ def _free_port() -> int:
 
 def _rank(rank: int, schedule: str, size: Size, port: int, results: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
+    store = TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     transport = GrpcTransport(rank)
     store.set(f"dpipe/{rank}", f"127.0.0.1:{transport.port}")
@@ -170,6 +171,6 @@ def torch_step(rank: int, schedule: str, size: Size) -> Step:
             plan.step(target=targets, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
-        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
 
     return step

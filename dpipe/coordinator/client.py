@@ -6,6 +6,7 @@ caller ◀── futures, callbacks ◀── _read (this class's thread)      �
 
 import json
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 _OPEN = Security()
 
-_CLOCK_SAMPLES = 8
+_CLOCK_SAMPLES = 16
 _RETRY_S = 0.5
 _SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
 _STOP_S = 5.0
@@ -60,7 +61,7 @@ class Coordinator:
         self._verdict: Future[RunAborted] = Future()
         self._gathers: dict[str, Gathered] = {}
         self._callbacks: list[Callable[[RunAborted], None]] = []
-        self._clock: deque[tuple[int, int]] = deque(maxlen=2 * _CLOCK_SAMPLES)  # (round trip, offset), ns
+        self._clock: deque[tuple[int, int]] = deque(maxlen=_CLOCK_SAMPLES)  # (round trip, offset), ns
         self._ponged = threading.Event()
         self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
         self._outbox.put(pb.ToCoordinator(join=join))
@@ -113,19 +114,21 @@ class Coordinator:
                 raise
 
     def _wait_for_welcome(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            self._welcome.result(timeout_s)
+        if not self._welcome.done() and not self._reached:
+            raise _NotThere("no answer")
         try:
-            welcome = self._welcome.result(timeout_s + _SLACK_S)
+            welcome = self._welcome.result(_SLACK_S)
         except TimeoutError:
-            if not self._reached:
-                raise _NotThere("no answer") from None
             raise JoinError(f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join") from None
         listed = [a.advertised if a.HasField("advertised") else None for a in welcome.addresses]
         self.addresses = dict(enumerate(listed))
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
-            if not self._ponged.wait(self._heartbeat_s):
-                raise JoinError(f"the coordinator at {self._address} let rank {self.rank} in and fell silent")
+            if not self._ponged.wait(self._heartbeat_s) or self._over:
+                raise JoinError(str(self._over or f"the coordinator at {self._address} let us in and fell silent"))
 
     @property
     def clock_offset_ns(self) -> int:
@@ -273,6 +276,7 @@ class Coordinator:
             callbacks, self._callbacks = self._callbacks, []
         _settle(self._verdict, error)
         _settle(self._welcome, error=JoinError(f"rank {self.rank} cannot join at {self._address}: {error}"))
+        self._ponged.set()
         for gathered in gathers:
             _settle(gathered.parts, error=error)
             _settle(gathered.missing, error=error)
@@ -307,7 +311,7 @@ def _unless_repeated(say: Callable[[str], None]) -> Callable[[str], None]:
 
 def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
     """Why a stream ended before the coordinator said a word: for good, or because it is not there yet."""
-    reason = details.rpartition("last error: ")[2]
+    reason = re.sub(r"^(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?", "", details.rpartition("last error: ")[2])
     match code:
         case grpc.StatusCode.UNAUTHENTICATED:
             return JoinError(f"the coordinator at {address} refused this rank: {reason}")
@@ -317,6 +321,11 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
             return JoinError(
                 f"no secure connection to the coordinator at {address}: {reason}; check that node.tls_cert, "
                 "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on none"
+            )
+        case grpc.StatusCode.UNAVAILABLE if "Socket closed" in reason:  # for good, or a tunnel that is up too early
+            return _NotThere(
+                "something listens there and hangs up; are node.tls_cert, node.tls_key and node.tls_ca set on both "
+                "sides, from one authority?"
             )
         case grpc.StatusCode.CANCELLED:
             return _NotThere("no answer")

@@ -5,6 +5,7 @@ rank 2 ══stream══ reader thread ──┼─▶ Meeting ──┼── 
                   clock thread  ──┘             └── ...
 """
 
+import math
 import queue
 import threading
 import time
@@ -28,6 +29,8 @@ _STOP_S = 2.0
 class CoordinatorServer:
     """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it cannot bind.
 
+    It must be closed, also after an error: Python waits at its end for the threads of streams that are still open.
+
     `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream breaks, which a killed
     process's does at once, or when nothing came from it for `heartbeat_s`. `on_upload(rank, kind, payload)` is called
     from a thread of that rank, in the order of its uploads; if it raises, the run ends and says so.
@@ -47,6 +50,7 @@ class CoordinatorServer:
         self._meeting = Meeting(world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic())
         self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
         self._num_streams = 0
+        self._readers: set[threading.Thread] = set()
         self._on_upload = on_upload
         self._stopped = threading.Event()
         self._clock = threading.Thread(
@@ -65,14 +69,18 @@ class CoordinatorServer:
                 self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
             if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
                 self._meeting.end("the coordinator (rank 0) stopped while other ranks were still at work")
+            readers = list(self._readers)
         self._stopped.set()
         self._server.stop(_STOP_S).wait(2 * _STOP_S)
-        self._clock.join(_STOP_S)
+        for thread in (self._clock, *readers):
+            thread.join(_STOP_S)
 
     def _tick(self, interval_s: float) -> None:
         while not self._stopped.wait(interval_s):
             with self._lock:
                 self._meeting.tick(time.monotonic())
+                for member in self._meeting.members.values():
+                    member.tell(pb.FromCoordinator())  # a sign of life, also while an upload keeps the reader
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
@@ -82,6 +90,7 @@ class CoordinatorServer:
         )
         with self._lock:
             self._num_streams += 1
+            self._readers.add(reader)
         reader.start()
         try:
             # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and says so here.
@@ -106,6 +115,7 @@ class CoordinatorServer:
             with self._lock:
                 if guest.member:
                     self._meeting.broken(guest.member, why)
+                self._readers.discard(threading.current_thread())
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
@@ -115,7 +125,7 @@ class CoordinatorServer:
             pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())
             guest.outbox.put(pb.FromCoordinator(pong=pong))
         elif kind == "upload" and guest.member:
-            self._store(guest.member.rank, message.upload)
+            self._store(guest.member, message.upload)
         else:
             with self._lock:
                 self._decide(message, guest, time.monotonic())
@@ -139,14 +149,17 @@ class CoordinatorServer:
             case _:
                 raise DecodeError(f"unexpected {kind}")
 
-    def _store(self, rank: int, upload: pb.Upload) -> None:
+    def _store(self, member: Member, upload: pb.Upload) -> None:
         if self._on_upload is None:
             return
+        member.heard_at = math.inf  # nothing is read from it meanwhile
         try:
-            self._on_upload(rank, upload.kind, upload.payload)
+            self._on_upload(member.rank, upload.kind, upload.payload)
         except Exception as error:
             with self._lock:
-                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {rank}: {error!r}")
+                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {error!r}")
+        finally:
+            member.heard_at = time.monotonic()
 
 
 class _Guest:

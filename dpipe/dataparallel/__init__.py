@@ -1,5 +1,5 @@
 """Replicas of a stage agree on its gradients.
 
-    base.py    the contract
-    single.py  one replica: nothing to agree on
+base.py    the contract
+single.py  one replica: nothing to agree on
 """

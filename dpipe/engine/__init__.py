@@ -1,15 +1,15 @@
 """Where it all meets: the only room that knows more than one of the specialists.
 
-    executor.py    runs a rank's program over stages and a transport
-    recorder.py    writes the spans of what it does
-    feed.py        a step's data; data.py: text to tokens, a function of seed and step
-    update.py      what ranks agree on before the optimizer step, and the step
-    trainer.py     the loop; metrics.py: where its numbers go; display.py: what a person sees
-    checkpoint.py  safetensors by layer names, any cut
-    forecast.py    what a run will take, before it starts, without torch
-    build.py       configuration in, running rank out: the only composition root
-    trace.py       the last steps of all ranks beside their prediction
-    report.py      the summary at the end of a run
-    generate.py    text from a checkpoint
-    launch.py      where this process stands in a run: the only reader of the environment
+executor.py    runs a rank's program over stages and a transport
+recorder.py    writes the spans of what it does
+feed.py        a step's data; data.py: text to tokens, a function of seed and step
+update.py      what ranks agree on before the optimizer step, and the step
+trainer.py     the loop; metrics.py: where its numbers go; display.py: what a person sees
+checkpoint.py  safetensors by layer names, any cut
+forecast.py    what a run will take, before it starts, without torch
+build.py       configuration in, running rank out: the only composition root
+trace.py       the last steps of all ranks beside their prediction
+report.py      the summary at the end of a run
+generate.py    text from a checkpoint
+launch.py      where this process stands in a run: the only reader of the environment
 """

@@ -11,7 +11,7 @@ import torch
 from dpipe.config import Config
 from dpipe.engine.data import Corpus, prepare
 from dpipe.engine.forecast import Forecast, LayerCosts, forecast, gpt_costs
-from dpipe.errors import DataError
+from dpipe.errors import ConfigError, DataError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
@@ -41,12 +41,26 @@ def draft(config: Config, *, layer_s: tuple[float, ...] | None = None, network: 
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         boundaries = ((message,),) * (config.pipeline.stages - 1)
         return Blueprint(config, None, None, boundaries, forecast(config, None, network))
+    check_device(config.node.device)
     corpus = read_text(config)
     model = make_model(config, corpus)
     probed = probe(model, _tokens(config), config.train.seed)
     found = forecast(config, layer_costs(config, probed, layer_s), network)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
     return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
+
+
+def check_device(device: str) -> None:
+    """Raises `ConfigError` for a device that torch does not know or that is not here."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"node.device {device!r} is no device: {error}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch "
+            'and a driver (nvidia-smi must list the GPU), or set node.device = "cpu"'
+        )
 
 
 def read_text(config: Config) -> Corpus:

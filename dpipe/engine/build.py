@@ -1,7 +1,7 @@
 """The only composition root: a configuration and a place in the run become a rank that trains.
 
-    launch_ranks   check everything, then one process a rank on this machine
-    train_rank     blueprint -> join -> open links -> stages, executor, update, trainer -> summary
+launch_ranks   check everything, then one process a rank on this machine
+train_rank     blueprint -> join -> open links -> stages, executor, update, trainer -> summary
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.single import Single
-from dpipe.engine import checkpoint, launch
+from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, measure_layers
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
@@ -27,15 +27,16 @@ from dpipe.engine.folder import logging_to, open_folder
 from dpipe.engine.forecast import per_stage
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined
-from dpipe.engine.launch import Placement
+from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
+from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.report import TextScale, show_summary
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import ConfigError
+from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -46,8 +47,16 @@ LOG = logging.getLogger("dpipe")
 _SAMPLE_TOKENS = 300
 
 
-def launch_ranks(path: str, overrides: tuple[str, ...], *, num_ranks: int | None, resume: str | None, fallback: bool) -> int:
-    """Run all ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
+def launch_ranks(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    num_ranks: int | None,
+    resume: str | None,
+    fallback: bool,
+    say: Callable[[str], None],
+) -> int:
+    """All ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
@@ -57,7 +66,8 @@ def launch_ranks(path: str, overrides: tuple[str, ...], *, num_ranks: int | None
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    return launch.launch(lambda rank: argv, config.pipeline.ranks, Path(config.run.folder) / "logs")
+    logs = Path(config.run.folder) / "logs"
+    return launch(lambda rank: argv, config.pipeline.ranks, logs=logs, on_line=say)
 
 
 def train_rank(
@@ -72,7 +82,7 @@ def train_rank(
     fallback: bool,
 ) -> None:
     """One rank, from configuration to summary."""
-    place = launch.here(rank, world_size, coordinator)
+    place = placement(environment(), rank, world_size, coordinator)
     config = configuration(path, overrides, resume)
     if place.world_size != config.pipeline.ranks:
         raise ConfigError(
@@ -80,8 +90,7 @@ def train_rank(
             f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} need {config.pipeline.ranks}; "
             f"start that many, or set -o pipeline.stages={place.world_size * config.pipeline.stages_per_rank}"
         )
-    with stop_on_signals() as wants_stop:
-        run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout, wants_stop=wants_stop)
+    run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -104,20 +113,20 @@ def run_rank(
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
     blueprint = draft(config)
-    start = find_start(config, blueprint, place.rank, fallback) if resume else None
-    first_step = 0 if start is None else start.step
+    start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
-    shared = {**config.shared(), "resume.step": first_step}
     with (
         logging_to(folder, place.rank),
-        joined(config, place, shared, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
+        joined(config, place, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
     ):
         if config.pipeline.split == "measured":
             blueprint = with_measured_split(blueprint, meeting)
+        if resume:
+            start = agreed_start(config, blueprint, start, meeting, fallback)
+        first_step = 0 if start is None else start.step
         with ExitStack() as stack:
             metrics = None
             if place.rank == 0:
-                write_plan(blueprint, folder)
                 show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
@@ -126,6 +135,8 @@ def run_rank(
             stopped = trainer.run()
             meeting.barrier("trained", config.timeouts.transfer)
         if place.rank == 0:
+            if config.run.trace_steps:
+                write_plan(blueprint, folder)
             finish(blueprint, folder, console or Console(), stopped)
 
 
@@ -249,13 +260,34 @@ def checkpoint_url(config: Config) -> str:
     return config.run.checkpoint_url or str(Path(config.run.folder) / "checkpoints")
 
 
-def find_start(config: Config, blueprint: Blueprint, rank: int, fallback: bool) -> checkpoint.Loaded:
+def find_start(
+    config: Config, blueprint: Blueprint, rank: int, *, step: int | None = None, fallback: bool = False
+) -> checkpoint.Loaded:
     """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
     owner = blueprint.forecast.schedule.rank_of_stage
     layers = {layer for s, r in enumerate(owner) if r == rank for layer in blueprint.layers_of(s)}
-    return checkpoint.load(
-        checkpoint_url(config), lambda name: int(name.split(".")[1]) in layers, fallback=fallback
-    )
+    url = checkpoint_url(config)
+    return checkpoint.load(url, lambda name: int(name.split(".")[1]) in layers, step, fallback)
+
+
+def agreed_start(
+    config: Config, blueprint: Blueprint, found: checkpoint.Loaded | None, meeting: Coordination, fallback: bool
+) -> checkpoint.Loaded:
+    """The newest checkpoint that every rank has whole: ranks that found different ones meet at the oldest.
+
+    Also where a measured split gives this rank other layers than it has looked for.
+    """
+    assert found is not None
+    told = meeting.gather("checkpoint found", str(found.step).encode()).wait(config.timeouts.transfer)
+    steps = [int(text) for text in told]
+    if len(set(steps)) > 1 and not fallback:
+        raise CheckpointError(
+            f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the files in one place, "
+            f"or --fallback to step {min(steps)}"
+        )
+    if found.step == min(steps) and config.pipeline.split != "measured":
+        return found
+    return find_start(config, blueprint, meeting.rank, step=min(steps))
 
 
 def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:

@@ -18,6 +18,7 @@ import torch
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
+from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import draw
 from dpipe.timeline.span import Lane
@@ -80,16 +81,16 @@ class Executor:
         which raised before can be run again after `clear()`. Returns the step's loss, the mean over its micro-batches
         added in their order, on the last stage's rank; None elsewhere.
 
-        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the transport is
-        closed before, so that the neighbours get `PeerLost` at once.
+        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the links are
+        broken off before, so that the neighbours get `PeerLost` at once.
         """
         run = _Run(self._parts, schedule, batch, on_step)
         for action in schedule.programs[self._parts.rank]:
             try:
                 run.do(action)
-            except BaseException as error:
+            except Exception as error:
                 error.add_note(f"rank {self._parts.rank} was at {action}:\n{draw(schedule, mark=action)}")
-                self._parts.transport.close()
+                self._parts.transport.fail(error)
                 raise
         run.finish()
         return run.loss()
@@ -201,24 +202,14 @@ class _Run:
         return tuple(spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point)
 
     def _send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        peer = self._peer(action)
-        self._parts.recorder.sent(peer, sum(t.nbytes for t in tensors))
-        self._leaving += [(action, self._parts.transport.send(t, peer, str(action))) for t in tensors]
+        to = peer(self._schedule, action)
+        self._parts.recorder.sent(to, sum(t.nbytes for t in tensors))
+        self._leaving += [(action, self._parts.transport.send(t, to, str(action))) for t in tensors]
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
-        (send,) = self._schedule.requires(action)
-        peer = self._schedule.rank_of_stage[send.stage]
-        self._arriving[action] = [self._parts.transport.recv(spec, peer, str(send)) for spec in specs]
-
-    def _peer(self, send: Action) -> int:
-        match send.op:
-            case Op.SEND_F:
-                stage = send.stage + 1
-            case Op.SEND_B:
-                stage = send.stage - 1
-            case _:
-                stage = self._schedule.num_stages - 1 - send.stage
-        return self._schedule.rank_of_stage[stage]
+        tag = str(counterpart(action, self._schedule.num_stages))
+        source = peer(self._schedule, action)
+        self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
 
     def _exchange_tied(self, action: Action) -> None:
         """Add the gradient that the other end of the model has for the shared weight. Two terms: no order to keep.

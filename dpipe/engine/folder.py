@@ -1,6 +1,6 @@
 """The folder of a run: opened once, never written over.
 
-    FOLDER/metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
+FOLDER/metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
 """
 
 import logging
@@ -34,7 +34,9 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     log = logging.getLogger("dpipe")
     errors = logging.StreamHandler()
     errors.setLevel(logging.WARNING if rank == 0 else logging.INFO)
-    handlers = [errors, *([logging.FileHandler(folder / "logs" / "rank-0.log")] if rank == 0 else [])]
+    handlers: list[logging.Handler] = [errors]
+    if rank == 0:
+        handlers.append(logging.FileHandler(folder / "logs" / "rank-0.log"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(message)s"))
         log.addHandler(handler)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpipe.config import Config, load
 from dpipe.errors import ConfigError
-from dpipe.schedule.check import check, peak_in_flight
+from dpipe.schedule.check import check
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
@@ -19,7 +19,7 @@ from dpipe.stage.partition import split
 from dpipe.timeline.search import search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
-from dpipe.timeline.summary import link_bytes, summarise
+from dpipe.timeline.summary import summarise
 from dpipe.topology import Network, load_network
 from dpipe.wire.format import wire_bytes
 
@@ -136,9 +136,8 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: bool) -> 
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),
         input_us=tuple(b / 2 + a for b, a in zip(backward, again, strict=True)),
         weight_us=tuple(b / 2 for b in backward),
-        activation_bytes=tuple(layers.activation_bytes[r[-1]] for r in ranges),
-        gradient_bytes=tuple(layers.gradient_bytes[r[-1]] for r in ranges),
-        update_us=(0.0,) * len(cut),
+        activation_bytes=tuple(layers.activation_bytes[r[-1]] for r in ranges[:-1]),
+        gradient_bytes=tuple(layers.gradient_bytes[r[-1]] for r in ranges[:-1]),
         tied_bytes=layers.tied_bytes,
     )
 
@@ -152,9 +151,7 @@ def replay_cost(config: Config) -> Cost:
         backward_us=tuple(b * 1e3 for b in backward),
         input_us=tuple(b * 1e3 * replay.input_share for b in backward),
         weight_us=tuple(b * 1e3 * (1 - replay.input_share) for b in backward),
-        activation_bytes=(message,) * stages,
-        gradient_bytes=(message,) * stages,
-        update_us=(0.0,) * stages,
+        activation_bytes=(message,) * (stages - 1),
     )
 
 
@@ -181,29 +178,27 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
 
 
 def as_row(found: Forecast) -> dict[str, Any]:
-    summary = summarise(found.timeline)
+    summary = summarise(found.timeline, found.schedule).as_dict()
     return {
         "network": found.network.name,
         "schedule": found.schedule.name,
         "layers_per_stage": list(found.split),
-        "step_s": summary.step_us / 1e6,
-        "bubble": summary.bubble,
-        "bubble_by_rank": list(summary.bubble_by_rank),
-        "peak_in_flight_by_rank": list(peak_in_flight(found.schedule)),
-        "bytes_by_link": {f"{a}->{b}": n for (a, b), n in sorted(link_bytes(found.timeline, found.schedule).items())},
+        "step_s": summary.pop("step_us") / 1e6,
+        **summary,
     }
 
 
 def as_text(row: dict[str, Any], config: Config) -> str:
     assumed = f", assuming {config.predict.gflops:g} GFLOP/s a rank" if config.model.layers != "replay" else ""
-    links = "  ".join(f"{link} {n / 1e6:.2f} MB" for link, n in row["bytes_by_link"].items())
+    links = "  ".join(f"{link} {n / 1e6:.2f} MB" for link, n in sorted(row["link_bytes"].items()))
     return "\n".join(
         (
             f"network         {row['network']}",
             f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
             f"step            {row['step_s']:.4f} s{assumed}",
-            f"bubble          {row['bubble']:.1%}  (by rank {' '.join(f'{b:.0%}' for b in row['bubble_by_rank'])})",
-            f"peak in flight  {' '.join(map(str, row['peak_in_flight_by_rank']))} micro-batches, by rank",
+            f"bubble          {row['mean_bubble']:.1%}  (by rank {' '.join(f'{b:.0%}' for b in row['bubble'])})",
+            f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
+            f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
         )
     )

@@ -13,19 +13,20 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
-from dpipe.engine.launch import Placement
-from dpipe.errors import PeerLost, RunAborted, TransferTimeout
+from dpipe.engine.placement import Placement
+from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
 @contextmanager
 def joined(
-    config: Config, place: Placement, shared: dict[str, object], peers: set[int], join_s: float | None
+    config: Config, place: Placement, peers: set[int], join_s: float | None
 ) -> Iterator[tuple[Coordination, Transport]]:
     """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
 
@@ -51,7 +52,7 @@ def joined(
             device=node.device,
         )
         stack.callback(transport.close)
-        meeting = _join(config, place, shared, security, transport.port, join_s or timeouts.join, stack)
+        meeting = _join(config, place, security, transport.port, join_s or timeouts.join, stack)
         meeting.on_abort(transport.fail)
         try:
             transport.connect(meeting.addresses, peers)
@@ -62,6 +63,7 @@ def joined(
             raise meeting.abort(str(error), symptom=True) from error
         except BaseException as error:
             meeting.abort(f"{type(error).__name__}: {error}")
+            transport.fail(RunAborted("this rank failed"))
             raise
         meeting.leave()
 
@@ -69,7 +71,6 @@ def joined(
 def _join(
     config: Config,
     place: Placement,
-    shared: dict[str, object],
     security: Security,
     port: int,
     join_s: float,
@@ -77,7 +78,7 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    host = advertised_host(node.bind, node.advertise)
+    host = advertised_host(node.bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
             place.world_size,
@@ -89,12 +90,12 @@ def _join(
             on_upload=partial(keep_upload, Path(config.run.folder)),
         )
         stack.callback(server.close)
-        place.publish(f"{host}:{server.port}", join_s)
+        place.publish(f"{host}:{server.port}")
     meeting = Coordinator.join(
         place.find(join_s),
         place.rank,
         place.world_size,
-        shared=shared,
+        shared=config.shared(),
         advertised=None if host is None else f"{host}:{port}",
         security=security,
         join_s=join_s,
@@ -105,11 +106,19 @@ def _join(
     return meeting
 
 
-def advertised_host(bind: str, advertise: str | None) -> str | None:
+def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address: then this host's own, as its name resolves.
+    A wildcard is no address. Then it is the one that this machine uses `toward` the coordinator's host: of several
+    interfaces the one that leads to the others. Raises `JoinError` where there is no way there.
     """
     if advertise is not None:
         return None if advertise == "none" else advertise
-    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "[::]") else bind  # noqa: S104
+    if bind not in _WILDCARDS:
+        return bind
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward, 9))  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise JoinError(f"no way to {toward}: {error}; check --coordinator, or set node.advertise") from None

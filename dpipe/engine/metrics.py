@@ -1,14 +1,13 @@
 """Where the numbers of a run go: `metrics.jsonl` and TensorBoard on rank 0, a line in the log of every rank."""
 
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-LOG = logging.getLogger("dpipe")
+Show = Callable[[Mapping[str, Any]], None]
 
 
 class Metrics:
@@ -17,7 +16,7 @@ class Metrics:
     A resumed run drops the rows after the step that it resumes from: they are trained again.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, tensorboard: bool, show: Callable[[Mapping[str, Any]], None]):
+    def __init__(self, folder: Path, *, first_step: int, tensorboard: bool, show: Show) -> None:
         self._path = folder / "metrics.jsonl"
         self._show = show
         keep_rows_before(self._path, first_step)

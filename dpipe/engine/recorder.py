@@ -55,7 +55,7 @@ class Recorder:
         return dict(self._sent)
 
     def take(self, clock_offset_ns: int = 0) -> tuple[Span, ...]:
-        """The spans since the last call, in microseconds on the clock that is `clock_offset_ns` ahead; starts afresh."""
+        """The spans since the last call, in microseconds of the clock `clock_offset_ns` ahead; then start afresh."""
         marks, self._marks, self._sent = self._marks, [], {}
         return tuple(self._span(mark, clock_offset_ns) for mark in marks)
 

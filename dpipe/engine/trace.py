@@ -1,15 +1,15 @@
 """The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator predicts.
 
-    FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
-    FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
-    FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
+FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
+FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
+FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
@@ -113,8 +113,6 @@ def load_trace(run: Path) -> Trace:
     ranks = range(plan.schedule.num_ranks)
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
     steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
-    if not steps:
-        raise ConfigError(f"{run} has no trace: run.trace_steps was 0 or no step was trained")
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
     return Trace(plan, steps, simulate(plan.schedule, cost, plan.load_network()))
 
@@ -122,21 +120,22 @@ def load_trace(run: Path) -> Trace:
 def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
-    moved = (
-        Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans
-    )
+    moved = (Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans)
     return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The median cost of each stage's actions as measured; the other half of a split backward pass is left at zero."""
+    """The mean cost of each stage's actions as measured; what a schedule does not use is left at zero.
+
+    The mean, because ranks that share cores take turns: what one action is held up by another rank is part of its cost.
+    """
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
             durations.setdefault((span.action.stage, span.action.op), []).append(span.duration_us)
 
     def of(op: Op) -> tuple[float, ...]:
-        return tuple(median(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
+        return tuple(mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
 
     return Cost(
         forward_us=of(Op.F),
@@ -154,6 +153,6 @@ def write_chrome(run: Path) -> Path:
     """Write `FOLDER/trace.json` and return its path."""
     trace = load_trace(run)
     path = run / "trace.json"
-    steps = [(step, origin, timeline) for step, origin, timeline in trace.steps]
+    steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]
     path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
     return path

@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
-    step:  data -> executor (schedule, stages, links) -> update -> metrics
-    every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
-    every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
+step:  data -> executor (schedule, stages, links) -> update -> metrics
+every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
+every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
 """
 
 import json
@@ -23,6 +23,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
 from dpipe.schedule.plan import Schedule
+from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
 
 LOG = logging.getLogger("dpipe")
@@ -31,7 +32,8 @@ LOG = logging.getLogger("dpipe")
 class Meeting(Protocol):
     """What the trainer asks of the coordinator's client."""
 
-    clock_offset_ns: int
+    @property
+    def clock_offset_ns(self) -> int: ...
 
     def gather(self, key: str, payload: bytes) -> Gathering: ...
     def upload(self, kind: str, payload: bytes) -> None: ...
@@ -48,7 +50,7 @@ class Job:
     configuration: Mapping[str, Any]
     schedule: Schedule
     eval_schedule: Schedule
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, Stage | ReplayStage]
     executor: Executor
     recorder: Recorder
     update: Update
@@ -83,7 +85,8 @@ class Trainer:
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
         self._tell(job.update.drain())
-        job.meeting.upload("trace", dump_steps(self._traces))
+        if self._traces:
+            job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
 
     def _one_step(self, step: int) -> bool:

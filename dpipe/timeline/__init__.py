@@ -1,1 +1,8 @@
+"""When things happen, predicted or measured, in one type. Pure Python, no torch.
 
+span.py      Span and Timeline
+simulate.py  Cost; simulate(): a schedule on a network, before there is a run
+search.py    schedule "auto": what the simulator finds fastest under a memory limit
+summary.py   bubble, overlap, bytes a link; predicted beside measured
+chrome.py    a trace for Perfetto and chrome://tracing
+"""

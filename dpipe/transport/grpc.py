@@ -104,7 +104,7 @@ class _Connection:
     def _read(self, messages: Iterator[bytes], hello: bytes | None) -> None:
         try:
             if hello is not None and next(messages, None) != hello:
-                raise TransferError(f"{self.end.peer_name} is no dpipe {PROTOCOL} transport")
+                raise TransferError(f"{self.end.peer_name} is no dpipe transport: it does not answer as one")
             self._open()
             for sequence in itertools.count():
                 message = next(messages, None)
@@ -113,7 +113,7 @@ class _Connection:
                 if not self.end.closing:  # else read on only to see the peer take note
                     self._receive(sequence, message, messages)
         except grpc.RpcError as error:
-            self.end.lose(_reason(error))
+            self.end.lose(_reason(error, self.opened))
         except Exception as error:  # what this end found wrong: wait() raises it
             self.end.break_off(error)
 
@@ -190,7 +190,7 @@ class GrpcTransport:
         port: int = 0,
         security: Security = _OPEN,
         connections: int = 1,
-        chunk_bytes: int = 1 << 20,
+        chunk_bytes: int = 1 << 19,
         buffer_bytes: int = 256 << 20,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
@@ -276,13 +276,14 @@ class GrpcTransport:
         for connection in connections:
             connection.join(left())
         for link in self._links.values():
-            link.end.break_off(PeerLost(f"rank {self.rank} has closed its links"))
+            link.end.close()
         stopped = self._server.stop(left())
         for channel in self._channels:
             channel.close()
         stopped.wait(left() + 1.0)
         for connection in connections:
             connection.join(left() + 1.0)
+        del self._server  # the threads that served its streams end with it
 
     def _dial(self, peer: int, address: str | None) -> None:
         assert address is not None
@@ -364,13 +365,13 @@ def _hello_of(context: grpc.ServicerContext) -> Hello:
         return Hello()
 
 
-def _reason(error: grpc.RpcError) -> str:
-    """What a stream's end means. Only the end that dialled is told more than that it is over."""
+def _reason(error: grpc.RpcError, opened: bool) -> str:
+    """What the end of a stream means. Only the end that dialled is told more than that it is over."""
     if not isinstance(error, grpc.Call):
         return "the connection broke"
     match error.code():
         case grpc.StatusCode.CANCELLED:
             return "it broke off the link"
-        case grpc.StatusCode.UNAVAILABLE:
+        case grpc.StatusCode.UNAVAILABLE if not opened:
             return f"{error.details()}; {_CHECK}"
     return str(error.details())

@@ -82,6 +82,9 @@ class Receiving(_Transfer):
         self.arrived: Header | None = None
         self.tensor: torch.Tensor | None = None
 
+    def done(self) -> bool:
+        return super().done() and self.expected in (None, self.arrived)
+
     def wait(self) -> torch.Tensor:
         assert self.expected is not None
         self.end.wait(self, f"for {self.expected.tag} from")
@@ -218,9 +221,15 @@ class LinkEnd:
             self.on_broken()
 
     def lose(self, reason: str) -> None:
-        """The peer is gone."""
+        """The peer is gone, or takes note that this end is closing."""
         self.reason = self.reason or reason
-        self.break_off(PeerLost(f"rank {self.rank} lost {self.peer_name}: {reason}"))
+        if self.closing:
+            self.close()
+        else:
+            self.break_off(PeerLost(f"rank {self.rank} lost {self.peer_name}: {reason}"))
+
+    def close(self) -> None:
+        self.break_off(PeerLost(f"rank {self.rank} has closed its link with {self.peer_name}"))
 
     def end_stream(self) -> None:
         """One of the streams that carry stripes came to its end in order; the peer is gone when the last one has."""

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from dpipe.errors import PeerLost, TransferError
+from dpipe.errors import TransferError
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import byte_view
 from dpipe.wire.spec import TensorSpec
@@ -53,7 +53,7 @@ class LocalTransport:
 
     def close(self) -> None:
         for peer in self._peers:
-            self._hub.ends[self.rank, peer].break_off(PeerLost(f"rank {self.rank} has closed its links"))
+            self._hub.ends[self.rank, peer].close()
 
 
 def _deliver(sending: Sending, end: LinkEnd) -> None:

@@ -118,7 +118,8 @@ def serve(
 def _bind(server: grpc.Server, address: str, security: Security) -> int:
     if not security.tls:
         return server.add_insecure_port(address)
-    assert security.key is not None and security.cert is not None
+    assert security.key is not None
+    assert security.cert is not None
     pairs = [(security.key, security.cert)]
     credentials = grpc.ssl_server_credentials(pairs, root_certificates=security.ca, require_client_auth=True)
     return server.add_secure_port(address, credentials)

@@ -1,0 +1,101 @@
+"""A tensor from one process to another on this machine: gloo's send and recv against our gRPC transport.
+
+Both move the same tensor the same way, in turns in one run, so that whatever else keeps the machine busy hits both:
+
+    rank 0    clock | send 16 MB, four times --.                    .--> clock
+    rank 1                        recv, recv, <'  send 1 byte ------'
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.wire.spec import TensorSpec
+
+_ACK = torch.zeros(1, dtype=torch.uint8)
+_ACK_SPEC = TensorSpec.of(_ACK)
+_BURST = 4  # tensors under way one behind the other, as in a pipeline
+_JOIN_S = 120.0
+
+
+def compare_transport(
+    num_bytes: int = 16 << 20, repeats: int = 30, connections: tuple[int, ...] = (1, 2), **options: Any
+) -> dict[str, Any]:
+    """Median rates in GB/s of tensors of `num_bytes` between two processes, by way, and ours over gloo's.
+
+    `connections` are the numbers of connections to try; `options` go to `GrpcTransport`.
+    """
+    with TemporaryDirectory() as folder:
+        spawn(_run, (folder, num_bytes, repeats, connections, options), nprocs=2)
+        seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
+    rates = {name: _BURST * num_bytes / median(values) / 1e9 for name, values in seconds.items()}
+    return {
+        "num_bytes": num_bytes,
+        "repeats": repeats,
+        "gb_per_s": rates,
+        "over_gloo": {name: rate / rates["gloo"] for name, rate in rates.items() if name != "gloo"},
+    }
+
+
+def _run(
+    rank: int, folder: str, num_bytes: int, repeats: int, connections: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    torch.set_num_threads(1)
+    store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    transports = {f"grpc x{count}": _connect(rank, count, store, options) for count in connections}
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    ways: dict[str, Callable[[], None]] = {"gloo": lambda: _over_gloo(rank, payload)}
+    for name, transport in transports.items():
+        ways[name] = lambda transport=transport: _over_grpc(transport, payload)  # type: ignore[misc]
+    seconds = _time_in_turns(ways, repeats)
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps(seconds))
+    for transport in transports.values():
+        transport.close()
+    dist.destroy_process_group()
+
+
+def _connect(rank: int, connections: int, store: Any, options: dict[str, Any]) -> GrpcTransport:
+    transport = GrpcTransport(rank, connections=connections, connect_timeout_s=_JOIN_S, **options)
+    store.set(f"{connections}/{rank}", f"127.0.0.1:{transport.port}")
+    transport.connect({r: store.get(f"{connections}/{r}").decode() for r in (0, 1)}, [1 - rank])
+    return transport
+
+
+def _time_in_turns(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, move in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            move()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in seconds.items()}  # the first opens gloo's sockets
+
+
+def _over_gloo(rank: int, payload: torch.Tensor) -> None:
+    for _ in range(_BURST):
+        dist.send(payload, 1) if rank == 0 else dist.recv(payload, 0)
+    dist.recv(_ACK, 1) if rank == 0 else dist.send(_ACK, 0)
+
+
+def _over_grpc(transport: GrpcTransport, payload: torch.Tensor) -> None:
+    if transport.rank == 0:
+        for _ in range(_BURST):
+            transport.send(payload, 1, "payload")
+        transport.recv(_ACK_SPEC, 1, "ack").wait()
+    else:
+        pending = [transport.recv(TensorSpec.of(payload), 0, "payload") for _ in range(_BURST)]
+        while pending:
+            pending.pop(0).wait()
+        transport.send(_ACK, 0, "ack")

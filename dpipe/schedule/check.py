@@ -1,0 +1,180 @@
+"""What must hold of a schedule before anything runs, and what it will hold in memory.
+
+A schedule that passes cannot hang on order: every action is there once, both ends of each directed link agree on the
+order of its messages (NCCL point-to-point has no tags), and the ranks, each in its own order, reach the end.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
+from dpipe.schedule.links import compute_needs, counterpart, receives_by_link, sends_by_link
+from dpipe.schedule.plan import Schedule
+from dpipe.schedule.text import draw
+
+_MAKES = {
+    Op.F: ("output",),
+    Op.B: ("input gradient", "weight gradient"),
+    Op.I: ("input gradient",),
+    Op.W: ("weight gradient",),
+}
+
+
+def check(schedule: Schedule) -> None:
+    """Raise `ScheduleError`, with the grid and the culprit marked, for a schedule that cannot run.
+
+    Of a compute-only schedule it checks what applies: all but the links.
+    """
+    _check_complete(schedule)
+    _check_microbatch_order(schedule)
+    _check_links(schedule)
+    _check_progress(schedule)
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations (stage x micro-batch) that each rank holds at once, from F to B or W."""
+    return tuple(_peak(program) for program in schedule.programs)
+
+
+def _peak(program: Iterable[Action]) -> int:
+    held = peak = 0
+    for action in program:
+        held += (action.op == Op.F) - (action.op in (Op.B, Op.W))
+        peak = max(peak, held)
+    return peak
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Every action that belongs to the schedule is there, once, where its stage lives; and no other."""
+    expected = dict.fromkeys(_expected(schedule))
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            if action not in expected:
+                raise _error(schedule, f"{action} on rank {rank} does not belong here: {_sizes(schedule)}", action)
+            if (home := schedule.rank_of_stage[action.stage]) != rank:
+                raise _error(
+                    schedule, f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}", action
+                )
+    counts = Counter(action for program in schedule.programs for action in program)
+    for action in expected:
+        if counts[action] != 1:
+            times = f"{counts[action]} times" if counts[action] else "missing"
+            home = schedule.rank_of_stage[action.stage]
+            raise _error(schedule, f"{action} is {times} on rank {home}: {_sizes(schedule)}", action)
+
+
+def _expected(schedule: Schedule) -> Iterator[Action]:
+    """All actions of a complete schedule. One without any backward is for evaluation, and complete as such."""
+    once = {action.op for action in schedule.index if action.microbatch is None}
+    trains = any(action.op in (Op.B, Op.I, Op.W) for action in schedule.index)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for op in _expected_ops(schedule, stage, microbatch, trains):
+                yield Action(stage, op, microbatch)
+        if schedule.lowered and trains:
+            tied = schedule.tied_partner(stage) is not None
+            yield from (Action(stage, op) for op in (Op.SEND_TIED, Op.RECV_TIED) if tied)
+            yield from (Action(stage, op) for op in (Op.REDUCE_GRAD, Op.STEP) if op in once)
+
+
+def _expected_ops(schedule: Schedule, stage: int, microbatch: int, trains: bool) -> Iterator[Op]:
+    before = schedule.lowered and stage > 0 and schedule.hops(stage, stage - 1)
+    after = schedule.lowered and not schedule.is_last(stage) and schedule.hops(stage, stage + 1)
+    yield from [Op.RECV_F] * before + [Op.F] + [Op.SEND_F] * after
+    if trains:
+        split = Action(stage, Op.I, microbatch) in schedule.index or Action(stage, Op.W, microbatch) in schedule.index
+        yield from [Op.RECV_B] * after + ([Op.I, Op.W] if split else [Op.B]) + [Op.SEND_B] * before
+
+
+def _check_microbatch_order(schedule: Schedule) -> None:
+    """Each stage takes its micro-batches in order, so that gradients add up in one order whatever the schedule."""
+    for rank, program in enumerate(schedule.programs):
+        turns: Counter[tuple[int, str]] = Counter()
+        for action in program:
+            for made in _MAKES.get(action.op, ()):
+                if action.microbatch != turns[action.stage, made]:
+                    due = f"the next {made} of stage {action.stage} is for micro-batch {turns[action.stage, made]}"
+                    raise _error(schedule, f"{action} on rank {rank} is out of order: {due}", action)
+                turns[action.stage, made] += 1
+
+
+def _check_links(schedule: Schedule) -> None:
+    """The sends at one end of each directed link and the receives at the other are in one order."""
+    received = receives_by_link(schedule)
+    for (source, target), sends in sends_by_link(schedule).items():
+        expected = [counterpart(send, schedule.num_stages) for send in sends]
+        for number, (send, here, there) in enumerate(zip(sends, expected, received[source, target], strict=True)):
+            if here != there:
+                message = f"the link from rank {source} to rank {target} disagrees on message {number}: rank {source}"
+                raise _error(schedule, f"{message} sends {send} where rank {target} posts {there}, not {here}", there)
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """The ranks reach the end: sends and receives do not block, everything else runs in its rank's order."""
+    needs = _needs(schedule)
+    done = _reachable(needs)
+    if len(done) < len(needs):
+        stops = [
+            next((a for a in program if a not in done and a.op not in RECVS), None) for program in schedule.programs
+        ]
+        stuck = {stop: next(n for n in needs[stop] if n not in done) for stop in stops if stop is not None}
+        lines = (
+            f"rank {schedule.rank_of_stage[stop.stage]} stops at {stop}, which waits for {need}"
+            f" on rank {schedule.rank_of_stage[need.stage]}"
+            for stop, need in stuck.items()
+        )
+        raise _error(schedule, f"no progress: {'; '.join(lines)}", next(iter(stuck)))
+
+
+def _needs(schedule: Schedule) -> dict[Action, list[Action]]:
+    """What each action waits for: its data, and the action before it on its rank, unless that only posts a receive."""
+    needs: dict[Action, list[Action]] = {}
+    for program in schedule.programs:
+        before: list[Action] = []
+        for action in program:
+            data = schedule.requires(action) if schedule.lowered else compute_needs(schedule, action)
+            needs[action] = [*data, *before]
+            if action.op not in RECVS:
+                before = [action]
+    return needs
+
+
+def _reachable(needs: dict[Action, list[Action]]) -> set[Action]:
+    """The actions that can ever be done (Kahn 1962), in time linear in actions and needs."""
+    missing = {action: len(wanted) for action, wanted in needs.items()}
+    wanted_by: dict[Action, list[Action]] = defaultdict(list)
+    for action, wanted in needs.items():
+        for need in wanted:
+            wanted_by[need].append(action)
+    ready = [action for action, count in missing.items() if count == 0]
+    done = set(ready)
+    while ready:
+        for action in wanted_by[ready.pop()]:
+            missing[action] -= 1
+            if missing[action] == 0:
+                done.add(action)
+                ready.append(action)
+    return done
+
+
+def _sizes(schedule: Schedule) -> str:
+    kind = "lowered" if schedule.lowered else "compute-only"
+    return f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, {kind}"
+
+
+def _error(schedule: Schedule, message: str, culprit: Action) -> ScheduleError:
+    mark = culprit if culprit.op in COMPUTE and culprit in schedule.index else _beside(schedule, culprit)
+    return ScheduleError(f"schedule {schedule.name!r}: {message}\n{draw(schedule, mark)}")
+
+
+def _beside(schedule: Schedule, culprit: Action) -> Action | None:
+    """A compute action to mark for one that the grid does not show: of the same stage and micro-batch."""
+    return next(
+        (
+            action
+            for action in schedule.index
+            if action.op in COMPUTE and (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
+        ),
+        None,
+    )

@@ -1,0 +1,278 @@
+"""Generators: integers in, a compute-only `Schedule` out. They need no model and know no time.
+
+In every schedule each stage runs its forwards, its backwards and its weight gradients in micro-batch order, so that
+gradients add up in one order whatever the plan. Stage s lives on rank s % num_ranks. The pictures are `draw()`'s, one
+slot an action: they show order and dependence, not time. `tests/schedule/test_schedule_generate.py` draws them again.
+"""
+
+from collections.abc import Iterator
+from itertools import chain, pairwise
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import Action, Op
+from dpipe.schedule.plan import Schedule
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+Program = tuple[Action, ...]
+
+
+def generate(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    stages_per_rank: int = 1,
+    in_flight: int | None = None,
+    memory_limit: int | None = None,
+) -> Schedule:
+    """The schedule called `name`, one of `NAMES`; raises `ScheduleError` for a parameter that it does not have.
+
+    "auto" is not here: it needs the simulator (`dpipe.timeline.search`).
+    """
+    if name != "zero-bubble":
+        _refuse(name, "memory_limit", memory_limit is not None, 'only "zero-bubble" can limit what is held')
+    if name in ("1f1b", "zero-bubble"):
+        _refuse(name, "stages_per_rank", stages_per_rank != 1, 'use "interleaved" or "gpipe"')
+    match name:
+        case "gpipe":
+            _refuse(name, "in_flight", in_flight is not None, "it always runs every forward first")
+            return gpipe(num_stages, num_microbatches, stages_per_rank)
+        case "1f1b":
+            return one_f_one_b(num_stages, num_microbatches, in_flight)
+        case "interleaved":
+            num_ranks = _ranks(num_stages, stages_per_rank)
+            return interleaved(num_ranks, stages_per_rank, num_microbatches, in_flight)
+        case "zero-bubble":
+            return zero_bubble(num_stages, num_microbatches, in_flight, memory_limit)
+        case _:
+            raise ScheduleError(f"no schedule is called {name!r}; choose one of {', '.join(NAMES)}")
+
+
+def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019). The simplest; it holds every micro-batch.
+
+    gpipe(3, 3):
+
+        rank 0 | 0F0 0F1 0F2  .   .   .   .  0B0 0B1 0B2
+        rank 1 |  .  1F0 1F1 1F2  .   .  1B0 1B1 1B2  .
+        rank 2 |  .   .  2F0 2F1 2F2 2B0 2B1 2B2  .   .
+    """
+    forwards = forward_only(num_stages, num_microbatches, stages_per_rank).programs
+    backwards = [
+        tuple(Action(a.stage, Op.B, m) for a in reversed(program[::num_microbatches]) for m in range(num_microbatches))
+        for program in forwards
+    ]
+    programs = [f + b for f, b in zip(forwards, backwards, strict=True)]
+    return _schedule("gpipe", num_microbatches, num_stages, programs)
+
+
+def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Forwards alone, for evaluation.
+
+    forward_only(3, 4):
+
+        rank 0 | 0F0 0F1 0F2 0F3  .   .
+        rank 1 |  .  1F0 1F1 1F2 1F3  .
+        rank 2 |  .   .  2F0 2F1 2F2 2F3
+    """
+    num_ranks = _ranks(num_stages, stages_per_rank)
+    _at_least_one("num_microbatches", num_microbatches)
+    programs = [
+        tuple(chain(*(_each(stage, Op.F, num_microbatches) for stage in range(rank, num_stages, num_ranks))))
+        for rank in range(num_ranks)
+    ]
+    return _schedule("forward-only", num_microbatches, num_stages, programs)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, in_flight: int | None = None) -> Schedule:
+    """A few forwards, then one backward and one forward in turn (PipeDream-Flush, Narayanan et al. 2021).
+
+    `in_flight` is how many micro-batches the first rank holds at most (default: num_stages); a later rank holds as
+    many in proportion to its distance from the end. More of them hide a slow link, at the price of memory.
+
+    one_f_one_b(3, 4):
+
+        rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+        rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+        rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+    """
+    depths = _depths(num_stages, num_microbatches, in_flight)
+    programs = [
+        _one_and_one(_each(rank, Op.F, num_microbatches), _each(rank, Op.B, num_microbatches), depth)
+        for rank, depth in enumerate(depths)
+    ]
+    return _schedule("1f1b", num_microbatches, num_stages, programs)
+
+
+def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int, in_flight: int | None = None) -> Schedule:
+    """1F1B with several stages a rank, a shorter bubble for more messages (Narayanan et al. 2021).
+
+    Micro-batches go in groups of `num_ranks` or a few more, so that any number of them is welcome: a rank takes a group
+    through its first stage, then through its second, and so on. `in_flight` is how many activations (stage x
+    micro-batch) the first rank holds at most; a smaller one than a group needs to come back raises `ScheduleError`.
+
+    interleaved(2, 2, 4):
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+        rank 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
+    """
+    _at_least_one("num_ranks", num_ranks)
+    _at_least_one("stages_per_rank", stages_per_rank)
+    _at_least_one("num_microbatches", num_microbatches)
+    num_stages = num_ranks * stages_per_rank
+    groups = _groups(num_ranks, num_microbatches)
+    depths = _interleaved_depths(num_ranks, stages_per_rank, groups, in_flight)
+
+    def program(rank: int) -> Program:
+        stages = range(rank, num_stages, num_ranks)
+        forwards = tuple(Action(s, Op.F, m) for group in groups for s in stages for m in group)
+        backwards = tuple(Action(s, Op.B, m) for group in groups for s in reversed(stages) for m in group)
+        return _one_and_one(forwards, backwards, depths[rank])
+
+    return _schedule("interleaved", num_microbatches, num_stages, [program(rank) for rank in range(num_ranks)])
+
+
+def zero_bubble(
+    num_stages: int, num_microbatches: int, in_flight: int | None = None, memory_limit: int | None = None
+) -> Schedule:
+    """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
+
+    Greedy in unit time: an input gradient first, because the rank before waits for it; else a forward; else a weight
+    gradient, for which nobody waits. `in_flight` limits the forwards whose input gradient is not done, as in
+    `one_f_one_b`; `memory_limit` the micro-batches a rank holds, forward done and weight gradient not (default: all).
+
+    zero_bubble(3, 4):
+
+        rank 0 | 0F0 0F1 0F2  .   .  0I0 0F3 0I1 0W0 0I2 0W1 0I3 0W2 0W3
+        rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
+        rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
+    """
+    depths = _depths(num_stages, num_microbatches, in_flight)
+    limit = num_microbatches if memory_limit is None else memory_limit
+    _at_least_one("memory_limit", limit)
+    ranks = [_Split(rank, num_microbatches, depth, limit) for rank, depth in enumerate(depths)]
+    while any(rank.unfinished for rank in ranks):
+        # All ranks choose before any of them moves: what is done in a slot can be used from the next one on.
+        choices = [rank.choose(*_neighbours(ranks, rank.stage)) for rank in ranks]
+        for rank, op in zip(ranks, choices, strict=True):
+            if op is not None:
+                rank.do(op)
+    return _schedule("zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks])
+
+
+def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """The smallest `in_flight` with which `interleaved`, or for one stage a rank `one_f_one_b`, can run."""
+    return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
+
+
+class _Split:
+    """One rank while a zero-bubble schedule is made: how many F, I and W it has done, and its program so far."""
+
+    def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
+        self.stage, self.num_microbatches, self.depth, self.limit = stage, num_microbatches, depth, limit
+        self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
+        self.program: list[Action] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return self.done[Op.W] < self.num_microbatches
+
+    def choose(self, inputs: int, gradients: int) -> Op | None:
+        """What to do next, given how many inputs and output gradients the neighbours have made."""
+        forwards, backwards, weights = self.done[Op.F], self.done[Op.I], self.done[Op.W]
+        if backwards < min(forwards, gradients):
+            return Op.I
+        if forwards < min(inputs, backwards + self.depth, weights + self.limit):
+            return Op.F
+        return Op.W if weights < backwards else None
+
+    def do(self, op: Op) -> None:
+        self.program.append(Action(self.stage, op, self.done[op]))
+        self.done[op] += 1
+
+
+def _neighbours(ranks: list[_Split], stage: int) -> tuple[int, int]:
+    """How many inputs the rank before `stage` has made for it, and how many gradients the rank after."""
+    inputs = ranks[stage - 1].done[Op.F] if stage > 0 else ranks[stage].num_microbatches
+    last = stage == len(ranks) - 1
+    return inputs, ranks[stage].done[Op.F] if last else ranks[stage + 1].done[Op.I]
+
+
+def _one_and_one(forwards: Program, backwards: Program, depth: int) -> Program:
+    """`depth` forwards, then a backward and a forward in turn for as long as there are any."""
+
+    def merged() -> Iterator[Action]:
+        yield from forwards[:depth]
+        for done, backward in enumerate(backwards):
+            yield backward
+            yield from forwards[depth + done : depth + done + 1]
+
+    return tuple(merged())
+
+
+def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> list[int]:
+    """The micro-batches in flight on each rank: `in_flight` on the first, falling to the last in proportion."""
+    _at_least_one("num_stages", num_stages)
+    _at_least_one("num_microbatches", num_microbatches)
+    first = num_stages if in_flight is None else in_flight
+    _at_least_one("in_flight", first)
+    return [min(num_microbatches, -(-first * (num_stages - rank) // num_stages)) for rank in range(num_stages)]
+
+
+def _interleaved_depths(num_ranks: int, stages_per_rank: int, groups: list[range], in_flight: int | None) -> list[int]:
+    """The activations in flight on each rank, falling from the first rank to the last by equal steps.
+
+    Two bounds keep it from waiting for itself. The last stage must get the head of a group before the first backward:
+    every rank holds at least `least`. And a rank must not run so far ahead of the last one that its forward waits for
+    a backward that waits for that forward: a group goes round once each way, so first - last is at most two groups.
+    """
+    shortest, longest = len(groups[-1]), len(groups[0])
+    least = _least(stages_per_rank, longest)
+    first = least + 2 * (num_ranks - 1) if in_flight is None else in_flight
+    if first < least:
+        raise ScheduleError(
+            f"in_flight is {first}, but a group of {longest} micro-batches through {stages_per_rank} stages a rank"
+            f" needs at least {least}"
+        )
+    last = max(least, first - 2 * shortest)
+    steps = max(1, num_ranks - 1)
+    return [last + -(-(first - last) * (steps - rank) // steps) for rank in range(num_ranks)]
+
+
+def _least(stages_per_rank: int, group: int) -> int:
+    return (stages_per_rank - 1) * group + 1
+
+
+def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
+    """Consecutive micro-batches in groups of at least `num_ranks`; sizes differ by one at most, longer ones first."""
+    num_groups = max(1, num_microbatches // num_ranks)
+    size, longer = divmod(num_microbatches, num_groups)
+    starts = [group * size + min(group, longer) for group in range(num_groups + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def _each(stage: int, op: Op, num_microbatches: int) -> Program:
+    return tuple(Action(stage, op, microbatch) for microbatch in range(num_microbatches))
+
+
+def _schedule(name: str, num_microbatches: int, num_stages: int, programs: list[Program]) -> Schedule:
+    return Schedule(num_microbatches, tuple(s % len(programs) for s in range(num_stages)), tuple(programs), name)
+
+
+def _ranks(num_stages: int, stages_per_rank: int) -> int:
+    _at_least_one("num_stages", num_stages)
+    _at_least_one("stages_per_rank", stages_per_rank)
+    if num_stages % stages_per_rank:
+        raise ScheduleError(f"{num_stages} stages cannot be dealt out by {stages_per_rank} a rank; make it a multiple")
+    return num_stages // stages_per_rank
+
+
+def _at_least_one(what: str, value: int) -> None:
+    if value < 1:
+        raise ScheduleError(f"{what} must be at least 1, got {value}")
+
+
+def _refuse(name: str, parameter: str, given: bool, advice: str) -> None:
+    if given:
+        raise ScheduleError(f"schedule {name!r} takes no {parameter}: {advice}")

@@ -1,0 +1,69 @@
+"""Who sends to whom: the two ends of a message, and the order of messages on each directed link."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import assert_never
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import COMPUTE, RECVS, SENDS, Action, Op
+from dpipe.schedule.plan import Schedule
+
+Link = tuple[int, int]  # (from rank, to rank)
+
+
+def counterpart(action: Action, num_stages: int) -> Action:
+    """The other end of a send or a receive: `1RECV_F3` for `0SEND_F3` and back.
+
+    Raises `ScheduleError` for an action that crosses no link.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    match action.op:
+        case Op.SEND_F:
+            return Action(stage + 1, Op.RECV_F, microbatch)
+        case Op.RECV_F:
+            return Action(stage - 1, Op.SEND_F, microbatch)
+        case Op.SEND_B:
+            return Action(stage - 1, Op.RECV_B, microbatch)
+        case Op.RECV_B:
+            return Action(stage + 1, Op.SEND_B, microbatch)
+        case Op.SEND_TIED:
+            return Action(num_stages - 1 - stage, Op.RECV_TIED)
+        case Op.RECV_TIED:
+            return Action(num_stages - 1 - stage, Op.SEND_TIED)
+        case Op.F | Op.B | Op.I | Op.W | Op.REDUCE_GRAD | Op.STEP:
+            raise ScheduleError(f"{action} crosses no link: only a send or a receive has another end")
+    assert_never(action.op)
+
+
+def peer(schedule: Schedule, action: Action) -> int:
+    """The rank at the other end of a send or a receive."""
+    return schedule.rank_of_stage[counterpart(action, schedule.num_stages).stage]
+
+
+def sends_by_link(schedule: Schedule) -> dict[Link, list[Action]]:
+    """The sends of each directed link, in the order in which its sender makes them."""
+    return _by_link(schedule, sending=True)
+
+
+def receives_by_link(schedule: Schedule) -> dict[Link, list[Action]]:
+    """The receives of each directed link, in the order in which its receiver posts them."""
+    return _by_link(schedule, sending=False)
+
+
+def compute_needs(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """The compute actions that `action` depends on directly, here or over a link."""
+    for need in schedule.requires(action):
+        if need.op in COMPUTE:
+            yield need
+        else:
+            yield from compute_needs(schedule, need)
+
+
+def _by_link(schedule: Schedule, sending: bool) -> dict[Link, list[Action]]:
+    links: dict[Link, list[Action]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            if action.op in (SENDS if sending else RECVS):
+                other = peer(schedule, action)
+                links[(rank, other) if sending else (other, rank)].append(action)
+    return dict(links)

@@ -1,0 +1,142 @@
+"""Lowering: a generator's schedule becomes what the executor runs. A chain of passes, each a pure function.
+
+The first rank of one_f_one_b(2, 3), tied, with replicas:
+
+    0F0 0F1 0B0 0F2 0B1 0B2                                                 generated
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED                                      once the gradients are final
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD                         at once, or last where tied
+    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD 0STEP
+    0F0 0SEND_F0 0F1 0SEND_F1 0B0 0F2 0SEND_F2 0B1 0B2 ...                  a send directly follows what makes it
+    0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 ...        receives, recv_ahead = 2
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
+from dpipe.schedule.links import counterpart, sends_by_link
+from dpipe.schedule.plan import Schedule
+
+Program = tuple[Action, ...]
+
+
+def lower(
+    schedule: Schedule, *, tied: bool = False, reduce: bool = False, step: bool = True, recv_ahead: int = 2
+) -> Schedule:
+    """Add communication, reduction and step to a compute-only schedule that passes `check()`.
+
+    A receive is posted `recv_ahead` compute actions before its consumer, or earlier where a message behind it on the
+    same link is needed sooner. A schedule without backward has no gradient: `tied`, `reduce` and `step` add nothing.
+    Raises `ScheduleError` for a schedule that is already lowered and for a negative `recv_ahead`.
+    """
+    if schedule.lowered:
+        raise ScheduleError(f"schedule {schedule.name!r} is lowered already; lower what the generator made")
+    if recv_ahead < 0:
+        raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
+    trains = schedule.backward_of(0, 0) in schedule.index
+    lowered = replace(schedule, lowered=True, tied=tied and trains)
+    if trains:
+        lowered = _with_tied_sends(lowered)
+        lowered = _with_reduce(lowered) if reduce else lowered
+        lowered = _with_step(lowered) if step else lowered
+    return _with_receives(_with_sends(lowered), recv_ahead)
+
+
+def _with_tied_sends(schedule: Schedule) -> Schedule:
+    tied = [stage for stage in range(schedule.num_stages) if schedule.tied_partner(stage) is not None]
+    return _inserted_after(schedule, {_last_gradient(schedule, s): Action(s, Op.SEND_TIED) for s in tied})
+
+
+def _with_reduce(schedule: Schedule) -> Schedule:
+    """Reduce a stage as soon as it is final, under the work of the rank's other stages.
+
+    A tied stage waits for its other half first. That goes last, so that no other work waits with it.
+    """
+    alone, tied = {}, []
+    for stage in range(schedule.num_stages):
+        if schedule.tied_partner(stage) is None:
+            alone[_last_gradient(schedule, stage)] = Action(stage, Op.REDUCE_GRAD)
+        else:
+            tied.append(Action(stage, Op.REDUCE_GRAD))
+    return _appended(_inserted_after(schedule, alone), tied)
+
+
+def _with_step(schedule: Schedule) -> Schedule:
+    return _appended(schedule, [Action(stage, Op.STEP) for stage in range(schedule.num_stages)])
+
+
+def _with_sends(schedule: Schedule) -> Schedule:
+    sends = {}
+    for action in schedule.index:
+        stage, microbatch = action.stage, action.microbatch
+        if action.op == Op.F and not schedule.is_last(stage) and schedule.hops(stage, stage + 1):
+            sends[action] = Action(stage, Op.SEND_F, microbatch)
+        if action.op in (Op.B, Op.I) and stage > 0 and schedule.hops(stage, stage - 1):
+            sends[action] = Action(stage, Op.SEND_B, microbatch)
+    return _inserted_after(schedule, sends)
+
+
+def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.programs]
+    needed_at = [_needed_at(schedule, program) for program in schedule.programs]
+    computes = [[i for i, a in enumerate(program) if a.op in COMPUTE] for program in schedule.programs]
+    for (_, rank), sends in sorted(sends_by_link(schedule).items()):
+        latest = len(schedule.programs[rank])
+        # From the last message to the first: none may be posted after the ones behind it.
+        for send in reversed(sends):
+            receive = counterpart(send, schedule.num_stages)
+            needed = needed_at[rank].get(receive, len(schedule.programs[rank]))
+            latest = min(latest, _earlier(needed, computes[rank], ahead))
+            posts[rank][latest].append(receive)
+    return _rewritten(
+        schedule, [_with_posts(program, at) for program, at in zip(schedule.programs, posts, strict=True)]
+    )
+
+
+def _needed_at(schedule: Schedule, program: Program) -> dict[Action, int]:
+    """Where in `program` each receive has its consumer."""
+    return {
+        need: position
+        for position, action in enumerate(program)
+        for need in schedule.requires(action)
+        if need.op in RECVS
+    }
+
+
+def _earlier(position: int, computes: Sequence[int], ahead: int) -> int:
+    """The position of the compute action that comes `ahead` before `position`, or the first one."""
+    before = bisect_left(computes, position)
+    return min(position, computes[max(0, before - ahead)]) if ahead and before else position
+
+
+def _with_posts(program: Program, posts: Mapping[int, list[Action]]) -> Program:
+    rewritten: list[Action] = []
+    for position in range(len(program) + 1):
+        rewritten += reversed(posts.get(position, []))
+        rewritten += program[position : position + 1]
+    return tuple(rewritten)
+
+
+def _last_gradient(schedule: Schedule, stage: int) -> Action:
+    return max(schedule.final_gradients(stage), key=schedule.index.__getitem__)
+
+
+def _inserted_after(schedule: Schedule, additions: Mapping[Action, Action]) -> Schedule:
+    def rewrite(program: Program) -> Program:
+        pairs = ((action, additions.get(action)) for action in program)
+        return tuple(action for pair in pairs for action in pair if action is not None)
+
+    return _rewritten(schedule, [rewrite(program) for program in schedule.programs])
+
+
+def _appended(schedule: Schedule, additions: Sequence[Action]) -> Schedule:
+    """Put each action at the end of the program of its stage's rank."""
+    tails = ([a for a in additions if schedule.rank_of_stage[a.stage] == rank] for rank in range(schedule.num_ranks))
+    return _rewritten(schedule, [(*program, *tail) for program, tail in zip(schedule.programs, tails, strict=True)])
+
+
+def _rewritten(schedule: Schedule, programs: Sequence[Program]) -> Schedule:
+    return replace(schedule, programs=tuple(programs))

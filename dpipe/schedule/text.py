@@ -1,0 +1,112 @@
+"""A schedule as text: the grid that people read, and the CSV that `torch.distributed.pipelining` loads."""
+
+import csv
+import io
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import COMPUTE, Action, parse_action
+from dpipe.schedule.links import compute_needs
+from dpipe.schedule.plan import Schedule
+
+Slots = list[Action | None]
+
+_AROUND = 6  # slots shown on each side of a mark: the grid of a real run is wider than a screen
+
+
+def draw(schedule: Schedule, mark: Action | None = None) -> str:
+    """The grid: one row a rank, one column a unit slot, communication left out; each action as early as it can be.
+
+        rank 0 | 0F0 0F1  .   .  0B0 0B1
+        rank 1 |  .  1F0 1F1 1B0 1B1  .
+
+    With `mark`, that action stands as `>1F1<` wherever it occurs, and columns far from it are cut. What can never
+    start is drawn behind the rest, in program order.
+    """
+    rows = _in_slots(schedule)
+    length = max(map(len, rows))
+    marked = [column for row in rows for column, action in enumerate(row) if mark is not None and action == mark]
+    first = max(0, min(marked) - _AROUND) if marked else 0
+    last = min(length, max(marked) + _AROUND + 1) if marked else length
+    cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
+    width = max((len(cell) for row in cells for cell in row), default=1)
+    before, after = "... " if first else "", " ..." if last < length else ""
+    return "\n".join(
+        f"rank {rank:>{len(str(len(rows) - 1))}} | {before}{_line(row, width)}{after}".rstrip()
+        for rank, row in enumerate(cells)
+    )
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One row a rank, one cell a compute action: what `_load_csv(..., format="compute_only")` of torch reads."""
+    rows = io.StringIO()
+    writer = csv.writer(rows, lineterminator="\n")
+    writer.writerows([str(action) for action in program if action.op in COMPUTE] for program in schedule.programs)
+    return rows.getvalue()
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read what `to_csv` or torch writes; empty cells are idle slots and are dropped.
+
+    Placement and sizes follow from the cells. Raises `ScheduleError` for a cell that is no compute action and for
+    stages that have no rank or two; whether the schedule is complete and can run is for `check()` to say.
+    """
+    programs = tuple(
+        tuple(_parse_cell(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
+        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+    )
+    placed = {(action.stage, rank) for rank, program in enumerate(programs) for action in program}
+    stages = sorted(stage for stage, _ in placed)
+    if not stages or stages != list(range(len(stages))):
+        raise ScheduleError(
+            f"the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) {sorted(placed)}"
+        )
+    num_microbatches = 1 + max(action.microbatch or 0 for program in programs for action in program)
+    return Schedule(num_microbatches, tuple(rank for _, rank in sorted(placed)), programs, name)
+
+
+def _parse_cell(cell: str, rank: int, column: int) -> Action:
+    action = parse_action(cell)
+    if action.op not in COMPUTE:
+        raise ScheduleError(
+            f"row {rank}, cell {column}: {action} is no compute action; a CSV holds F, B, I and W alone"
+        )
+    return action
+
+
+def _in_slots(schedule: Schedule) -> list[Slots]:
+    """Each rank's compute actions in unit slots, None where it idles; rows of one length."""
+    programs = [[action for action in program if action.op in COMPUTE] for program in schedule.programs]
+    rows: list[Slots] = [[] for _ in programs]
+    done: set[Action] = set()
+    position = [0] * len(programs)
+    while any(at < len(program) for at, program in zip(position, programs, strict=True)):
+        heads = [program[at] if at < len(program) else None for at, program in zip(position, programs, strict=True)]
+        ready = [a if a is not None and _is_ready(schedule, a, done) else None for a in heads]
+        started = [action for action in ready if action is not None]
+        if not started:
+            return _level([[*row, *program[at:]] for row, program, at in zip(rows, programs, position, strict=True)])
+        done.update(started)
+        for rank, action in enumerate(ready):
+            rows[rank].append(action)
+            position[rank] += action is not None
+    return rows
+
+
+def _is_ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
+    # An erroneous schedule is drawn as well: it may name stages that it does not have.
+    return action.stage < schedule.num_stages and done.issuperset(compute_needs(schedule, action))
+
+
+def _level(rows: list[Slots]) -> list[Slots]:
+    length = max(map(len, rows))
+    return [row + [None] * (length - len(row)) for row in rows]
+
+
+def _cell(action: Action | None, mark: Action | None) -> str:
+    if action is None:
+        return "."
+    return f">{action}<" if action == mark else str(action)
+
+
+def _line(cells: list[str], width: int) -> str:
+    return " ".join(f"{cell:^{width}}" for cell in cells)

@@ -1,0 +1,75 @@
+"""Schedule "auto": the generator and the parameters that the simulator finds fastest on a given network."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.check import peak_in_flight
+from dpipe.schedule.generate import generate, least_in_flight
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.topology import Network
+
+_GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
+
+
+def search(
+    num_stages: int,
+    num_microbatches: int,
+    cost: Cost,
+    network: Network,
+    *,
+    memory_limit: int | None = None,
+    stages_per_rank: int = 1,
+) -> Schedule:
+    """The compute-only schedule with the shortest simulated step; among equals the one that holds least.
+
+    `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. The name of the result says
+    what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where nothing
+    fits, saying what would.
+    """
+    everything = num_microbatches * stages_per_rank
+    limit = everything if memory_limit is None else min(memory_limit, everything)
+    generate("gpipe", num_stages, num_microbatches, stages_per_rank=stages_per_rank)  # refuses sizes that make no sense
+    least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
+    if limit < least:
+        raise ScheduleError(
+            f"no schedule of {num_stages} stages, {stages_per_rank} a rank, and {num_microbatches} micro-batches holds"
+            f" at most {limit} activations a rank; raise the memory limit to {least}"
+            + (", or put fewer stages on a rank" if stages_per_rank > 1 else "")
+        )
+
+    def rating(schedule: Schedule) -> tuple[int, int]:
+        return round(simulate(schedule, cost, network).duration_us), max(peak_in_flight(schedule))
+
+    candidates = _candidates(num_stages, num_microbatches, stages_per_rank, least, limit)
+    return min((c for c in candidates if max(peak_in_flight(c)) <= limit), key=rating)
+
+
+def _candidates(
+    num_stages: int, num_microbatches: int, stages_per_rank: int, least: int, limit: int
+) -> Iterator[Schedule]:
+    """Every generator with depths that grow geometrically from what the pipeline can use up to what fits."""
+
+    def named(name: str, **parameters: int) -> Schedule:
+        per_rank = 1 if name in ("1f1b", "zero-bubble") else stages_per_rank
+        schedule = generate(name, num_stages, num_microbatches, stages_per_rank=per_rank, **parameters)
+        chosen = ", ".join(f"{key}={value}" for key, value in parameters.items())
+        return replace(schedule, name=f"auto: {name}" + (f" {chosen}" if chosen else ""))
+
+    yield named("gpipe")
+    for depth in _depths(max(least, min(num_stages, limit)), limit):
+        if stages_per_rank > 1:
+            yield named("interleaved", in_flight=depth)
+            continue
+        yield named("1f1b", in_flight=depth)
+        for held in sorted({min(limit, multiple * depth) for multiple in (1, 2, num_microbatches)}):
+            yield named("zero-bubble", in_flight=depth, memory_limit=held)
+
+
+def _depths(shallowest: int, deepest: int) -> Iterator[int]:
+    depth = shallowest
+    while depth < deepest:
+        yield depth
+        depth = max(depth + 1, int(depth * _GROWTH))
+    yield deepest

@@ -1,0 +1,292 @@
+"""When a schedule would happen on a given network: the same timeline that a run writes, before there is a run.
+
+The model, event by event:
+
+- A rank runs its program in order, one compute action at a time; it waits where `Schedule.requires()` is not met.
+- Sends and receives do not hold it up. The messages of one directed link go one after another, in program order.
+- A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
+- A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
+- Receiving costs the receiver nothing, and a message does not wait for its receive to be posted.
+
+    rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
+            send         [0SEND_F0]                 recv        :[1RECV_F0]
+                                                                 ^ the link's delay after the send began
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Self, assert_never
+
+from dpipe.errors import ConfigError, ScheduleError
+from dpipe.schedule.action import RECVS, SENDS, Action, Op
+from dpipe.schedule.check import check
+from dpipe.schedule.links import counterpart, peer
+from dpipe.schedule.lower import lower
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.topology import Link, Network
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each stage takes, one value a stage (microseconds), and what each hop carries, one value a hop (bytes).
+
+    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule splits it. Hop s is
+    between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes` come back (default: as many).
+    `update_us` is the optimizer's step and `reduce_us` the agreement of replicas (defaults: nothing).
+    Raises `ConfigError` where the lengths do not fit each other.
+    """
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    input_us: tuple[float, ...]
+    weight_us: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...] = ()
+    update_us: tuple[float, ...] = ()
+    reduce_us: tuple[float, ...] = ()
+    tied_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
+        object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
+        object.__setattr__(self, "reduce_us", self.reduce_us or (0.0,) * self.num_stages)
+        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_us"):
+            self._expect(name, self.num_stages)
+        for name in ("activation_bytes", "gradient_bytes"):
+            self._expect(name, self.num_stages - 1)
+
+    def _expect(self, name: str, length: int) -> None:
+        if len(getattr(self, name)) != length:
+            raise ConfigError(
+                f"{name} must have {length} values for {self.num_stages} stages, got {getattr(self, name)}"
+            )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_us: float,
+        backward_us: float,
+        message_bytes: int,
+        input_share: float = 0.5,
+        update_us: float = 0.0,
+    ) -> Self:
+        """Every stage and every hop alike; `input_share` of the backward pass makes the input gradient."""
+        return cls(
+            forward_us=(forward_us,) * num_stages,
+            backward_us=(backward_us,) * num_stages,
+            input_us=(backward_us * input_share,) * num_stages,
+            weight_us=(backward_us * (1 - input_share),) * num_stages,
+            activation_bytes=(message_bytes,) * (num_stages - 1),
+            update_us=(update_us,) * num_stages,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_us)
+
+    def duration_us(self, action: Action) -> float:
+        """How long `action` keeps its rank, or its reduction the network; moving bytes keeps nobody."""
+        match action.op:
+            case Op.F:
+                return self.forward_us[action.stage]
+            case Op.B:
+                return self.backward_us[action.stage]
+            case Op.I:
+                return self.input_us[action.stage]
+            case Op.W:
+                return self.weight_us[action.stage]
+            case Op.STEP:
+                return self.update_us[action.stage]
+            case Op.REDUCE_GRAD:
+                return self.reduce_us[action.stage]
+            case Op.SEND_F | Op.SEND_B | Op.SEND_TIED | Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
+                return 0.0
+        assert_never(action.op)
+
+    def num_bytes(self, action: Action) -> int:
+        """What a send or a receive moves; nothing for any other action."""
+        match action.op:
+            case Op.SEND_F | Op.RECV_B:
+                return (self.activation_bytes if action.op == Op.SEND_F else self.gradient_bytes)[action.stage]
+            case Op.RECV_F | Op.SEND_B:
+                return (self.activation_bytes if action.op == Op.RECV_F else self.gradient_bytes)[action.stage - 1]
+            case Op.SEND_TIED | Op.RECV_TIED:
+                return self.tied_bytes
+            case Op.F | Op.B | Op.I | Op.W | Op.STEP | Op.REDUCE_GRAD:
+                return 0
+        assert_never(action.op)
+
+
+def simulate(schedule: Schedule, cost: Cost, network: Network) -> Timeline:
+    """When everything in `schedule` happens; one that is not lowered is lowered first.
+
+    Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
+    """
+    if schedule.num_stages != cost.num_stages:
+        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
+    return _Simulation(schedule if schedule.lowered else lower(schedule), cost, network).run()
+
+
+class _Clock:
+    """Calls what is due, in order of time, and of request among equals."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._requests = count()
+
+    def after(self, delay_us: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_us + delay_us, next(self._requests), call))
+
+    def run(self) -> None:
+        while self._events:
+            self.now_us, _, call = heapq.heappop(self._events)
+            call()
+
+
+class _Simulation:
+    """The ranks and their links while a schedule unfolds; makes the spans."""
+
+    def __init__(self, schedule: Schedule, cost: Cost, network: Network) -> None:
+        self.schedule, self.cost, self.network = schedule, cost, network
+        self.clock = _Clock()
+        self.spans: list[Span] = []
+        self.done: set[Action] = set()
+        ranks = range(schedule.num_ranks)
+        self.position = [0 for _ in ranks]
+        self.idle_since: list[float | None] = [0.0 for _ in ranks]  # None while the rank computes
+        self.egress = [_Egress(self, rank) for rank in ranks]
+
+    def run(self) -> Timeline:
+        for rank in range(self.schedule.num_ranks):
+            self._advance(rank)
+        self.clock.run()
+        if len(self.done) < len(self.schedule.index):
+            check(self.schedule)  # says which action on which rank waits for what
+        return Timeline(self.schedule.num_ranks, tuple(self.spans))
+
+    def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
+        """`action` is over; its rank may have waited for it."""
+        self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action)))
+        self.done.add(action)
+        if self.idle_since[rank] is not None:
+            self._advance(rank)
+
+    def _advance(self, rank: int) -> None:
+        """Go on with the program of an idle rank until it computes or has to wait."""
+        program = self.schedule.programs[rank]
+        while self.idle_since[rank] is not None and self.position[rank] < len(program):
+            action = program[self.position[rank]]
+            if action.op not in RECVS and not self.done.issuperset(self.schedule.requires(action)):
+                return
+            self.position[rank] += 1
+            self._start(rank, action)
+
+    def _start(self, rank: int, action: Action) -> None:
+        if action.op in RECVS:
+            return  # it is done when its message arrives
+        if action.op in SENDS:
+            self.egress[rank].send(action)
+        elif action.op == Op.REDUCE_GRAD:
+            self._run(rank, Lane.REDUCE, action)
+        else:
+            self._end_wait(rank, action)
+            self._run(rank, Lane.UPDATE if action.op == Op.STEP else Lane.COMPUTE, action)
+
+    def _end_wait(self, rank: int, action: Action) -> None:
+        since, now = self.idle_since[rank], self.clock.now_us
+        if since is not None and since < now:
+            self.spans.append(Span(rank, Lane.WAIT, action, since, now))
+        self.idle_since[rank] = None
+
+    def _run(self, rank: int, lane: Lane, action: Action) -> None:
+        start = self.clock.now_us
+
+        def over() -> None:
+            if lane != Lane.REDUCE:
+                self.idle_since[rank] = self.clock.now_us
+            self.finish(rank, lane, action, start)
+
+        self.clock.after(self.cost.duration_us(action), over)
+
+
+@dataclass
+class _Transfer:
+    """The message that a link has on the wire."""
+
+    action: Action
+    start_us: float
+    bits_left: float
+    bits_per_us: float = 0.0
+
+
+class _Egress:
+    """What one rank sends: a queue for each of its links, and one interface that they share."""
+
+    def __init__(self, simulation: _Simulation, rank: int) -> None:
+        self.simulation, self.rank = simulation, rank
+        self.bits_per_us = simulation.network.egress_gbps(rank) * 1e3
+        self.links: dict[int, Link] = {}
+        self.waiting: dict[int, deque[Action]] = {}
+        self.moving: dict[int, _Transfer] = {}
+        self.settled_us = 0.0
+        self.plans = 0  # the completion that is due belongs to the latest plan; earlier ones are void
+
+    def send(self, action: Action) -> None:
+        target = peer(self.simulation.schedule, action)
+        self.links.setdefault(target, self.simulation.network.link(self.rank, target))
+        self.waiting.setdefault(target, deque()).append(action)
+        if target not in self.moving:
+            self._settle()
+            self._load(target)
+            self._plan()
+
+    def _load(self, target: int) -> None:
+        """Put the next message of a free link on the wire."""
+        if self.waiting[target]:
+            action = self.waiting[target].popleft()
+            bits = self.simulation.cost.num_bytes(action) * 8
+            self.moving[target] = _Transfer(action, self.simulation.clock.now_us, bits)
+
+    def _settle(self) -> None:
+        """Account for what has moved since the shares last changed."""
+        now = self.simulation.clock.now_us
+        for transfer in self.moving.values():
+            transfer.bits_left -= transfer.bits_per_us * (now - self.settled_us)
+        self.settled_us = now
+
+    def _plan(self) -> None:
+        """Share the interface anew and call when the first message will be through."""
+        self.plans += 1
+        if not self.moving:
+            return
+        capacity, slowest_first = self.bits_per_us, sorted(self.moving, key=lambda t: self.links[t].bandwidth_gbps)
+        for rest, target in zip(range(len(slowest_first), 0, -1), slowest_first, strict=True):
+            share = min(self.links[target].bandwidth_gbps * 1e3, capacity / rest)
+            self.moving[target].bits_per_us = share
+            capacity -= share
+        left_us = {target: max(0.0, t.bits_left / t.bits_per_us) for target, t in self.moving.items()}
+        first = min(left_us, key=left_us.__getitem__)
+        plan = self.plans
+        self.simulation.clock.after(left_us[first], lambda: self._complete(first, plan))
+
+    def _complete(self, target: int, plan: int) -> None:
+        if plan != self.plans:
+            return
+        self._settle()
+        transfer = self.moving.pop(target)
+        self._load(target)
+        self._plan()
+        self._deliver(target, transfer)
+
+    def _deliver(self, target: int, transfer: _Transfer) -> None:
+        simulation, delay_us = self.simulation, self.links[target].delay_us
+        receive = counterpart(transfer.action, simulation.schedule.num_stages)
+        first_byte_us = transfer.start_us + delay_us
+        simulation.clock.after(delay_us, lambda: simulation.finish(target, Lane.RECV, receive, first_byte_us))
+        simulation.finish(self.rank, Lane.SEND, transfer.action, transfer.start_us)

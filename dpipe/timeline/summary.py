@@ -1,0 +1,135 @@
+"""A timeline in numbers, and a prediction beside a measurement."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpipe.schedule.action import SENDS
+from dpipe.schedule.check import peak_in_flight
+from dpipe.schedule.links import Link, peer
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.span import Lane, Span, Timeline
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One step in numbers; tuples have one value a rank.
+
+    `bubble` is the share of the step in which a rank neither computes nor updates, `waiting` the share in which it
+    waits for a peer. `overlap` is the share of a rank's sending time in which it also computes: what the plan hides of
+    the network; a rank that sends nothing has nothing to hide, and has 1. `link_bytes` and `peak_in_flight` come from
+    the schedule.
+    """
+
+    step_us: float
+    bubble: tuple[float, ...]
+    waiting: tuple[float, ...]
+    overlap: tuple[float, ...]
+    sent_bytes: tuple[int, ...]
+    link_bytes: dict[Link, int]
+    peak_in_flight: tuple[int, ...]
+
+    @property
+    def mean_bubble(self) -> float:
+        return sum(self.bubble) / len(self.bubble)
+
+    @property
+    def mean_overlap(self) -> float:
+        return sum(self.overlap) / len(self.overlap)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, where a link is "0->1"."""
+        links = {f"{source}->{target}": count for (source, target), count in self.link_bytes.items()}
+        means = {"mean_bubble": self.mean_bubble, "mean_overlap": self.mean_overlap}
+        return {**asdict(self), "link_bytes": links, **means}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction beside what was measured; `ratio` is measured over predicted step time."""
+
+    predicted: Summary
+    measured: Summary
+
+    @property
+    def ratio(self) -> float:
+        return self.measured.step_us / self.predicted.step_us
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"predicted": self.predicted.as_dict(), "measured": self.measured.as_dict(), "ratio": self.ratio}
+
+
+def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
+    """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time passes."""
+    if timeline.duration_us <= 0:
+        raise ValueError("a timeline in which no time passes has no summary; was anything recorded?")
+    ranks = range(timeline.num_ranks)
+    lanes = [_lanes(timeline, rank) for rank in ranks]
+    return Summary(
+        step_us=timeline.duration_us,
+        bubble=tuple(1 - _length(_busy(lane)) / timeline.duration_us for lane in lanes),
+        waiting=tuple(_length(_union(lane[Lane.WAIT])) / timeline.duration_us for lane in lanes),
+        overlap=tuple(_overlap(lane) for lane in lanes),
+        sent_bytes=tuple(sum(span.num_bytes for span in lane[Lane.SEND]) for lane in lanes),
+        link_bytes=_link_bytes(timeline, schedule),
+        peak_in_flight=peak_in_flight(schedule),
+    )
+
+
+def compare(predicted: Timeline, measured: Timeline, schedule: Schedule) -> Comparison:
+    """Both timelines are of one step of `schedule`."""
+    return Comparison(summarise(predicted, schedule), summarise(measured, schedule))
+
+
+def _lanes(timeline: Timeline, rank: int) -> dict[Lane, list[Span]]:
+    return {lane: list(timeline.on(rank, lane)) for lane in Lane}
+
+
+def _busy(lanes: dict[Lane, list[Span]]) -> list[Interval]:
+    """When a rank has something to run; the optimizer's step is work as well."""
+    return _union(lanes[Lane.COMPUTE] + lanes[Lane.UPDATE])
+
+
+def _overlap(lanes: dict[Lane, list[Span]]) -> float:
+    sending, computing = _union(lanes[Lane.SEND]), _union(lanes[Lane.COMPUTE])
+    total = _length(sending)
+    return _length(_intersection(sending, computing)) / total if total else 1.0
+
+
+def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Link, int]:
+    moved: Counter[Link] = Counter()
+    for span in timeline.spans:
+        if span.lane == Lane.SEND and span.action.op in SENDS:
+            moved[span.rank, peer(schedule, span.action)] += span.num_bytes
+    return dict(sorted(moved.items()))
+
+
+def _union(spans: list[Span]) -> list[Interval]:
+    """The spans as intervals that do not touch, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _intersection(ours: list[Interval], theirs: list[Interval]) -> list[Interval]:
+    """What two ordered lists of disjoint intervals share, in one walk along both."""
+    shared, i, j = [], 0, 0
+    while i < len(ours) and j < len(theirs):
+        start, end = max(ours[i][0], theirs[j][0]), min(ours[i][1], theirs[j][1])
+        if start < end:
+            shared.append((start, end))
+        if ours[i][1] < theirs[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def _length(intervals: list[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,194 @@
+"""The coordinator's side: ports, strangers, ranks that go silent, and processes that are killed."""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+
+from dpipe.coordinator import frame
+from dpipe.errors import JoinError, RunAborted
+from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.v1 import coordinator_pb2 as pb
+
+
+class Stranger:
+    """Speaks on a stream as it likes."""
+
+    def __init__(self, port: int, *frames: bytes) -> None:
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for piece in frames:
+            self._frames.put(piece)
+        self._channel = open_channel(f"127.0.0.1:{port}", Security(), own_connection=True)
+        self._call = self._channel.stream_stream(frame.METHOD)(
+            iter(self._frames.get, None), metadata=token_metadata(Security())
+        )
+
+    def hears(self) -> list[str]:
+        """The kinds of what the server says until it ends the stream."""
+        try:
+            return [str(m.WhichOneof("kind")) for m in frame.assemble(self._call, pb.FromCoordinator)]
+        except grpc.RpcError as error:
+            return [str(error.code())]
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._frames.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+
+def _frames(message: pb.ToCoordinator) -> bytes:
+    return b"".join(frame.cut(message))
+
+
+def test_port_in_use_is_a_join_error(run):
+    first = run.serve(1)
+    with pytest.raises(JoinError, match=f"cannot listen on 127.0.0.1:{first.port}: the port is in use"):
+        run.serve(1, port=first.port)
+
+
+def test_garbage_to_the_port_leaves_the_run_alone(run):
+    first, second = run.meet(2)
+    with socket.create_connection(("127.0.0.1", run.servers[0].port), timeout=5) as garbage:
+        garbage.sendall(os.urandom(100_000))
+        answer = iter(lambda: garbage.recv(65536), b"")
+        with contextlib.suppress(ConnectionResetError):
+            assert sum(map(len, answer)) < 1000
+    run.at_once(lambda: first.barrier("still here", 5), lambda: second.barrier("still here", 5))
+
+
+def _join(rank: int, world_size: int) -> bytes:
+    return _frames(
+        pb.ToCoordinator(join=pb.Join(protocol=frame.PROTOCOL, rank=rank, world_size=world_size, shared="{}"))
+    )
+
+
+PING = pb.ToCoordinator(ping=pb.Ping(sent_ns=1))
+LEAVE = pb.ToCoordinator(leave=pb.Leave())
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        ([b"\2 not a frame"], []),
+        ([b"\0\xff\xff\xff"], []),
+        ([_frames(LEAVE)], []),
+        ([_frames(PING), b"\0"], ["pong"]),
+        ([_join(0, 1), _frames(LEAVE)], ["abort"]),
+    ],
+)
+def test_stranger_is_shown_out_and_the_run_goes_on(run, words, answers):
+    (alone,) = run.meet(1)
+    assert Stranger(run.servers[0].port, *words).hears() == answers
+    alone.barrier("still here", 5)
+
+
+@pytest.mark.parametrize("nonsense", [b"\2 not a frame", _join(0, 1), b"\0"])
+def test_rank_that_talks_nonsense_is_lost(run, nonsense):
+    server = run.serve(1)
+    stranger = Stranger(server.port, _join(0, 1), nonsense)
+    assert stranger.hears() == ["welcome", "abort"]
+    with pytest.raises(JoinError, match=r"lost rank 0 .*it sent what dpipe does not send"):
+        run.join(0, 1)
+
+
+def test_silent_rank_is_lost_within_a_heartbeat(run):
+    server = run.serve(2, heartbeat_s=0.5)
+    silent = Stranger(server.port, _join(0, 2))
+    first = run.join(1, 2)
+    with pytest.raises(RunAborted, match=r"lost rank 0 \(127.0.0.1\): no sign of life for 0.5 s"):
+        first.gather("step/1", b"").wait(5)
+    silent.close()
+
+
+def test_upload_that_cannot_be_kept_ends_the_run(run):
+    def full(rank: int, kind: str, payload: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    first, second = run.meet(2, server={"on_upload": full})
+    under_way = first.gather("step/1", b"")
+    second.upload("trace", b"spans")
+    with pytest.raises(RunAborted, match=r"rank 0 failed: cannot take 'trace' from rank 1: .*No space left"):
+        under_way.wait(5)
+
+
+def test_slow_upload_is_no_silence(run):
+    def slow(rank: int, kind: str, payload: bytes) -> None:
+        time.sleep(2.0)
+
+    (alone,) = run.meet(1, heartbeat_s=1.0, server={"on_upload": slow, "heartbeat_s": 1.0})
+    heard: list[RunAborted] = []
+    alone.on_abort(heard.append)
+    alone.upload("trace", b"spans")
+    alone.barrier("still here", 5)
+    assert heard == []
+
+
+def test_upload_that_nobody_wants_is_dropped(run):
+    (alone,) = run.meet(1)
+    alone.upload("trace", b"spans")
+    alone.leave()
+
+
+def test_close_waits_for_those_who_are_leaving(run):
+    first, second = run.meet(2)
+    heard: list[RunAborted] = []
+    second.on_abort(heard.append)
+    closing = threading.Thread(target=run.servers[0].close)
+    first.leave()
+    closing.start()
+    second.upload("metrics", b"the last ones")
+    second.leave()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert heard == []
+
+
+def test_close_tells_those_who_stay(run):
+    first, _ = run.meet(2)
+    run.servers[0].close(wait_s=0.1)
+    with pytest.raises(RunAborted, match=r"the coordinator \(rank 0\) stopped while other ranks were still at work"):
+        first.gather("step/1", b"").wait(5)
+
+
+JOIN_AND_WAIT = """
+import sys, time
+from dpipe.coordinator.client import Coordinator
+Coordinator.join(sys.argv[1], 1, 3, shared={}, heartbeat_s=float(sys.argv[2]))
+print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "heartbeat_s", "why"),
+    [
+        (signal.SIGKILL, 8.0, "its process ended or its connection broke"),
+        (signal.SIGSTOP, 3.0, "no sign of life for 3 s"),
+    ],
+)
+def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s, why):
+    server = run.serve(3, heartbeat_s=heartbeat_s)
+    argv = [sys.executable, "-c", JOIN_AND_WAIT, f"127.0.0.1:{server.port}", str(heartbeat_s)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        try:
+            first, third = run.at_once(lambda: run.join(0, 3), lambda: run.join(2, 3))
+            assert process.stdout.readline() == b"joined\n"
+            waiting = [first.gather("step/1", b""), third.gather("step/1", b"")]
+            killed_at = time.monotonic()
+            process.send_signal(number)
+            for gathered in waiting:
+                with pytest.raises(RunAborted, match=rf"lost rank 1 \(127.0.0.1\): {why}"):
+                    gathered.wait(10)
+            assert time.monotonic() - killed_at < 10
+        finally:
+            process.kill()

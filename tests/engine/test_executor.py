@@ -1,0 +1,184 @@
+"""The executor on stages that only add and multiply, so that what it must compute can be written down."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from dpipe.dataparallel.single import Single
+from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.recorder import Recorder
+from dpipe.errors import PeerLost
+from dpipe.schedule.generate import forward_only, generate
+from dpipe.schedule.lower import lower
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.span import Lane
+from dpipe.transport.local import LocalHub
+from dpipe.wire.codec import codec
+from dpipe.wire.spec import TensorSpec
+
+M = 4
+NUMBER = TensorSpec((1,), torch.float32)
+
+
+@dataclass
+class Doubling:
+    """Doubles what it gets; its gradient is doubled on the way back. Notes what it was asked, in order."""
+
+    last: bool = False
+    calls: list[str] = field(default_factory=list)
+    held: int = 0
+
+    def forward(
+        self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        self.calls.append(f"F{m}")
+        self.held += 1
+        return (inputs[0] * 2,) if not self.last else ((inputs[0] * 2).sum(),)
+
+    def evaluate(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return (inputs[0] * 2,)
+
+    def backward(self, m: int, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        given = self.backward_input(m, grads)
+        self.backward_weight(m)
+        return given
+
+    def backward_input(self, m: int, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        gradient = grads[0] if grads else torch.ones(1)
+        self.calls.append(f"I{m}:{gradient.item():g}")
+        return (gradient * 2,)
+
+    def backward_weight(self, m: int) -> None:
+        self.calls.append(f"W{m}")
+        self.held -= 1
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def clear(self) -> None:
+        self.held = 0
+
+
+class Breaking(Doubling):
+    def forward(
+        self, m: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        if m == 2:
+            raise ArithmeticError("no more")
+        return super().forward(m, inputs, targets)
+
+
+def run_ranks(
+    schedule: Schedule,
+    stages: list[Doubling],
+    tied: dict[int, nn.Parameter] | None = None,
+    on_step: Callable[[int, float | None], None] | None = lambda stage, loss: None,
+) -> tuple[list[float | None | BaseException], list[Recorder]]:
+    """Every rank in a thread; what each returned or raised, and what each recorded."""
+    hub = LocalHub(schedule.num_ranks, transfer_timeout_s=10)
+    results: list[float | None | BaseException] = [None] * schedule.num_ranks
+    recorders = [Recorder(rank) for rank in range(schedule.num_ranks)]
+
+    def rank_main(rank: int) -> None:
+        here = {s: stages[s] for s, owner in enumerate(schedule.rank_of_stage) if owner == rank}
+        weights = {s: w for s, w in (tied or {}).items() if s in here}
+        boundaries = [(NUMBER,)] * (schedule.num_stages - 1)
+        parts = Parts(rank, here, hub.transport(rank), codec("none"), boundaries, Single(), recorders[rank], weights)
+        batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
+        try:
+            results[rank] = Executor(parts).run(schedule, batch, on_step)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(schedule.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results, recorders
+
+
+def doublings(num_stages: int) -> list[Doubling]:
+    return [Doubling(last=stage == num_stages - 1) for stage in range(num_stages)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_every_schedule_computes_the_same(name: str, num_stages: int) -> None:
+    stages = doublings(num_stages)
+    results, _ = run_ranks(lower(generate(name, num_stages, M)), stages)
+    # the mean of 1 2 3 4, doubled by each stage
+    assert results[-1] == 2.5 * 2**num_stages
+    # the first stage's output gradient has been doubled by all the others
+    assert [c for c in stages[0].calls if c[0] == "I"] == [f"I{m}:{2 ** (num_stages - 1)}" for m in range(M)]
+
+
+def test_interleaved_stages_pass_through_each_rank_twice() -> None:
+    results, _ = run_ranks(lower(generate("interleaved", 4, M, stages_per_rank=2)), doublings(4))
+    assert results == [None, 2.5 * 2**4]
+
+
+def test_stages_on_one_rank_need_no_link() -> None:
+    results, recorders = run_ranks(lower(generate("gpipe", 2, M, stages_per_rank=2)), doublings(2))
+    assert results == [10.0]
+    assert recorders[0].sent_bytes == {}
+
+
+def test_evaluation_runs_forward_alone() -> None:
+    stages = doublings(2)
+    results, _ = run_ranks(lower(forward_only(2, M), step=False), stages, on_step=None)
+    assert results[1] == 10.0
+    assert stages[0].calls == []
+
+
+def test_step_is_told_the_loss_where_it_is_known() -> None:
+    told: list[tuple[int, float | None]] = []
+    run_ranks(lower(generate("1f1b", 2, M)), doublings(2), on_step=lambda stage, loss: told.append((stage, loss)))
+    assert sorted(told) == [(0, None), (1, 10.0)]
+
+
+def test_tied_gradients_are_exchanged_and_added() -> None:
+    weights = {0: nn.Parameter(torch.zeros(1)), 2: nn.Parameter(torch.zeros(1))}
+    weights[0].grad, weights[2].grad = torch.tensor([1.0]), torch.tensor([10.0])
+    run_ranks(lower(generate("1f1b", 3, M), tied=True), doublings(3), weights)
+    assert [weights[end].grad.item() for end in (0, 2)] == [11.0, 11.0]
+
+
+def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
+    results, _ = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
+    assert isinstance(results[0], ArithmeticError)
+    (note,) = results[0].__notes__
+    assert note.startswith("rank 0 was at 0F2:\n")
+    assert "0F2" in note.split("\n", 1)[1]
+
+
+def test_neighbour_of_a_failure_loses_its_peer_at_once() -> None:
+    results, _ = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
+    assert isinstance(results[1], PeerLost)
+
+
+def test_aborted_step_can_be_cleared() -> None:
+    stage = Breaking(last=True)
+    parts = Parts(0, {0: stage}, LocalHub(1).transport(0), codec("none"), (), Single(), Recorder(0))
+    with pytest.raises(ArithmeticError):
+        Executor(parts).run(lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M), lambda s, loss: None)
+    Executor(parts).clear()
+    assert stage.held == 0
+
+
+def test_lanes_are_recorded_apart() -> None:
+    _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
+    spans = recorders[1].take()
+    count = {lane: sum(s.lane is lane for s in spans) for lane in Lane}
+    assert (count[Lane.COMPUTE], count[Lane.SEND], count[Lane.RECV], count[Lane.UPDATE]) == (2 * M, M, M, 1)
+
+
+def test_sent_bytes_are_counted_by_peer() -> None:
+    _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
+    assert [r.sent_bytes for r in recorders] == [{1: 4 * M}, {0: 4 * M}]

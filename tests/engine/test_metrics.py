@@ -1,0 +1,45 @@
+import json
+from pathlib import Path
+from typing import Any
+
+from dpipe.engine.metrics import Metrics, read_rows
+
+
+def some_metrics(folder: Path, first_step: int = 0, tensorboard: bool = False) -> Metrics:
+    return Metrics(folder, first_step=first_step, tensorboard=tensorboard, show=lambda row: None)
+
+
+def test_rows_are_read_back_in_order(tmp_path: Path) -> None:
+    metrics = some_metrics(tmp_path)
+    rows: list[dict[str, Any]] = [{"step": 0, "loss": 2.5}, {"step": 1, "loss": 2.25}]
+    for row in rows:
+        metrics.write(row)
+    metrics.close()
+    assert read_rows(tmp_path) == rows
+
+
+def test_rows_are_shown_as_they_come(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    metrics = Metrics(tmp_path, first_step=0, tensorboard=False, show=seen.append)
+    metrics.write({"step": 0, "loss": 2.5})
+    metrics.close()
+    assert seen == [{"step": 0, "loss": 2.5}]
+
+
+def test_resumed_run_drops_the_rows_that_it_trains_again(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step}) for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    some_metrics(tmp_path, first_step=3).close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = some_metrics(tmp_path, tensorboard=True)
+    metrics.write({"step": 7, "loss": 2.5, "grad_norm": None, "mb_per_s": {"0->1": 3.0}})
+    metrics.close()
+    log = EventAccumulator(str(tmp_path / "tensorboard"))
+    log.Reload()
+    assert log.Tags()["scalars"] == ["loss", "mb_per_s/0->1"]
+    assert [(e.step, e.value) for e in log.Scalars("loss")] == [(7, 2.5)]

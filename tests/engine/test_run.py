@@ -1,0 +1,239 @@
+"""The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpipe.config import Config
+from dpipe.engine.generate import generate_text
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.trace import load_trace, write_chrome
+from dpipe.errors import CheckpointError, ConfigError, DataError
+from dpipe.timeline.span import Lane
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+Run = Callable[..., list[BaseException | None]]
+
+# what differs from one stage with everything off    | overrides
+CUTS: dict[str, dict[str, Any]] = {
+    "two stages, gpipe": {"pipeline__stages": 2, "pipeline__schedule": "gpipe"},
+    "two stages, 1f1b": {"pipeline__stages": 2},
+    "four stages, 1f1b": {"pipeline__stages": 4},
+    "four stages, zero-bubble": {"pipeline__stages": 4, "pipeline__schedule": "zero-bubble"},
+    "two ranks, interleaved": {
+        "pipeline__stages": 4,
+        "pipeline__stages_per_rank": 2,
+        "pipeline__schedule": "interleaved",
+    },
+    "two stages, auto": {"pipeline__stages": 2, "pipeline__schedule": "auto"},
+    "uneven split": {"pipeline__stages": 2, "pipeline__split": (1, 3)},
+    "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
+    "recompute": {"pipeline__recompute": True},
+    "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": True},
+    "two connections": {"pipeline__stages": 2, "transport__connections": 2},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_losses_are_the_same_bit_for_bit(cut: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    settings = {"model__dropout": 0.1, "train__clip_norm": 0.1}
+    whole = losses(tiny(**settings))
+    assert losses(tiny(**settings, run__folder=str(tmp_path / "cut"), **CUTS[cut])) == whole
+    assert len(whole) == 3
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_tied_embeddings_are_the_same_bit_for_bit(stages: int, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    whole = losses(tiny(model__tie_embeddings=True))
+    cut = tiny(model__tie_embeddings=True, pipeline__stages=stages, run__folder=str(tmp_path / "cut"))
+    assert losses(cut) == whole
+
+
+def test_dropout_changes_the_result(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    """Else the bit-for-bit tests above would prove nothing about it."""
+    assert losses(tiny(model__dropout=0.1)) != losses(tiny(run__folder=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_alike(precision: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    full = losses(tiny(pipeline__stages=2))
+    half = losses(tiny(pipeline__stages=2, train__precision=precision, run__folder=str(tmp_path / "half")))
+    assert half == pytest.approx(full, rel=0.02)
+    assert half != full
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+def test_lossy_wire_learns_alike(wire: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    exact = losses(tiny(pipeline__stages=2))
+    lossy = losses(tiny(pipeline__stages=2, pipeline__wire=wire, run__folder=str(tmp_path / "lossy")))
+    assert lossy == pytest.approx(exact, rel=0.02)
+    assert lossy != exact
+
+
+def test_held_out_loss_is_measured_at_both_ends_and_between(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2, train__eval_every=2, train__eval_batches=2)
+    losses(config)
+    rows = [row for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
+
+
+def test_rows_tell_rates_by_link(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    row = read_rows(Path(config.run.folder))[-1]
+    assert set(row["mb_per_s"]) == {"0->1", "1->0"}
+    assert 0 <= row["bubble"] < 1
+    assert set(row["memory_mb"]) == {"0", "1"}
+
+
+def test_folder_of_another_run_is_not_written_over(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    losses(tiny())
+    (error,) = run_ranks(tiny())
+    assert isinstance(error, ConfigError)
+    assert "already holds a run" in str(error)
+
+
+def test_text_that_is_too_short_is_refused_before_anything_is_written(tiny: Make, run_ranks: Run) -> None:
+    config = tiny(model__context=100_000)
+    (error,) = run_ranks(config)
+    assert isinstance(error, DataError)
+    assert not Path(config.run.folder).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize(("device", "message"), [("cuda", "sees no CUDA GPU"), ("abacus", "is no device")])
+def test_device_that_is_not_here_is_refused(device: str, message: str, tiny: Make, run_ranks: Run) -> None:
+    (error,) = run_ranks(tiny(node__device=device))
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+
+
+def test_vocabulary_smaller_than_the_tokenizers_is_refused(tiny: Make, run_ranks: Run) -> None:
+    (error,) = run_ranks(tiny(model__vocab_size=100))
+    assert isinstance(error, DataError)
+    assert "256 entries, but model.vocab_size is 100" in str(error)
+
+
+def test_rank_with_another_configuration_is_refused_and_the_key_named(tiny: Make, run_ranks: Run) -> None:
+    errors = run_ranks(tiny(pipeline__stages=2), of_rank={1: tiny(pipeline__stages=2, train__seed=7)})
+    assert all("train.seed" in str(error) for error in errors)
+
+
+def test_run_over_mutual_tls_gives_the_same_losses(tiny: Make, losses: Losses, authority, tmp_path: Path) -> None:
+    security = authority().security()
+    pems = {"cert": security.cert, "key": security.key, "ca": security.ca}
+    for name, pem in pems.items():
+        (tmp_path / f"{name}.pem").write_bytes(pem)
+    paths = {f"node__tls_{name}": str(tmp_path / f"{name}.pem") for name in pems}
+    over_tls = tiny(pipeline__stages=2, run__folder=str(tmp_path / "tls")).with_(**paths)
+    assert losses(over_tls) == losses(tiny())
+
+
+USER_MODEL = """
+from torch import nn
+import torch.nn.functional as F
+
+
+class Doubled(nn.Module):
+    # Gives two tensors: what it makes, and a mask of integers that carries no gradient.
+
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(256, width), nn.Linear(width, width)
+
+    def forward(self, tokens):
+        return self.linear(self.embedding(tokens)), tokens % 2
+
+
+class Masked(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 256)
+
+    def forward(self, x, mask):
+        return self.linear(x * mask.unsqueeze(-1))
+
+
+def layers(width):
+    def loss(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return [Doubled(width), Masked(width)], loss
+"""
+
+
+def test_users_own_layers_with_two_tensors_between_stages(
+    tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_layers.py").write_text(USER_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = {"model__layers": "my_layers:layers", "model__options": {"width": 8}}
+    whole = losses(tiny(**mine))
+    assert losses(tiny(**mine, pipeline__stages=2, run__folder=str(tmp_path / "cut"))) == whole
+    assert whole[-1] < whole[0]
+
+
+def damage(folder: Path) -> None:
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    file = next(newest.glob("model-*"))
+    file.write_bytes(file.read_bytes()[:-8] + b"garbage!")
+
+
+def test_damaged_checkpoint_is_named_and_nothing_is_lost(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    config = tiny(pipeline__stages=2, run__checkpoint_every=2, timeouts__join=5)
+    losses(config)
+    damage(Path(config.run.folder))
+    before = sorted(Path(config.run.folder).rglob("*"))
+    errors = [e for e in run_ranks(config.with_(train__steps=5), resume=True) if isinstance(e, CheckpointError)]
+    assert "step-00000003/model-" in str(errors[0])
+    assert "--fallback" in str(errors[0])
+    assert sorted(Path(config.run.folder).rglob("*")) == before
+
+
+def test_fallback_goes_on_from_the_checkpoint_before_on_every_rank(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    longer = {"pipeline__stages": 2, "run__checkpoint_every": 2, "train__steps": 5, "train__decay": "none"}
+    whole = losses(tiny(**longer, run__folder=str(tmp_path / "whole")))
+    shorter = tiny(**{**longer, "train__steps": 3})
+    losses(shorter)
+    damage(Path(shorter.run.folder))
+    assert losses(tiny(**longer), resume=True, fallback=True) == whole
+
+
+def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    text = generate_text(Path(config.run.folder), "The quick", tokens=5, temperature=0, seed=0)
+    assert text.startswith("The quick")
+    assert len(text) > len("The quick")
+
+
+def test_trace_has_every_rank_and_the_prediction(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    events = json.loads(write_chrome(Path(config.run.folder)).read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1", "rank 0, predicted", "rank 1, predicted"}
+    measured = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+    assert {"0F0", "0B3", "0SEND_F0", "0RECV_B0", "0STEP"} <= measured
+
+
+def test_spans_of_two_ranks_are_on_one_clock(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    ((_, _, timeline),) = load_trace(Path(config.run.folder)).steps
+    start = {str(span.action): span.start_us for span in timeline.spans if span.lane is Lane.COMPUTE}
+    end = {str(span.action): span.end_us for span in timeline.spans if span.lane is Lane.COMPUTE}
+    assert all(start[f"1F{m}"] >= end[f"0F{m}"] and start[f"0B{m}"] >= end[f"1B{m}"] for m in range(4))
+
+
+def test_run_without_a_trace_says_so(tiny: Make, losses: Losses) -> None:
+    config = tiny(run__trace_steps=0)
+    losses(config)
+    with pytest.raises(ConfigError, match="trace_steps"):
+        load_trace(Path(config.run.folder))

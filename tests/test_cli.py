@@ -1,0 +1,73 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from dpipe.cli import main
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def commands() -> list[str]:
+    return sorted(main.list_commands(click.Context(main)))
+
+
+def test_command_line_is_frozen(golden: Callable[[str, str], None]) -> None:
+    texts = [run("--help").output, *(run(name, "--help").output for name in commands())]
+    golden("cli_help.txt", "\n".join(texts))
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_shows_an_example(name: str) -> None:
+    assert f"dpipe {name} " in run(name, "--help").output
+
+
+def test_schedule_draws_the_grid() -> None:
+    result = run("schedule", "gpipe", "--stages", "2", "--micro-batches", "2")
+    assert result.exit_code == 0
+    assert "1F1" in result.output
+
+
+def test_schedule_prints_csv() -> None:
+    result = run("schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--csv")
+    assert result.output.split() == ["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"]
+
+
+def test_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[train]\nstps = 5\n")
+    result = run("simulate", str(config))
+    assert result.exit_code == 2
+    assert result.output == "dpipe: unknown key 'train.stps'; did you mean 'steps'?\n"
+
+
+def test_simulate_answers_without_torch(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[pipeline]\nstages = 2\n")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"from dpipe.cli import main; main(['simulate', {str(config)!r}, '--json'], prog_name='dpipe')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["step_s"] > 0
+    assert row["peak_in_flight"] == [2, 1]
+
+
+def test_simulate_uses_the_given_network(tmp_path: Path) -> None:
+    config, slow = tmp_path / "job.toml", tmp_path / "slow.toml"
+    config.write_text("[pipeline]\nstages = 2\n")
+    slow.write_text('name = "slow"\ndelay_ms = 500\nbandwidth_gbps = 0.1\n')
+    loopback, far = (
+        json.loads(run("simulate", str(config), "--json", *flags).output) for flags in ((), ("--network", str(slow)))
+    )
+    assert far["network"] == "slow"
+    assert far["step_s"] > loopback["step_s"] + 1.0

@@ -1,0 +1,163 @@
+"""Whole runs as a user starts them, in processes: stopped, killed, resumed, and under torchrun."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dpipe.engine import checkpoint
+
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
+CONFIG = """
+[model]
+num_layers = 2
+width = 16
+num_heads = 2
+context = 16
+[data]
+files = ["text.txt"]
+held_out = 0.1
+[train]
+batch_size = 8
+num_microbatches = 4
+steps = {steps}
+[pipeline]
+stages = {stages}
+[run]
+tensorboard = false
+checkpoint_every = 5
+[timeouts]
+join = 60
+transfer = 30
+"""
+DPIPE = (sys.executable, "-m", "dpipe")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Path]:
+    """`job(steps=.., stages=..)` writes a configuration and its text; runs go to `tmp_path / "run"`."""
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def write(steps: int = 100_000, stages: int = 2) -> Path:
+        (tmp_path / "job.toml").write_text(CONFIG.format(steps=steps, stages=stages))
+        return tmp_path / "job.toml"
+
+    return write
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command in `tmp_path`; whatever is left of it at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def popen(*words: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=_environment())
+        started.append(process)
+        return process
+
+    yield popen
+    for process in started:
+        for child in _children(process.pid):
+            child.kill()
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    (found,) = [p for p in _children(launcher.pid) if p.environ().get("DPIPE_RANK") == str(rank)]
+    return found
+
+
+def rows(tmp_path: Path, run: str = "runs/run") -> list[dict[str, float]]:
+    path = tmp_path / run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not get far enough"
+        time.sleep(0.05)
+
+
+def checkpoints(tmp_path: Path) -> list[Path]:
+    return sorted(index.parent for index in (tmp_path / "runs/run/checkpoints").glob("step-*/index.json"))
+
+
+def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
+    launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
+    wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
+    ranks = _children(launcher.pid)
+    rank_process(launcher, 1).send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, err = launcher.communicate(timeout=20)
+    assert time.monotonic() - killed_at < 10
+    assert launcher.returncode != 0
+    assert "rank 1" in err
+    assert not [p for p in ranks if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    last = checkpoint.load(str(tmp_path / "runs/run/checkpoints"), lambda name: True)
+    assert last.step % 5 == 0
+    assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_writes_a_checkpoint_first(number: signal.Signals, job, start, tmp_path: Path) -> None:
+    launcher = start(*DPIPE, "launch", str(job()))
+    wait_until(lambda: len(rows(tmp_path)) > 2, launcher)
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, err
+    assert "go on with --resume runs/run" in out
+    assert "loss" in (tmp_path / "runs/run/logs/rank-1.log").read_text()
+    last = int(rows(tmp_path)[-1]["step"])
+    assert checkpoints(tmp_path)[-1].name == f"step-{last + 1:08d}"
+
+
+def test_resumed_run_goes_on_as_if_it_had_never_stopped_on_other_stages(job, start, tmp_path: Path) -> None:
+    whole = start(*DPIPE, "launch", str(job(steps=9)))
+    _, err = whole.communicate(timeout=90)
+    assert whole.returncode == 0, err
+    shutil.copytree(tmp_path / "runs/run", tmp_path / "part")
+    shutil.rmtree(tmp_path / "part/checkpoints/step-00000009")
+    resumed = start(*DPIPE, "train", str(job(steps=9, stages=1)), "--resume", "part")
+    _, err = resumed.communicate(timeout=90)
+    assert resumed.returncode == 0, err
+    assert [r["loss"] for r in rows(tmp_path, "part")] == [r["loss"] for r in rows(tmp_path)]
+    assert len(rows(tmp_path)) == 9
+
+
+def test_torchrun_runs_the_same_program(job, start, tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run = start(*torchrun, "-m", "dpipe", "train", str(job(steps=3)))
+    _, err = run.communicate(timeout=110)
+    assert run.returncode == 0, err
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
+
+
+def test_mistake_writes_nothing_and_is_exit_code_2(job, start, tmp_path: Path) -> None:
+    run = start(*DPIPE, "launch", str(job()), "-o", "data.files=['nothing-*.txt']")
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert "nothing-*.txt" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["job.toml", "text.txt"]

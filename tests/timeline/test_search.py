@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.check import check, peak_in_flight
+from dpipe.schedule.generate import generate, least_in_flight
+from dpipe.timeline.search import search
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.topology import Link, Network
+
+FAST, SLOW = Network(default=Link(0.01, 100)), Network(default=Link(50, 1))
+
+
+def cost(num_stages: int) -> Cost:
+    return Cost.uniform(num_stages, forward_us=10_000, backward_us=20_000, message_bytes=1_000_000)
+
+
+def test_search_picks_zero_bubble_on_a_fast_network():
+    assert search(4, 16, cost(4), FAST).name.startswith("auto: zero-bubble in_flight=")
+
+
+def test_search_runs_deeper_on_a_slow_network():
+    fast, slow = (search(4, 32, cost(4), network) for network in (FAST, SLOW))
+    assert max(peak_in_flight(slow)) > max(peak_in_flight(fast))
+
+
+def test_search_is_deterministic():
+    assert search(4, 12, cost(4), SLOW, memory_limit=6) == search(4, 12, cost(4), SLOW, memory_limit=6)
+
+
+@pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+def test_search_is_never_slower_than_a_schedule_by_name(name, network):
+    found = simulate(search(4, 12, cost(4), network), cost(4), network).duration_us
+    assert (
+        found <= simulate(generate(name, 4, 12), cost(4), network).duration_us + 0.5
+    )  # it compares whole microseconds
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 10), st.integers(0, 20))
+def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
+    limit = least_in_flight(ranks, per_rank, microbatches) + more
+    stages = ranks * per_rank
+    found = search(stages, microbatches, cost(stages), SLOW, memory_limit=limit, stages_per_rank=per_rank)
+    check(found)
+    assert max(peak_in_flight(found)) <= limit
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_rank", "limit", "message"),
+    [
+        (4, 1, 0, "holds at most 0 activations a rank; raise the memory limit to 1$"),
+        (8, 2, 4, "raise the memory limit to 5, or put fewer stages on a rank"),
+    ],
+)
+def test_search_says_what_would_fit(stages, per_rank, limit, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(stages, 8, cost(stages), FAST, memory_limit=limit, stages_per_rank=per_rank)
+
+
+def test_search_refuses_sizes_that_make_no_sense():
+    with pytest.raises(ScheduleError, match="5 stages cannot be dealt out by 2 a rank"):
+        search(5, 8, cost(5), FAST, stages_per_rank=2)
