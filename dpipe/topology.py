@@ -260,10 +260,14 @@ def _number(table: dict[str, Any], key: str, where: str, default: float | None =
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
-    required = (_number(table, key, where) for key in ("delay_ms", "bandwidth_gbps"))
-    optional = (_number(table, key, where, default=0.0) for key in ("jitter_ms", "loss_percent"))
     window = None if table.get("window_bytes") is None else _number(table, "window_bytes", where)
-    return Link(*required, *optional, window)
+    return Link(
+        delay_ms=_number(table, "delay_ms", where),
+        bandwidth_gbps=_number(table, "bandwidth_gbps", where),
+        jitter_ms=_number(table, "jitter_ms", where, default=0.0),
+        loss_percent=_number(table, "loss_percent", where, default=0.0),
+        window_bytes=window,
+    )
 
 
 def _rank(table: dict[str, Any], key: str) -> int:

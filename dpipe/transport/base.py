@@ -47,5 +47,8 @@ class Transport(Protocol):
     def recv(self, like: TensorSpec, peer: int, tag: str) -> Pending[torch.Tensor]:
         """Expect the next tensor from `peer` and return at once."""
 
+    def fail(self, error: Exception) -> None:
+        """Every pending and later wait raises `error`; peers get `PeerLost`. Close all the same."""
+
     def close(self) -> None:
         """Close every link; peers that wait get `PeerLost` at once. Safe to call twice and from any thread."""
