@@ -300,12 +300,10 @@ def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage],
 
 def write_plan(blueprint: Blueprint, folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
-    found, network = blueprint.forecast, blueprint.config.predict.network
-    cost = found.cost
-    save_plan(
-        folder / "trace",
-        Plan(found.schedule, cost.activation_bytes, cost.gradient_bytes, cost.tied_bytes, network),
-    )
+    found, config = blueprint.forecast, blueprint.config
+    sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
+    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections)
+    save_plan(folder / "trace", plan)
 
 
 def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) -> None:

@@ -13,11 +13,13 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
+from dpipe.engine.forecast import assumed_network
 from dpipe.engine.placement import Placement
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
+from dpipe.transport.shaped import ShapedTransport
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
@@ -39,7 +41,7 @@ def joined(
     with ExitStack() as stack:
         node, timeouts = config.node, config.timeouts
         security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
-        transport = GrpcTransport(
+        links = GrpcTransport(
             place.rank,
             bind=node.bind,
             port=node.port,
@@ -51,11 +53,13 @@ def joined(
             connect_timeout_s=timeouts.connect,
             device=node.device,
         )
+        stack.callback(links.close)
+        transport = shaped(config, links)
         stack.callback(transport.close)
-        meeting = _join(config, place, security, transport.port, join_s or timeouts.join, stack)
+        meeting = _join(config, place, security, links.port, join_s or timeouts.join, stack)
         meeting.on_abort(transport.fail)
         try:
-            transport.connect(meeting.addresses, peers)
+            links.connect(meeting.addresses, peers)
             yield meeting, transport
         except RunAborted:
             raise
@@ -66,6 +70,14 @@ def joined(
             transport.fail(RunAborted("this rank failed"))
             raise
         meeting.leave()
+
+
+def shaped(config: Config, links: Transport) -> Transport:
+    """`links`, behind the network that `transport.shape` asks for."""
+    if config.transport.shape is None:
+        return links
+    network = assumed_network(config.transport.shape, config.transport.connections)
+    return ShapedTransport(links, network, transfer_timeout_s=config.timeouts.transfer)
 
 
 def _join(

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from dpipe.engine.forecast import assumed_network
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Network, load_network
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class Plan:
     gradient_bytes: tuple[int, ...]
     tied_bytes: int
     network: str | None
-
-    def load_network(self) -> Network:
-        return load_network(self.network) if self.network else Network()
+    connections: int = 1
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
@@ -73,6 +71,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "gradient_bytes": plan.gradient_bytes,
         "tied_bytes": plan.tied_bytes,
         "network": plan.network,
+        "connections": plan.connections,
     }
     (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
 
@@ -88,7 +87,7 @@ def load_plan(folder: Path) -> Plan:
         tied=table["tied"],
     )
     sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
-    return Plan(schedule, *sizes, table["network"])
+    return Plan(schedule, *sizes, table["network"], table["connections"])
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ def load_trace(run: Path) -> Trace:
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
     steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    return Trace(plan, steps, simulate(plan.schedule, cost, plan.load_network()))
+    network = assumed_network(plan.network, plan.connections)
+    return Trace(plan, steps, simulate(plan.schedule, cost, network))
 
 
 def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
