@@ -1,0 +1,275 @@
+"""Hosts as network namespaces round one router that shapes every link: real kernel TCP, on one machine.
+
+    dpipe-NAME-0         dpipe-NAME-router                     dpipe-NAME-1
+    10.K.0.1 on eth0 ──► port0 ─► shape0 (netem) ─ forward ─► port1 ─► eth0, 10.K.0.2
+
+What a host sends is shaped on its way into the router, as `tc` on its own interface would; a device to shape there is
+an ifb, to which the port's arrivals are redirected. Everything lives in the lab's own namespaces and one folder, so
+`down` needs no memory of what `up` did and can follow a crash.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from dpipe.topology import Link, Network, load_network
+from netem import measure, shell, tc
+from netem.measure import Host
+from netem.probe import Observed
+from netem.router import QUEUE_PACKETS, GuestRouter, NamespaceRouter, Router
+from netem.shell import NetemError
+
+ROUTERS = (NamespaceRouter.kind, GuestRouter.kind)
+STATE = Path("/run/dpipe-lab")
+MAX_HOSTS = 64
+_REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """A lab that is up. What its router does by itself was measured as it came up, between hosts 0 and 1."""
+
+    name: str
+    num_hosts: int
+    octet: int  # the K of 10.K.0.0
+    router_kind: str
+    own_delay_ms: float = 0.0
+    carries_gbps: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        return STATE / self.name
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [Host(f"dpipe-{self.name}-{i}", f"10.{self.octet}.0.{i + 1}") for i in range(self.num_hosts)]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [host.address for host in self.hosts]
+
+    @property
+    def gateway(self) -> str:
+        return f"10.{self.octet}.255.254"
+
+    @property
+    def router(self) -> Router:
+        namespace = f"dpipe-{self.name}-router"
+        if self.router_kind == NamespaceRouter.kind:
+            return NamespaceRouter(namespace)
+        return GuestRouter(namespace, self.folder)
+
+    def network(self) -> Network | None:
+        """The profile in force, or None where the links are unshaped."""
+        kept = sorted((self.folder / "profile").glob("*"))
+        return load_network(kept[0]) if kept else None
+
+
+def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str | None = None) -> Lab:
+    """Bring a lab up, measure what its router can do, and shape it. Without a profile it stays unshaped.
+
+    `router_kind` is chosen by what this kernel has unless given. Raises `NetemError` without root, where a lab of this
+    name is up already, or where the router does not come up; nothing is then left behind.
+    """
+    shell.require_root("a lab")
+    shell.require_programs("ip", "tc", "ping")
+    if not re.fullmatch(r"[a-z0-9]{1,16}", name):
+        raise NetemError(f"a lab's name is 1 to 16 small letters and digits, got {name!r}")
+    if not 2 <= num_hosts <= MAX_HOSTS:
+        raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
+    if profile is not None:
+        load_network(profile)  # a profile that cannot be read is refused before anything is made
+    octet = _free_octet()
+    STATE.mkdir(mode=0o700, exist_ok=True)
+    try:
+        (STATE / name).mkdir(mode=0o700)
+    except FileExistsError:
+        raise NetemError(f"lab {name!r} is up already: lab down --name {name}, or choose another --name") from None
+    try:
+        lab = Lab(name, num_hosts, octet, router_kind or _kernel_router(name))
+        _build(lab)
+        lab = _measure(lab)
+        if profile is not None:
+            set_profile(lab, profile)
+        _save(lab)
+    except BaseException:
+        down(name)
+        raise
+    return lab
+
+
+def set_profile(lab: Lab, profile: Path) -> None:
+    """Shape every link by another profile, under whatever runs in the lab."""
+    _shape(lab, load_network(profile))
+    shutil.rmtree(lab.folder / "profile", ignore_errors=True)
+    (lab.folder / "profile").mkdir()
+    shutil.copy(profile, lab.folder / "profile")  # under its own name, which may be the network's
+
+
+def load(name: str) -> Lab:
+    try:
+        return Lab(**json.loads((STATE / name / "lab.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise NetemError(f"no lab {name!r} is up; up are: {', '.join(names()) or 'none'}") from None
+
+
+def names() -> list[str]:
+    return sorted(path.name for path in STATE.glob("*") if path.is_dir())
+
+
+def down(name: str) -> bool:
+    """End every process of a lab and remove its namespaces and folder; false where there was nothing."""
+    shell.require_root("a lab")
+    namespaces = _namespaces(name)
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        # The router is a kernel with nothing to save, and hears no SIGTERM.
+        _end(namespaces, how)
+    for namespace in namespaces:
+        shell.run(["ip", "netns", "del", namespace])
+    existed = bool(namespaces) or (STATE / name).exists()
+    shutil.rmtree(STATE / name, ignore_errors=True)
+    return existed
+
+
+def execute(lab: Lab, host: int, command: Sequence[str]) -> None:
+    """Become `command` on a host: its exit status and its signals are this process's. Does not return."""
+    if not 0 <= host < lab.num_hosts:
+        raise NetemError(f"lab {lab.name!r} has hosts 0 to {lab.num_hosts - 1}, not {host}")
+    os.execvp("ip", lab.hosts[host].enter(command))  # noqa: S606, S607
+
+
+def warnings(lab: Lab, network: Network) -> list[str]:
+    """Where a profile asks more than the router was seen to do; results beyond that are the router's."""
+    links = [network.link(a, b) for a in range(lab.num_hosts) for b in range(lab.num_hosts) if a != b]
+    found = []
+    if (fastest := max(link.bandwidth_gbps for link in links)) > lab.carries_gbps:
+        found.append(f"a link asks {fastest:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all")
+    elif (together := _egress_gbps(lab, network)) > lab.carries_gbps:
+        found.append(
+            f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all"
+        )
+    if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
+        found.append(f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms")
+    return found
+
+
+def observe_ring(lab: Lab, network: Network, seconds: float = 1.5) -> dict[tuple[int, int], Observed]:
+    """What each host gets to the next one while all of them send."""
+    ring = {(i, (i + 1) % lab.num_hosts) for i in range(lab.num_hosts)}
+    links = {(lab.hosts[i], lab.hosts[j]): network.link(i, j) for i, j in ring}
+    seen = measure.observe_together(links, seconds)
+    return {(i, j): seen[lab.hosts[i], lab.hosts[j]] for i, j in sorted(ring)}
+
+
+def _egress_gbps(lab: Lab, network: Network) -> float:
+    peers = range(lab.num_hosts)
+    return sum(max(network.link(i, j).bandwidth_gbps for j in peers if j != i) for i in peers)
+
+
+def _free_octet() -> int:
+    taken = {load(name).octet for name in names() if (STATE / name / "lab.json").exists()}
+    return min(set(range(100, 100 + len(taken) + 1)) - taken)
+
+
+def _save(lab: Lab) -> None:
+    (lab.folder / "lab.json").write_text(json.dumps(asdict(lab)), encoding="utf-8")
+
+
+def _kernel_router(name: str) -> str:
+    """The kind of router this kernel allows, found by asking for a netem in a namespace made for it."""
+    namespace = f"dpipe-{name}-trial"
+    shell.run(["ip", "netns", "add", namespace])
+    try:
+        shell.run(["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", *tc.netem(_REFERENCE)])
+    except NetemError:
+        return GuestRouter.kind
+    finally:
+        shell.run(["ip", "netns", "del", namespace])
+    return NamespaceRouter.kind
+
+
+def _build(lab: Lab) -> None:
+    for host in lab.hosts:
+        shell.run(["ip", "netns", "add", host.namespace])
+    lab.router.start([host.namespace for host in lab.hosts])
+    lab.router.run(_router_script(lab))
+    for host in lab.hosts:
+        for words in (
+            "link set lo up",
+            f"link set eth0 txqueuelen {QUEUE_PACKETS} up",
+            f"address add {host.address}/32 dev eth0",
+            f"route add {lab.gateway} dev eth0 scope link src {host.address}",
+            f"route add default via {lab.gateway} src {host.address}",
+        ):
+            shell.run(["ip", "-n", host.namespace, *words.split()])
+
+
+def _router_script(lab: Lab) -> str:
+    """Forward between the ports; what comes in by one passes a device of its own that can be shaped."""
+    lines = [f"ip link set lo up; ip address add {lab.gateway}/32 dev lo; echo 1 >/proc/sys/net/ipv4/ip_forward"]
+    for i, address in enumerate(lab.addresses):
+        redirect = f"u32 match u32 0 0 action mirred egress redirect dev shape{i}"
+        lines += [
+            f"ip route add {address} dev port{i} src {lab.gateway}",
+            f"ip link add shape{i} type ifb",
+            f"ip link set shape{i} txqueuelen {QUEUE_PACKETS} up",
+            f"tc qdisc add dev port{i} clsact",
+            f"tc filter add dev port{i} ingress protocol ip prio 1 {redirect}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(lab: Lab, network: Network | None) -> None:
+    """Shape every host's egress, less the delay that the router has of its own."""
+    lines = []
+    for i in range(lab.num_hosts):
+        lines.append(" ".join(tc.clear_command(f"shape{i}")) + " 2>/dev/null || true")
+        if network is not None:
+            commands = tc.egress_commands(_less(network, lab.own_delay_ms), i, f"shape{i}", lab.addresses)
+            lines += [" ".join(command) for command in commands]
+    lab.router.run("\n".join(lines) + "\n")
+
+
+def _less(network: Network, delay_ms: float) -> Network:
+    def less(link: Link) -> Link:
+        left = max(0.0, link.delay_ms - delay_ms)
+        return replace(link, delay_ms=left, jitter_ms=min(left, link.jitter_ms))
+
+    links = {ends: less(link) for ends, link in network.links.items()}
+    return replace(network, default=less(network.default), links=links)
+
+
+def _measure(lab: Lab) -> Lab:
+    """What the router adds to a delay that is asked, and what it carries from one host to another unshaped."""
+    _shape(lab, Network("reference", _REFERENCE))
+    first, second = lab.hosts[:2]
+    own_delay_ms = max(0.0, measure.delay_ms(first, second) - _REFERENCE.delay_ms)
+    _shape(lab, None)
+    carried = measure.observe(first, second, _REFERENCE, seconds=1.0)
+    return replace(lab, own_delay_ms=own_delay_ms, carries_gbps=carried.bandwidth_gbps)
+
+
+def _namespaces(name: str) -> list[str]:
+    listed = shell.run(["ip", "netns", "list"]).split("\n")
+    return [word for line in listed for word in line.split()[:1] if word.startswith(f"dpipe-{name}-")]
+
+
+def _end(namespaces: Sequence[str], how: signal.Signals) -> None:
+    """Send a signal to every process in the namespaces until none is left, or for so long as it may take."""
+    deadline = time.monotonic() + (1.0 if how is signal.SIGTERM else _END_S)
+    while time.monotonic() < deadline:
+        pids = [int(pid) for space in namespaces for pid in shell.run(["ip", "netns", "pids", space]).split()]
+        if not pids:
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+        time.sleep(0.05)

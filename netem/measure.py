@@ -1,0 +1,87 @@
+"""What the links between the hosts of a lab give: `probe` run on the hosts themselves."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpipe.topology import Link
+from netem import probe
+from netem.probe import Observed
+from netem.shell import NetemError
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PROBE_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    namespace: str
+    address: str
+
+    def enter(self, command: Sequence[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+    @contextmanager
+    def program(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """One of our own commands on this host, ahead of the programs under test; killed at the end of the block."""
+        argv = self.enter(["nice", "-n", "-10", sys.executable, "-m", "netem", *words])
+        process = subprocess.Popen(argv, cwd=_ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def delay_ms(source: Host, target: Host) -> float:
+    """Half of the shortest round trip."""
+    round_trips, _ = probe.ping(target.address, count=30, interval_s=0.01, within=source.enter([]))
+    return min(round_trips) / 2
+
+
+def observe(source: Host, target: Host, link: Link, seconds: float = 1.5) -> Observed:
+    """What a link gives that is asked to be `link`."""
+    return observe_together({(source, target): link}, seconds)[source, target]
+
+
+def observe_together(
+    links: Mapping[tuple[Host, Host], Link], seconds: float = 1.5
+) -> dict[tuple[Host, Host], Observed]:
+    """What each link gives while all of them are used at once."""
+    with ExitStack() as stack:
+        _start_answering(stack, {target for _, target in links})
+        senders = {
+            (source, target): stack.enter_context(source.program("probe", target.address, *_words(link, seconds)))
+            for (source, target), link in links.items()
+        }
+        return {ends: _result(process) for ends, process in senders.items()}
+
+
+def _start_answering(stack: ExitStack, hosts: Iterable[Host]) -> None:
+    started = [stack.enter_context(host.program("answer")) for host in hosts]
+    for process in started:
+        assert process.stdout is not None
+        if not process.stdout.readline():  # a line once it listens; the end of the file if it cannot
+            raise NetemError(f"a host of the lab cannot answer: {_last_words(process)}")
+
+
+def _words(link: Link, seconds: float) -> list[str]:
+    pace = ["--seconds", str(seconds), "--interval", "0.01", "--json"]
+    return ["--gbps", str(link.bandwidth_gbps), *(["--jitter"] if link.jitter_ms else []), *pace]
+
+
+def _result(process: subprocess.Popen[str]) -> Observed:
+    try:
+        said, _ = process.communicate(timeout=_PROBE_S)
+        return Observed(**json.loads(said))
+    except (subprocess.TimeoutExpired, ValueError):
+        process.kill()
+        raise NetemError(f"a probe between hosts of the lab has failed: {_last_words(process)}") from None
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    return process.communicate()[1].strip() if process.stderr and not process.stderr.closed else "no more is known"

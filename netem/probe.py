@@ -1,0 +1,165 @@
+"""What a link gives, seen from its sender: round trips by `ping`, the rate by the bytes that TCP has acknowledged.
+
+    here                         there
+    observe(address) ─── ping ──►  (its kernel answers)
+             └───── n connections ►  answer(port): takes and throws away
+
+Only the sender measures, so the two clocks never meet.
+"""
+
+import math
+import re
+import selectors
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dpipe.topology import Link
+from netem import shell
+from netem.shell import NetemError
+
+PORT = 7990
+TOLERANCE = 0.10
+MAX_CONNECTIONS = 16
+_WINDOW_BYTES = 1 << 20  # what one connection can be counted on to keep under way
+_CHUNK = bytes(1 << 18)
+_SINK = bytearray(1 << 20)
+_HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IP, TCP and its timestamps: netem's rate counts them
+_TCP_INFO_MSS, _TCP_INFO_ACKED = 16, 120  # offsets in struct tcp_info, linux/tcp.h
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Round trips in milliseconds, the share of them lost, and gigabits a second on the wire, headers included."""
+
+    round_trip_ms: float
+    lost_percent: float
+    bandwidth_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a comparison."""
+
+    what: str
+    asked: float
+    observed: float
+
+    @property
+    def close(self) -> bool:
+        return abs(self.observed - self.asked) <= TOLERANCE * self.asked
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.close else "OFF"
+        return f"{self.what:<18} asked {self.asked:>9.3f}   observed {self.observed:>9.3f}   {verdict}"
+
+
+def compare(there: Link, back: Link, observed: Observed) -> list[Row]:
+    """Asked and observed, of a link and the way back. Not of loss: a few pings cannot judge it."""
+    return [
+        Row("round trip, ms", there.delay_ms + back.delay_ms, observed.round_trip_ms),
+        Row("rate, Gbit/s", there.bandwidth_gbps, observed.bandwidth_gbps),
+    ]
+
+
+def connections_for(bandwidth_gbps: float, round_trip_ms: float) -> int:
+    """Enough that no connection's window is the limit of a link."""
+    under_way = bandwidth_gbps * 1e9 / 8 * round_trip_ms * 1e-3
+    return min(MAX_CONNECTIONS, max(2, math.ceil(under_way / _WINDOW_BYTES)))
+
+
+def observe(
+    address: str, gbps: float, *, jitter: bool = False, port: int = PORT, seconds: float = 1.5, interval_s: float = 0.2
+) -> Observed:
+    """What the link to `address` gives, that is expected to carry `gbps`."""
+    round_trips, lost = ping(address, interval_s=interval_s)
+    # Without jitter a delay is a floor, and whatever a busy machine adds to it is the machine's.
+    round_trip = median(round_trips) if jitter else min(round_trips)
+    connections = connections_for(gbps, round_trip)
+    warm_up = 0.3 + 15 * round_trip * 1e-3  # a slow start's doublings
+    return Observed(round_trip, lost, rate_gbps(address, port, connections, warm_up, seconds))
+
+
+def ping(
+    address: str, count: int = 20, interval_s: float = 0.2, within: Sequence[str] = ()
+) -> tuple[list[float], float]:
+    """Round trips in milliseconds and the percentage that never came back. Raises `NetemError` where none did."""
+    shell.require_programs("ping")
+    argv = [*within, "ping", "-n", "-c", str(count), "-i", str(interval_s), "-W", "2", address]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30 + count * interval_s)
+    round_trips = parse_ping(done.stdout)
+    if not round_trips:
+        raise NetemError(f"{address} answers no ping: {(done.stderr or done.stdout).strip()}")
+    return round_trips, 100 * (count - len(round_trips)) / count
+
+
+def parse_ping(text: str) -> list[float]:
+    return [float(ms) for ms in re.findall(r"time=([\d.]+) ms", text)]
+
+
+def rate_gbps(address: str, port: int, connections: int, warm_up_s: float, seconds: float) -> float:
+    """Send for a while over several connections. Raises `NetemError` where nobody takes it."""
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(connections):
+            sockets.append(socket.create_connection((address, port), timeout=10))
+            sockets[-1].setblocking(False)
+        _send_until(sockets, time.monotonic() + warm_up_s)
+        start, before = time.monotonic(), _wire_bytes(sockets)
+        _send_until(sockets, start + seconds)
+        return (_wire_bytes(sockets) - before) * 8e-9 / (time.monotonic() - start)
+    except OSError as error:
+        raise NetemError(
+            f"nobody takes bytes at {address}:{port} ({error}); there, run: python -m netem answer"
+        ) from None
+    finally:
+        for connection in sockets:
+            connection.close()
+
+
+def _send_until(sockets: Sequence[socket.socket], deadline: float) -> None:
+    with selectors.DefaultSelector() as selector:
+        for connection in sockets:
+            selector.register(connection, selectors.EVENT_WRITE, connection)
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                key.data.send(_CHUNK)
+
+
+def _wire_bytes(sockets: Sequence[socket.socket]) -> float:
+    total = 0.0
+    for connection in sockets:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        (segment,) = struct.unpack_from("I", info, _TCP_INFO_MSS)
+        (acknowledged,) = struct.unpack_from("Q", info, _TCP_INFO_ACKED)
+        total += acknowledged * (segment + _HEADER_BYTES) / segment
+    return total
+
+
+def answer(port: int = PORT, idle_s: float = 600.0, ready: Callable[[], None] = lambda: None) -> None:
+    """Take bytes and throw them away, until nobody has come or sent for `idle_s`."""
+    listener = socket.create_server(("", port), backlog=64)
+    listener.setblocking(False)
+    with listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        ready()
+        while events := selector.select(idle_s):
+            for key, _ in events:
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    selector.register(connection, selectors.EVENT_READ, connection)
+                elif not _discard(key.data):
+                    selector.unregister(key.fileobj)
+                    key.data.close()
+
+
+def _discard(connection: socket.socket) -> bool:
+    """False at the end. MSG_TRUNC drops the bytes uncopied in the kernel, so the reader is never the limit."""
+    try:
+        return connection.recv_into(_SINK, 0, socket.MSG_TRUNC) > 0
+    except OSError:
+        return False

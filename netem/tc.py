@@ -1,0 +1,111 @@
+"""A node's share of a network profile, as `tc` commands. Pure: nothing is run here.
+
+    all links alike:                 links that differ by peer:
+
+    device ── netem                  device ── htb ── :1 the interface, at the fastest link's rate
+                                                       ├── :f   netem   every address that is not a peer's
+                                                       ├── :10  netem   node 0
+                                                       └── :12  netem   node 2
+
+What leaves the node is shaped, what arrives is not: each direction of a link is shaped once, by its sender. A node's
+links share its egress: `tc` shapes an interface, not a peer.
+"""
+
+import ipaddress
+import math
+from collections.abc import Sequence
+
+from dpipe.errors import ProfileError
+from dpipe.topology import Link, Network
+
+Argv = list[str]
+
+HANDLE = "d1be:"  # by which `apply` and `clear` know their own qdisc from another's
+NETEM_DEFAULT_LIMIT = 1000
+FULL_PACKET_BYTES = 1500
+_FIRST_PEER = 0x10
+_OTHERS = 0xF
+
+
+def egress_commands(network: Network, node: int, device: str, addresses: Sequence[str] = ()) -> list[Argv]:
+    """What shapes `device` as the interface of `node`; `addresses[i]` is the IP address of node i.
+
+    Raises `ProfileError` where the node's links differ and the addresses to tell them by are not given.
+    """
+    peers = {peer: network.link(node, peer) for peer in _peers(network, node, addresses)}
+    links = set(peers.values()) if addresses else {network.default, *peers.values()}
+    if len(links) == 1:
+        return [["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(links.pop())]]
+    if not addresses:
+        raise ProfileError(
+            f"profile {network.name!r} gives node {node} other links to nodes {', '.join(map(str, peers))}: "
+            f"tc tells peers apart by address; give the address of every node"
+        )
+    return _classes(device, network.default, {addresses[p]: (p, link) for p, link in peers.items()})
+
+
+def clear_command(device: str) -> Argv:
+    return ["tc", "qdisc", "del", "dev", device, "root"]
+
+
+def netem(link: Link) -> Argv:
+    """`netem limit 12500 delay 50ms loss 1% rate 1gbit`: one direction of one link."""
+    jitter = [f"{link.jitter_ms:g}ms"] if link.jitter_ms else []
+    loss = ["loss", f"{link.loss_percent:g}%"] if link.loss_percent else []
+    delay = ["delay", f"{link.delay_ms:g}ms", *jitter]
+    return ["netem", "limit", str(limit_packets(link)), *delay, *loss, "rate", _rate(link.bandwidth_gbps)]
+
+
+def limit_packets(link: Link) -> int:
+    """Packets that netem may hold: those under way, and a queue of one round trip's worth, all of full size."""
+    one_way_bytes = link.bandwidth_gbps * 1e9 / 8 * (link.delay_ms + link.jitter_ms) * 1e-3
+    return max(NETEM_DEFAULT_LIMIT, math.ceil(3 * one_way_bytes / FULL_PACKET_BYTES))
+
+
+def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
+    if not addresses:
+        return sorted(target for source, target in network.links if source == node)
+    if node >= len(addresses):
+        raise ProfileError(
+            f"node {node} has no address: {len(addresses)} are given, of nodes 0 to {len(addresses) - 1}"
+        )
+    return [peer for peer in range(len(addresses)) if peer != node]
+
+
+def _classes(device: str, default: Link, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
+    apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
+    leaves = {_OTHERS: default} | {_FIRST_PEER + peer: link for peer, link in apart.values()}
+    egress = max(link.bandwidth_gbps for link in leaves.values())
+    together = sum(link.bandwidth_gbps for link in leaves.values())
+    commands = [
+        ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, "htb", "default", f"{_OTHERS:x}"],
+        _htb_class(device, HANDLE, 1, egress, egress),
+    ]
+    for minor, link in leaves.items():
+        # The guaranteed rates add up to the interface's: htb lets a class below its own rate send unasked.
+        share = egress * link.bandwidth_gbps / together
+        commands.append(_htb_class(device, f"{HANDLE}1", minor, share, egress))
+        commands.append(["tc", "qdisc", "add", "dev", device, "parent", f"{HANDLE}{minor:x}", *netem(link)])
+    return commands + [_filter(device, address, _FIRST_PEER + peer) for address, (peer, _) in apart.items()]
+
+
+def _htb_class(device: str, parent: str, minor: int, rate_gbps: float, ceil_gbps: float) -> Argv:
+    # A burst of a millisecond, and of one coalesced packet at least: what a timer that comes late must catch up with.
+    burst = f"{max(65536, round(ceil_gbps * 1e9 / 8 * 1e-3))}b"
+    rates = ["rate", _rate(rate_gbps), "ceil", _rate(ceil_gbps), "burst", burst, "cburst", burst, "quantum", "60000"]
+    return ["tc", "class", "add", "dev", device, "parent", parent, "classid", f"{HANDLE}{minor:x}", "htb", *rates]
+
+
+def _filter(device: str, address: str, minor: int) -> Argv:
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        raise ProfileError(f"{address!r} is not an IP address; tc cannot tell peers apart by name") from None
+    # Filters of one priority share a protocol.
+    protocol, word, bits, priority = ("ip", "ip", 32, "1") if version == 4 else ("ipv6", "ip6", 128, "2")
+    match = ["u32", "match", word, "dst", f"{address}/{bits}", "flowid", f"{HANDLE}{minor:x}"]
+    return ["tc", "filter", "add", "dev", device, "parent", HANDLE, "protocol", protocol, "prio", priority, *match]
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:g}gbit"
