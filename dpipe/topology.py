@@ -104,6 +104,14 @@ class Network:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that several ranks compute on, with fewer `cores` than they would like to have."""
+
+    ranks: tuple[int, ...]
+    cores: int
+
+
 T = TypeVar("T")
 
 

@@ -6,6 +6,8 @@ train_rank     blueprint -> join -> open links -> stages, executor, update, trai
 
 import json
 import logging
+import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -40,6 +42,7 @@ from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
 
@@ -133,10 +136,10 @@ def run_rank(
             wants_stop = stack.enter_context(stop_on_signals())
             trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start)
             stopped = trainer.run()
-            meeting.barrier("trained", config.timeouts.transfer)
+            hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
             if config.run.trace_steps:
-                write_plan(blueprint, folder)
+                write_plan(blueprint, hosts, folder)
             finish(blueprint, folder, console or Console(), stopped)
 
 
@@ -298,11 +301,22 @@ def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage],
     update.restore(start.state, start.optimizer)
 
 
-def write_plan(blueprint: Blueprint, folder: Path) -> None:
+def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
+    here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
+    told = meeting.gather("trained", here).wait(config.timeouts.transfer)
+    machines = [tuple(json.loads(payload)) for payload in told]
+    ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
+    computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
+    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
+
+
+def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections)
+    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
     save_plan(folder / "trace", plan)
 
 

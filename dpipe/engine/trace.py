@@ -7,7 +7,7 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -18,6 +18,7 @@ from dpipe.schedule.plan import Schedule
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.topology import Host
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class StepSpans:
 @dataclass(frozen=True)
 class Plan:
     """What a prediction needs besides the costs: `activation_bytes[s]` and `gradient_bytes[s]` cross from stage s to
-    s + 1 and back, on the wire."""
+    s + 1 and back, on the wire. `hosts` are those that have fewer cores than ranks."""
 
     schedule: Schedule
     activation_bytes: tuple[int, ...]
@@ -39,11 +40,15 @@ class Plan:
     tied_bytes: int
     network: str | None
     connections: int = 1
+    hosts: tuple[Host, ...] = ()
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
     rows = [
-        {"step": s.step, "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes] for x in s.spans]}
+        {
+            "step": s.step,
+            "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes, x.cpu_us] for x in s.spans],
+        }
         for s in steps
     ]
     return json.dumps(rows).encode()
@@ -53,7 +58,7 @@ def load_steps(data: bytes, rank: int) -> list[StepSpans]:
     return [
         StepSpans(
             row["step"],
-            tuple(Span(rank, Lane(lane), parse_action(a), start, end, n) for lane, a, start, end, n in row["spans"]),
+            tuple(Span(rank, Lane(lane), parse_action(action), *numbers) for lane, action, *numbers in row["spans"]),
         )
         for row in json.loads(data)
     ]
@@ -72,6 +77,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "tied_bytes": plan.tied_bytes,
         "network": plan.network,
         "connections": plan.connections,
+        "hosts": [[host.ranks, host.cores] for host in plan.hosts],
     }
     (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
 
@@ -87,7 +93,8 @@ def load_plan(folder: Path) -> Plan:
         tied=table["tied"],
     )
     sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
-    return Plan(schedule, *sizes, table["network"], table["connections"])
+    hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
+    return Plan(schedule, *sizes, table["network"], table["connections"], hosts)
 
 
 @dataclass(frozen=True)
@@ -114,25 +121,27 @@ def load_trace(run: Path) -> Trace:
     steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
     network = assumed_network(plan.network, plan.connections)
-    return Trace(plan, steps, simulate(plan.schedule, cost, network))
+    return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts))
 
 
 def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
-    moved = (Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans)
+    moved = (replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
     return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
     """The mean cost of each stage's actions as measured; what a schedule does not use is left at zero.
 
-    The mean, because ranks that share cores take turns: what one action is held up by another rank is part of its cost.
+    Of ranks that share a host's cores it is processor time: the simulator shares the cores out itself.
     """
+    sharing = {rank for host in plan.hosts for rank in host.ranks}
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
-            durations.setdefault((span.action.stage, span.action.op), []).append(span.duration_us)
+            took_us = span.cpu_us if span.rank in sharing else span.duration_us
+            durations.setdefault((span.action.stage, span.action.op), []).append(took_us)
 
     def of(op: Op) -> tuple[float, ...]:
         return tuple(mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))

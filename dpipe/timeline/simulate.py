@@ -7,6 +7,7 @@ The model, event by event:
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
 - A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
 - Receiving costs the receiver nothing, and a message does not wait for its receive to be posted.
+- Ranks have a processor each, unless they share a host's cores; then they share them fairly.
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
             send         [0SEND_F0]                 recv        :[1RECV_F0]
@@ -14,7 +15,7 @@ The model, event by event:
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Self, assert_never
@@ -26,7 +27,7 @@ from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Egress, Network, Sent
+from dpipe.topology import Egress, Host, Network, Sent
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,14 @@ class Cost:
         assert_never(action.op)
 
 
-def simulate(schedule: Schedule, cost: Cost, network: Network) -> Timeline:
+def simulate(schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
+
+    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to oneself.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    return Simulation(schedule if schedule.lowered else lower(schedule), cost, network).run()
+    return Simulation(schedule if schedule.lowered else lower(schedule), cost, network, hosts).run()
 
 
 class _Clock:
@@ -149,7 +152,7 @@ class _Clock:
 class Simulation:
     """The ranks and their links while a schedule unfolds; makes the spans."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, network: Network) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> None:
         if schedule.num_stages != cost.num_stages:
             raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
         self.schedule, self.cost, self.network = schedule, cost, network
@@ -160,6 +163,7 @@ class Simulation:
         self.position = [0 for _ in ranks]
         self.idle_since: list[float | None] = [0.0 for _ in ranks]  # None while the rank computes
         self.senders = [_Sender(self, rank) for rank in ranks]
+        self.cores = {rank: cores for host in hosts for cores in [_Cores(self.clock, host)] for rank in host.ranks}
 
     def run(self) -> Timeline:
         for rank in range(self.schedule.num_ranks):
@@ -211,7 +215,49 @@ class Simulation:
                 self.idle_since[rank] = self.clock.now_us
             self.finish(rank, lane, action, start)
 
-        self.clock.at(start + self.cost.duration_us(action), over)
+        if rank in self.cores and lane != Lane.REDUCE:
+            self.cores[rank].run(rank, self.cost.duration_us(action), over)
+        else:
+            self.clock.at(start + self.cost.duration_us(action), over)
+
+
+class _Cores:
+    """The cores of one host: as many ranks as there are cores compute at full speed, more of them share it."""
+
+    def __init__(self, clock: _Clock, host: Host) -> None:
+        self._clock, self._cores = clock, host.cores
+        self._running: dict[int, tuple[float, Callable[[], None]]] = {}  # by rank: microseconds left on a whole core
+        self._since_us = 0.0
+        self._plans = 0  # as in `_Sender`
+
+    def run(self, rank: int, duration_us: float, over: Callable[[], None]) -> None:
+        self._progress()
+        self._running[rank] = duration_us, over
+        self._plan()
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / max(1, len(self._running)))
+
+    def _progress(self) -> None:
+        done_us = (self._clock.now_us - self._since_us) * self._speed
+        self._running = {rank: (left - done_us, over) for rank, (left, over) in self._running.items()}
+        self._since_us = self._clock.now_us
+
+    def _plan(self) -> None:
+        self._plans += 1
+        if self._running:
+            plan, left_us = self._plans, min(left for left, _ in self._running.values())
+            self._clock.at(self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan))
+
+    def _complete(self, plan: int) -> None:
+        if plan != self._plans:
+            return
+        self._progress()
+        rank = min(self._running, key=lambda rank: self._running[rank][0])
+        _, over = self._running.pop(rank)
+        self._plan()
+        over()
 
 
 class _Sender:

@@ -4,7 +4,15 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config, build
-from dpipe.engine.forecast import LayerCosts, forecast, forecast_text, gpt_costs, stage_cost, vocabulary
+from dpipe.engine.forecast import (
+    LayerCosts,
+    assumed_network,
+    forecast,
+    forecast_text,
+    gpt_costs,
+    stage_cost,
+    vocabulary,
+)
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.topology import Link, Network
 
@@ -87,3 +95,9 @@ def test_text_and_json_tell_the_same(tmp_path: Path) -> None:
     text = forecast_text(str(path), (), None, as_json=False)
     assert f"{row['step_s']:.4f} s, assuming 20 GFLOP/s a rank" in text
     assert "peak in flight  2 1 micro-batches" in text
+
+
+def test_network_is_loopback_unless_a_profile_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
+    assert assumed_network(str(tmp_path / "slow.toml"), 1).link(0, 1).delay_ms == 50
+    assert assumed_network(None, 1).name == "loopback"

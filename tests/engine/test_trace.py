@@ -7,9 +7,11 @@ from dpipe.schedule.action import parse_action
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.topology import Host
 
 SCHEDULE = lower(generate("1f1b", 2, 2))
 PLAN = Plan(SCHEDULE, (1000,), (1000,), 0, None)
+CROWDED = Plan(SCHEDULE, (1000,), (1000,), 0, "slow.toml", 2, (Host((0, 1), cores=1),))
 
 
 def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = Lane.COMPUTE) -> Span:
@@ -21,9 +23,10 @@ def test_spans_survive_the_upload() -> None:
     assert load_steps(dump_steps([step]), rank=1) == [step]
 
 
-def test_plan_survives_its_file(tmp_path: Path) -> None:
-    save_plan(tmp_path, PLAN)
-    assert load_plan(tmp_path) == PLAN
+@pytest.mark.parametrize("plan", [PLAN, CROWDED])
+def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
+    save_plan(tmp_path, plan)
+    assert load_plan(tmp_path) == plan
 
 
 def test_cost_is_the_mean_of_what_was_measured() -> None:
@@ -33,8 +36,8 @@ def test_cost_is_the_mean_of_what_was_measured() -> None:
     assert cost.backward_us == (0.0, 50.0)
 
 
-def test_network_of_a_plan_is_read_from_its_profile(tmp_path: Path) -> None:
-    (tmp_path / "slow.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
-    plan = Plan(SCHEDULE, (1000,), (1000,), 0, str(tmp_path / "slow.toml"))
-    assert plan.load_network().link(0, 1).delay_ms == 50
-    assert PLAN.load_network().link(0, 1).delay_ms == pytest.approx(0.1)
+def test_cost_of_ranks_that_share_cores_is_processor_time() -> None:
+    slow = Span(0, Lane.COMPUTE, parse_action("0F0"), 0, 30, cpu_us=10.0)
+    steps = [Timeline(2, (slow,))]
+    assert measured_cost(CROWDED, steps).forward_us == (10.0, 0.0)
+    assert measured_cost(PLAN, steps).forward_us == (30.0, 0.0)
