@@ -25,7 +25,7 @@ from dpipe.engine.blueprint import Blueprint, draft, measure_layers
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
-from dpipe.engine.folder import logging_to, open_folder
+from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined
@@ -130,6 +130,7 @@ def run_rank(
         with ExitStack() as stack:
             metrics = None
             if place.rank == 0:
+                save_configuration(folder, config)
                 show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
@@ -257,10 +258,6 @@ def tied_weights(
 def feed_of(blueprint: Blueprint) -> TextFeed:
     assert blueprint.corpus is not None
     return TextFeed(blueprint.corpus, blueprint.config.train, blueprint.config.model.context)
-
-
-def checkpoint_url(config: Config) -> str:
-    return config.run.checkpoint_url or str(Path(config.run.folder) / "checkpoints")
 
 
 def find_start(

@@ -6,29 +6,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dpipe.config import Config, build
+from dpipe.config import Config
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import make_model, read_text
 from dpipe.engine.data import Corpus
+from dpipe.engine.folder import checkpoint_url, load_configuration
 from dpipe.errors import CheckpointError
 from dpipe.stage.model import materialise
 
 
 def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
     """Continue `prompt` with the newest checkpoint of `run`."""
-    url = str(run / "checkpoints")
-    config = configuration_of(url)
-    return sample(config, read_text(config), config.run.checkpoint_url or url, prompt, tokens, temperature, seed)
-
-
-def configuration_of(url: str) -> Config:
-    """The configuration that a checkpoint was trained with."""
-    state = checkpoint.load(url, ()).state
-    table: dict[str, dict[str, object]] = {}
-    for name, value in state["configuration"].items():
-        section, _, key = name.partition(".")
-        table.setdefault(section, {})[key] = value
-    return build(table)
+    config = load_configuration(run)
+    return sample(config, read_text(config), checkpoint_url(config, run), prompt, tokens, temperature, seed)
 
 
 def sample(

@@ -213,6 +213,19 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
     assert len(text) > len("The quick")
 
 
+def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
+
+
+def test_checkpoints_may_go_to_any_url(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    whole = losses(tiny(train__decay="none", train__steps=5, run__folder=str(tmp_path / "whole")))
+    away = {"run__checkpoint_url": f"memory://{tmp_path.name}", "train__decay": "none"}
+    losses(tiny(**away, pipeline__stages=2))
+    assert losses(tiny(**away, train__steps=5), resume=True) == whole
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
 def test_trace_has_every_rank_and_the_prediction(tiny: Make, losses: Losses) -> None:
     config = tiny(pipeline__stages=2)
     losses(config)
