@@ -27,7 +27,7 @@ from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage
-from dpipe.engine.generate import sample
+from dpipe.engine.generate import fill, sample
 from dpipe.engine.join import joined
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
@@ -291,10 +291,8 @@ def agreed_start(
 
 
 def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:
-    with torch.no_grad():
-        for stage in stages.values():
-            for name, parameter in stage.named_parameters():
-                parameter.copy_(start.tensors[name])
+    for stage in stages.values():
+        fill(stage.named_parameters(), start)
     update.restore(start.state, start.optimizer)
 
 

@@ -1,6 +1,6 @@
 """Text from a checkpoint: all layers in this process, one token at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,22 +25,32 @@ def sample(
     config: Config, corpus: Corpus, url: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """`prompt` and what the model makes of it. Temperature 0 takes the likeliest token each time."""
-    layers = load_all_layers(config, corpus, url)
+    layers = load_all_layers(config, url)
     ids = corpus.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
     return corpus.decode(continue_ids(layers, ids, num_tokens, config.model.context, temperature, seed))
 
 
-def load_all_layers(config: Config, corpus: Corpus, url: str) -> list[nn.Module]:
-    model = make_model(config, corpus)
+def load_all_layers(config: Config, url: str) -> list[nn.Module]:
+    model = make_model(config)
     layers = [materialise(model, index, config.train.seed, "cpu").eval() for index in range(len(model.layers))]
     named = {f"layers.{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
     loaded = checkpoint.load(url, named)
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(loaded.tensors[name])
+    fill(named.items(), loaded)
     return layers
+
+
+@torch.no_grad()
+def fill(named: Iterable[tuple[str, nn.Parameter]], loaded: checkpoint.Loaded) -> None:
+    """Copy the checkpoint's values into the parameters; raises `CheckpointError` where one has another shape."""
+    for name, parameter in named:
+        saved = loaded.tensors[name]
+        if saved.shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} is {list(saved.shape)} in the checkpoint and {list(parameter.shape)} here; check [model]"
+            )
+        parameter.copy_(saved)
 
 
 @torch.no_grad()

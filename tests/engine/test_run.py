@@ -114,6 +114,13 @@ def test_device_that_is_not_here_is_refused(device: str, message: str, tiny: Mak
     assert message in str(error)
 
 
+def test_fewer_layers_than_stages_are_refused_before_anything_is_written(tiny: Make, run_ranks: Run) -> None:
+    config = tiny(pipeline__stages=5, timeouts__join=2)
+    assert all("4 layers cannot make 5 stages" in str(error) for error in run_ranks(config))
+    assert not Path(config.data.cache).exists()
+    assert not Path(config.run.folder).exists()
+
+
 def test_vocabulary_smaller_than_the_tokenizers_is_refused(tiny: Make, run_ranks: Run) -> None:
     (error,) = run_ranks(tiny(model__vocab_size=100))
     assert isinstance(error, DataError)
@@ -216,6 +223,13 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder of a run"):
         generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
+
+
+def test_checkpoint_of_a_model_of_another_width_is_refused(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    losses(tiny())
+    (error,) = run_ranks(tiny(model__width=8, train__steps=5), resume=True)
+    assert isinstance(error, CheckpointError)
+    assert "in the checkpoint and" in str(error)
 
 
 def test_checkpoints_may_go_to_any_url(tiny: Make, losses: Losses, tmp_path: Path) -> None:
