@@ -103,12 +103,7 @@ class GuestRouter:
         path = self.folder / f"script-{time.monotonic_ns()}"
         path.write_text(script, encoding="utf-8")
         offset = self._console.stat().st_size
-        try:
-            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise NetemError(f"the lab's router has ended ({error}); take the lab down and up again") from None
-        with open(pipe, "w", encoding="utf-8") as guest:
-            guest.write(f"{path}\n")
+        self._tell(f"{path}\n")
         return self._await(path.name, offset, SCRIPT_S)
 
     @property
@@ -141,6 +136,15 @@ class GuestRouter:
             )
         self._await("init", 0, BOOT_S)
 
+    def _tell(self, line: str) -> None:
+        """Write to the guest. Raises `NetemError` where nobody reads any more."""
+        try:
+            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise NetemError(f"the lab's router has ended ({error}); take the lab down and up again") from None
+        with open(pipe, "w", encoding="utf-8") as guest:
+            guest.write(line)
+
     def _await(self, name: str, offset: int, timeout_s: float) -> str:
         """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is not 0."""
         deadline = time.monotonic() + timeout_s
@@ -151,5 +155,6 @@ class GuestRouter:
                 if (status := after.split()[0]) != "0":
                     raise NetemError(f"the router's kernel refused ({status}):\n{before.strip()}")
                 return before
+            self._tell("")  # it may have ended meanwhile
             time.sleep(0.02)
         raise NetemError(f"the router has not answered within {timeout_s:g} s; its console: {self._console}")
