@@ -30,7 +30,6 @@ ROUTERS = (NamespaceRouter.kind, GuestRouter.kind)
 STATE = Path("/run/dpipe-lab")
 MAX_HOSTS = 64
 _REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
-_END_S = 10.0
 _FULL_FRAME_BYTES = 1514
 
 
@@ -133,9 +132,7 @@ def down(name: str) -> bool:
     """End every process of a lab and remove its namespaces and folder; false where there was nothing."""
     shell.require_root("a lab")
     folder, namespaces = _folder(name), _namespaces(name)
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        # The router is a kernel with nothing to save, and hears no SIGTERM.
-        _end(namespaces, how)
+    _end(namespaces)
     for namespace in namespaces:
         shell.run(["ip", "netns", "del", namespace])
     existed = bool(namespaces) or folder.exists()
@@ -275,14 +272,18 @@ def _namespaces(name: str) -> list[str]:
     return [word for line in listed for word in line.split()[:1] if word.startswith(f"dpipe-{name}-")]
 
 
-def _end(namespaces: Sequence[str], how: signal.Signals) -> None:
-    """Send a signal to every process in the namespaces until none is left, or for so long as it may take."""
-    deadline = time.monotonic() + (1.0 if how is signal.SIGTERM else _END_S)
-    while time.monotonic() < deadline:
-        pids = [int(pid) for space in namespaces for pid in shell.run(["ip", "netns", "pids", space]).split()]
-        if not pids:
-            return
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, how)
-        time.sleep(0.05)
+def _end(namespaces: Sequence[str]) -> None:
+    """Ask every process in the namespaces to end, then make it; each is told once."""
+    for how, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
+        told: set[int] = set()
+        deadline = time.monotonic() + patience_s
+        while (pids := _processes(namespaces)) and time.monotonic() < deadline:
+            for pid in pids - told:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
+            told |= pids
+            time.sleep(0.05)
+
+
+def _processes(namespaces: Sequence[str]) -> set[int]:
+    return {int(pid) for namespace in namespaces for pid in shell.run(["ip", "netns", "pids", namespace]).split()}

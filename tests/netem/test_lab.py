@@ -166,6 +166,15 @@ def test_kernel_without_netem_says_so(lab, profile):
         assert "this kernel lacks a module (sch_netem" in done.stderr
 
 
+def test_verify_of_an_unshaped_lab_is_refused(lab, monkeypatch):
+    monkeypatch.setattr(Lab, "network", lambda lab: None)
+    seen = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
+    assert (seen.exit_code, seen.output) == (
+        2,
+        f"netem: lab '{NAME}' is unshaped: there is nothing to hold it against; lab set PROFILE first\n",
+    )
+
+
 def test_name_that_is_up_is_refused_and_stays_up(lab):
     with pytest.raises(NetemError, match=f"lab '{NAME}' is up already: lab down --name {NAME}"):
         labs.up(NAME, num_hosts=2)
@@ -177,26 +186,51 @@ def test_router_that_refuses_says_what(lab):
         lab.router.run("ip link set port9 up")
 
 
-def test_second_lab_comes_up_beside_the_first_and_is_gone_after_a_crash(lab):
-    other = labs.up(OTHER, num_hosts=2)
-    assert not set(other.addresses) & set(lab.addresses)
-    assert measure.delay_ms(*other.hosts) < 1000
-    for pid in shell.run(["ip", "netns", "pids", f"dpipe-{OTHER}-router"]).split():
-        os.kill(int(pid), 9)
-    if other.router_kind == "guest":
-        with pytest.raises(NetemError, match="router has ended .*; take the lab down and up again"):
-            other.router.run("true")
-    assert labs.down(OTHER)
+@pytest.fixture
+def other() -> Iterator[str]:
+    """The name of a second lab, of which nothing is left."""
+    yield OTHER
+    labs.down(OTHER)
     assert left_of(OTHER) == []
-    assert not labs.down(OTHER)
+
+
+def test_second_lab_comes_up_beside_the_first_and_goes_alone(lab, other):
+    second = labs.up(other, num_hosts=2)
+    assert not set(second.addresses) & set(lab.addresses)
+    assert measure.delay_ms(*second.hosts) < 1000
+    sleeper = subprocess.Popen(second.hosts[0].enter(["sleep", "600"]))
+    assert labs.down(other)
+    assert sleeper.wait(10) != 0  # what ran on a host has ended with it
+    assert left_of(other) == []
+    assert not labs.down(other)
     assert measure.delay_ms(*lab.hosts[:2]) < 1000
 
 
-def test_lab_that_does_not_come_up_leaves_nothing(possible, monkeypatch):
+def test_crashed_router_is_noticed_and_leaves_nothing(possible, other, monkeypatch):
+    monkeypatch.setattr(labs, "_measure", lambda lab: lab)
+    second = labs.up(other, num_hosts=2, router_kind="guest")
+    for pid in shell.run(["ip", "netns", "pids", f"dpipe-{other}-router"]).split():
+        os.kill(int(pid), 9)
+    with pytest.raises(NetemError, match="router has ended .*; take the lab down and up again"):
+        second.router.run("sleep 1")
+    assert labs.down(other)
+    assert left_of(other) == []
+
+
+def test_lab_that_does_not_come_up_leaves_nothing(possible, other, monkeypatch):
     def interrupt(lab: Lab) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(labs, "_measure", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        labs.up(OTHER, num_hosts=2)
-    assert left_of(OTHER) == []
+        labs.up(other, num_hosts=2)
+    assert left_of(other) == []
+
+
+def test_namespace_routes_between_hosts(possible, other, monkeypatch):
+    """All but the shaping, which the running kernel may lack."""
+    monkeypatch.setattr(labs, "_measure", lambda lab: lab)
+    routed = labs.up(other, num_hosts=2, router_kind="namespace")
+    assert measure.delay_ms(*routed.hosts) < 1000
+    with pytest.raises(NetemError, match="port9"):
+        routed.router.run("ip link set port9 up")
