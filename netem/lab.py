@@ -30,7 +30,7 @@ ROUTERS = (NamespaceRouter.kind, GuestRouter.kind)
 STATE = Path("/run/dpipe-lab")
 MAX_HOSTS = 64
 _REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
-_END_S = 10.0
+_FULL_FRAME_BYTES = 1514
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class Lab:
     octet: int  # the K of 10.K.0.0
     router_kind: str
     own_delay_ms: float = 0.0
-    carries_gbps: float = 0.0
+    carries_gbps: float = 0.0  # over a few unshaped connections, whose packets TCP coalesces up to 64 KiB
+    carries_packets: float = 0.0  # a second, of full size; what many slow connections come down to
 
     @property
     def folder(self) -> Path:
-        return STATE / self.name
+        return _folder(self.name)
 
     @property
     def hosts(self) -> list[Host]:
@@ -81,8 +82,7 @@ def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str 
     """
     shell.require_root("a lab")
     shell.require_programs("ip", "tc", "ping")
-    if not re.fullmatch(r"[a-z0-9]{1,16}", name):
-        raise NetemError(f"a lab's name is 1 to 16 small letters and digits, got {name!r}")
+    folder = _folder(name)
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
     if profile is not None:
@@ -90,7 +90,7 @@ def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str 
     octet = _free_octet()
     STATE.mkdir(mode=0o700, exist_ok=True)
     try:
-        (STATE / name).mkdir(mode=0o700)
+        folder.mkdir(mode=0o700)
     except FileExistsError:
         raise NetemError(f"lab {name!r} is up already: lab down --name {name}, or choose another --name") from None
     try:
@@ -115,9 +115,12 @@ def set_profile(lab: Lab, profile: Path) -> None:
 
 
 def load(name: str) -> Lab:
+    shell.require_root("a lab")
     try:
-        return Lab(**json.loads((STATE / name / "lab.json").read_text(encoding="utf-8")))
+        return Lab(**json.loads((_folder(name) / "lab.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
+        if name in names():
+            raise NetemError(f"lab {name!r} never came up whole: lab down --name {name}, then up again") from None
         raise NetemError(f"no lab {name!r} is up; up are: {', '.join(names()) or 'none'}") from None
 
 
@@ -128,14 +131,12 @@ def names() -> list[str]:
 def down(name: str) -> bool:
     """End every process of a lab and remove its namespaces and folder; false where there was nothing."""
     shell.require_root("a lab")
-    namespaces = _namespaces(name)
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        # The router is a kernel with nothing to save, and hears no SIGTERM.
-        _end(namespaces, how)
+    folder, namespaces = _folder(name), _namespaces(name)
+    _end(namespaces)
     for namespace in namespaces:
         shell.run(["ip", "netns", "del", namespace])
-    existed = bool(namespaces) or (STATE / name).exists()
-    shutil.rmtree(STATE / name, ignore_errors=True)
+    existed = bool(namespaces) or folder.exists()
+    shutil.rmtree(folder, ignore_errors=True)
     return existed
 
 
@@ -152,9 +153,10 @@ def warnings(lab: Lab, network: Network) -> list[str]:
     found = []
     if (fastest := max(link.bandwidth_gbps for link in links)) > lab.carries_gbps:
         found.append(f"a link asks {fastest:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all")
-    elif (together := _egress_gbps(lab, network)) > lab.carries_gbps:
+    elif (together := _egress_gbps(lab, network)) > (small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9):
         found.append(
-            f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all"
+            f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all, "
+            f"and {small:.2g} where TCP coalesces no packets, as over many slow connections"
         )
     if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
         found.append(f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms")
@@ -177,6 +179,13 @@ def _egress_gbps(lab: Lab, network: Network) -> float:
 def _free_octet() -> int:
     taken = {load(name).octet for name in names() if (STATE / name / "lab.json").exists()}
     return min(set(range(100, 100 + len(taken) + 1)) - taken)
+
+
+def _folder(name: str) -> Path:
+    # No hyphen: the namespaces of lab `a` are found by the prefix dpipe-a-.
+    if not re.fullmatch(r"[a-z0-9]{1,16}", name):
+        raise NetemError(f"a lab's name is 1 to 16 small letters and digits, got {name!r}")
+    return STATE / name
 
 
 def _save(lab: Lab) -> None:
@@ -254,7 +263,8 @@ def _measure(lab: Lab) -> Lab:
     own_delay_ms = max(0.0, measure.delay_ms(first, second) - _REFERENCE.delay_ms)
     _shape(lab, None)
     carried = measure.observe(first, second, _REFERENCE, seconds=1.0)
-    return replace(lab, own_delay_ms=own_delay_ms, carries_gbps=carried.bandwidth_gbps)
+    packets = measure.packets_per_second(first, second)
+    return replace(lab, own_delay_ms=own_delay_ms, carries_gbps=carried.bandwidth_gbps, carries_packets=packets)
 
 
 def _namespaces(name: str) -> list[str]:
@@ -262,14 +272,18 @@ def _namespaces(name: str) -> list[str]:
     return [word for line in listed for word in line.split()[:1] if word.startswith(f"dpipe-{name}-")]
 
 
-def _end(namespaces: Sequence[str], how: signal.Signals) -> None:
-    """Send a signal to every process in the namespaces until none is left, or for so long as it may take."""
-    deadline = time.monotonic() + (1.0 if how is signal.SIGTERM else _END_S)
-    while time.monotonic() < deadline:
-        pids = [int(pid) for space in namespaces for pid in shell.run(["ip", "netns", "pids", space]).split()]
-        if not pids:
-            return
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, how)
-        time.sleep(0.05)
+def _end(namespaces: Sequence[str]) -> None:
+    """Ask every process in the namespaces to end, then make it; each is told once."""
+    for how, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
+        told: set[int] = set()
+        deadline = time.monotonic() + patience_s
+        while (pids := _processes(namespaces)) and time.monotonic() < deadline:
+            for pid in pids - told:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
+            told |= pids
+            time.sleep(0.05)
+
+
+def _processes(namespaces: Sequence[str]) -> set[int]:
+    return {int(pid) for namespace in namespaces for pid in shell.run(["ip", "netns", "pids", namespace]).split()}

@@ -1,6 +1,7 @@
 """What the links between the hosts of a lab give: `probe` run on the hosts themselves."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpipe.topology import Link
-from netem import probe
+from netem import probe, shell
 from netem.probe import Observed
 from netem.shell import NetemError
 
@@ -41,6 +42,14 @@ def delay_ms(source: Host, target: Host) -> float:
     """Half of the shortest round trip."""
     round_trips, _ = probe.ping(target.address, count=30, interval_s=0.01, within=source.enter([]))
     return min(round_trips) / 2
+
+
+def packets_per_second(source: Host, target: Host) -> float:
+    """Packets of full size that pass the router in a second, there and back, by a flood of pings."""
+    flood = ["ping", "-q", "-f", "-l", "500", "-s", "1400", "-w", "1", target.address]
+    received = re.search(r"(\d+) received.* time (\d+)ms", shell.run(source.enter(flood)))
+    assert received is not None
+    return 2 * int(received[1]) / (int(received[2]) * 1e-3)
 
 
 def observe(source: Host, target: Host, link: Link, seconds: float = 1.5) -> Observed:

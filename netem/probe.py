@@ -106,8 +106,7 @@ def rate_gbps(address: str, port: int, connections: int, warm_up_s: float, secon
     sockets: list[socket.socket] = []
     try:
         for _ in range(connections):
-            sockets.append(socket.create_connection((address, port), timeout=10))
-            sockets[-1].setblocking(False)
+            sockets.append(_connect(address, port))
         _send_until(sockets, time.monotonic() + warm_up_s)
         start, before = time.monotonic(), _wire_bytes(sockets)
         _send_until(sockets, start + seconds)
@@ -119,6 +118,14 @@ def rate_gbps(address: str, port: int, connections: int, warm_up_s: float, secon
     finally:
         for connection in sockets:
             connection.close()
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=10)
+    # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a long fat link.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    connection.setblocking(False)
+    return connection
 
 
 def _send_until(sockets: Sequence[socket.socket], deadline: float) -> None:

@@ -57,8 +57,8 @@ class Router(Protocol):
     def start(self, hosts: Sequence[str]) -> None:
         """Come up, with `port<i>` linked to the device `eth0` of the namespace hosts[i]."""
 
-    def run(self, script: str) -> None:
-        """Run a shell script beside the ports. Raises `NetemError` with its output where a command fails."""
+    def run(self, script: str) -> str:
+        """What a shell script prints beside the ports. Raises `NetemError` with that where a command fails."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class NamespaceRouter:
             shell.run(["ip", "-n", self.namespace, "link", "add", f"port{i}", "type", "veth", *peer])
             shell.run(["ip", "-n", self.namespace, "link", "set", f"port{i}", "up"])
 
-    def run(self, script: str) -> None:
-        shell.run(["ip", "netns", "exec", self.namespace, "sh", "-ec", script], timeout_s=SCRIPT_S)
+    def run(self, script: str) -> str:
+        return shell.run(["ip", "netns", "exec", self.namespace, "sh", "-ec", script], timeout_s=SCRIPT_S)
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,13 @@ class GuestRouter:
         for i, host in enumerate(hosts):
             shell.run(["ip", "-n", self.namespace, "link", "set", f"port{i}", "netns", host, "name", "eth0"])
 
-    def run(self, script: str) -> None:
+    def run(self, script: str) -> str:
         # A name of its own each time: hostfs in the guest may remember what an older file held.
         path = self.folder / f"script-{time.monotonic_ns()}"
         path.write_text(script, encoding="utf-8")
         offset = self._console.stat().st_size
-        try:
-            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise NetemError(f"the lab's router has ended ({error}); take the lab down and up again") from None
-        with open(pipe, "w", encoding="utf-8") as guest:
-            guest.write(f"{path}\n")
-        self._await(path.name, offset, SCRIPT_S)
+        self._tell(f"{path}\n")
+        return self._await(path.name, offset, SCRIPT_S)
 
     @property
     def _console(self) -> Path:
@@ -141,8 +136,17 @@ class GuestRouter:
             )
         self._await("init", 0, BOOT_S)
 
-    def _await(self, name: str, offset: int, timeout_s: float) -> None:
-        """Wait for `@name STATUS` on the console. Raises `NetemError` with what came before it if STATUS is not 0."""
+    def _tell(self, line: str) -> None:
+        """Write to the guest. Raises `NetemError` where nobody reads any more."""
+        try:
+            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise NetemError(f"the lab's router has ended ({error}); take the lab down and up again") from None
+        with open(pipe, "w", encoding="utf-8") as guest:
+            guest.write(line)
+
+    def _await(self, name: str, offset: int, timeout_s: float) -> str:
+        """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is not 0."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             said = self._console.read_bytes()[offset:].decode(errors="replace").replace("\r", "")
@@ -150,6 +154,7 @@ class GuestRouter:
             if found and "\n" in after:
                 if (status := after.split()[0]) != "0":
                     raise NetemError(f"the router's kernel refused ({status}):\n{before.strip()}")
-                return
+                return before
+            self._tell("")  # it may have ended meanwhile
             time.sleep(0.02)
         raise NetemError(f"the router has not answered within {timeout_s:g} s; its console: {self._console}")

@@ -1,0 +1,204 @@
+"""The front door of `python -m netem`: each command parses, then calls one function."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dpipe.errors import DpipeError
+from dpipe.topology import load_network
+from netem import apply as shaping
+from netem import lab, probe
+from netem.shell import NetemError
+from netem.tc import egress_commands
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Turns dpipe's errors into a message and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DpipeError as error:
+            click.echo(f"netem: {error}", err=True)
+            sys.exit(error.exit_code)
+
+
+def _addresses(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",")) if value else ()
+
+
+_PROFILE = click.argument("profile", type=click.Path(dir_okay=False, path_type=Path))
+_DEVICE = click.option("--device", required=True, help="The interface, such as eth0.")
+_NODE = click.option("--node", required=True, type=click.IntRange(min=0), help="This machine's number in the profile.")
+_ADDRESSES = click.option(
+    "--addresses", default="", callback=_addresses, metavar="IP,IP,...", help="Of node 0, 1, ...; where links differ."
+)
+_PORT = click.option("--port", default=probe.PORT, show_default=True)
+_NAME = click.option("--name", default="lab", show_default=True, help="Which lab, where there are several.")
+
+
+@click.group(cls=_Commands)
+def main() -> None:
+    """Make a network slow and uneven with the kernel's own shaping."""
+
+
+@main.command()
+@_PROFILE
+@_DEVICE
+@_NODE
+@_ADDRESSES
+def show(profile: Path, device: str, node: int, addresses: tuple[str, ...]) -> None:
+    """Print the tc commands of one node; nothing is run."""
+    for command in egress_commands(load_network(profile), node, device, addresses):
+        click.echo(" ".join(command))
+
+
+@main.command()
+@_PROFILE
+@_DEVICE
+@_NODE
+@_ADDRESSES
+@click.option("--detach", is_flag=True, help="Return and leave the shaping on, until `netem clear`.")
+def apply(profile: Path, device: str, node: int, addresses: tuple[str, ...], detach: bool) -> None:
+    """Shape an interface until Ctrl-C."""
+    network = load_network(profile)
+    if detach:
+        shaping.apply(network, node, device, addresses)
+        return
+    with shaping.applied(network, node, device, addresses) as wait:
+        click.echo(f"{device} is shaped as node {node} of {network.name}; Ctrl-C ends it")
+        wait()
+
+
+@main.command()
+@_DEVICE
+def clear(device: str) -> None:
+    """Take the shaping off an interface."""
+    click.echo("cleared" if shaping.clear(device) else f"{device} is not shaped")
+
+
+@main.command()
+@_PROFILE
+@_NODE
+@click.option("--peer", required=True, type=click.IntRange(min=0), help="The node at the other end.")
+@click.argument("address")
+@_PORT
+def verify(profile: Path, node: int, peer: int, address: str, port: int) -> None:
+    """Measure the link to a peer at ADDRESS, shaped as well, against the profile. There: `python -m netem answer`."""
+    network = load_network(profile)
+    there, back = network.link(node, peer), network.link(peer, node)
+    jitter = there.jitter_ms + back.jitter_ms > 0
+    _report(probe.compare(there, back, probe.observe(address, there.bandwidth_gbps, jitter=jitter, port=port)))
+
+
+@main.command()
+@_PORT
+def answer(port: int) -> None:
+    """Take what `verify` sends, until nobody has come for ten minutes."""
+    probe.answer(port, ready=lambda: click.echo(f"answering on port {port}"))
+
+
+@main.command("probe")
+@click.argument("address")
+@_PORT
+@click.option("--gbps", default=1.0, show_default=True, help="What the link is expected to carry.")
+@click.option("--jitter", is_flag=True, help="Report the median round trip instead of the shortest.")
+@click.option("--seconds", default=1.5, show_default=True, help="How long to time the transfer.")
+@click.option("--interval", default=0.2, show_default=True, help="Seconds between pings; below 0.2 needs root.")
+@click.option("--json", "as_json", is_flag=True)
+def probe_link(
+    address: str, port: int, gbps: float, jitter: bool, seconds: float, interval: float, as_json: bool
+) -> None:
+    """Measure the link to ADDRESS: round trip, loss and rate."""
+    seen = probe.observe(address, gbps, jitter=jitter, port=port, seconds=seconds, interval_s=interval)
+    for line in [json.dumps(asdict(seen))] if as_json else [f"{k} {v:.3f}" for k, v in asdict(seen).items()]:
+        click.echo(line)
+
+
+@main.group("lab")
+def lab_group() -> None:
+    """Hosts as network namespaces round one router that shapes every link."""
+
+
+@lab_group.command("up")
+@click.option("--hosts", required=True, type=int, help="How many.")
+@click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Default: unshaped.")
+@click.option("--router", type=click.Choice(lab.ROUTERS), help="Default: what this kernel has.")
+@_NAME
+def lab_up(hosts: int, profile: Path | None, router: str | None, name: str) -> None:
+    """Make a lab."""
+    _describe(lab.up(name, hosts, profile, router))
+
+
+@lab_group.command("exec")
+@_NAME
+@click.argument("host", type=int)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def lab_exec(name: str, host: int, command: tuple[str, ...]) -> None:
+    """Run a command on a host: `lab exec 0 -- ping 10.100.0.2`."""
+    lab.execute(lab.load(name), host, command)
+
+
+@lab_group.command("set")
+@_PROFILE
+@_NAME
+def lab_set(profile: Path, name: str) -> None:
+    """Change the network under whatever runs in the lab."""
+    lab.set_profile(lab.load(name), profile)
+    _describe(lab.load(name))
+
+
+@lab_group.command("status")
+@_NAME
+def lab_status(name: str) -> None:
+    """Print a lab's hosts, their network, and what its router can carry."""
+    _describe(lab.load(name))
+
+
+@lab_group.command("verify")
+@_NAME
+def lab_verify(name: str) -> None:
+    """Measure each host's link to the next one, all at once, against the profile."""
+    this = lab.load(name)
+    network = this.network()
+    if network is None:
+        raise NetemError(f"lab {name!r} is unshaped: there is nothing to hold it against; lab set PROFILE first")
+    rows = []
+    for (i, j), seen in lab.observe_ring(this, network).items():
+        click.echo(f"host {i} to {j}: {seen}")
+        rows += probe.compare(network.link(i, j), network.link(j, i), seen)
+    _report(rows)
+
+
+@lab_group.command("down")
+@_NAME
+def lab_down(name: str) -> None:
+    """Remove a lab and end what runs in it."""
+    click.echo("removed" if lab.down(name) else f"no lab {name!r} was up")
+
+
+def _describe(this: lab.Lab) -> None:
+    network = this.network()
+    click.echo(f"lab {this.name}: {network.name if network else 'unshaped'}")
+    click.echo(
+        f"router: {this.router_kind}; carries {this.carries_gbps:.2g} Gbit/s coalesced, "
+        f"{this.carries_packets:,.0f} packets/s; takes {this.own_delay_ms:.2g} ms of every delay itself"
+    )
+    for i, host in enumerate(this.hosts):
+        click.echo(f"host {i}: {host.address}  {host.namespace}")
+    for line in lab.warnings(this, network) if network else []:
+        click.echo(f"warning: {line}", err=True)
+
+
+def _report(rows: list[probe.Row]) -> None:
+    for row in rows:
+        click.echo(str(row))
+    if not all(row.close for row in rows):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,55 @@
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from netem.cli import main
+
+PROFILE = "delay_ms = 50\nbandwidth_gbps = 1\n"
+UNEVEN = PROFILE + "[[link]]\nfrom = 0\nto = 1\ndelay_ms = 1\nbandwidth_gbps = 2\n"
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "profile.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(main, words)
+
+
+def test_show_prints_the_commands(profile):
+    shown = invoke("show", profile(PROFILE), "--device", "eth0", "--node", "0")
+    assert shown.output == "tc qdisc add dev eth0 root handle d1be: netem limit 12500 delay 50ms rate 1gbit\n"
+
+
+def test_show_takes_addresses_where_links_differ(profile):
+    words = ["show", profile(UNEVEN), "--device", "eth0", "--node", "0", "--addresses", "10.0.0.1, 10.0.0.2,10.0.0.3"]
+    assert "match ip dst 10.0.0.2/32 flowid d1be:11" in invoke(*words).output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("delay = 1", "unknown key 'delay'"),
+        ("delay_ms = 1", "needs bandwidth_gbps"),
+        ("delay_ms = -1\nbandwidth_gbps = 1", "delay_ms must be"),
+        (UNEVEN, "give the address of every node"),
+    ],
+)
+def test_profile_that_cannot_work_is_an_error_of_input(profile, text, message):
+    shown = invoke("show", profile(text), "--device", "eth0", "--node", "0")
+    assert (shown.exit_code, shown.output.count("\n")) == (2, 1)
+    assert message in shown.output
+
+
+def test_command_line_is_run_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "netem", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("show", "apply", "clear", "verify", "answer", "lab"))

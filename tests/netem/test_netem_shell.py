@@ -1,0 +1,47 @@
+import os
+
+import pytest
+
+from netem import shell
+from netem.shell import NetemError
+
+
+def test_output_is_returned():
+    assert shell.run(["echo", "hello"]) == "hello\n"
+
+
+def test_failure_names_the_command_and_its_words():
+    with pytest.raises(NetemError, match=r"`sh -c echo no such luck >&2; exit 3` failed\nno such luck"):
+        shell.run(["sh", "-c", "echo no such luck >&2; exit 3"])
+
+
+def test_command_that_does_not_end_is_given_up():
+    with pytest.raises(NetemError, match=r"`sleep 5` has not ended after 0.05 s"):
+        shell.run(["sleep", "5"], timeout_s=0.05)
+
+
+def test_missing_program_names_its_package(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NetemError, match="tc not found; .* apt-get install iproute2"):
+        shell.run(["tc", "qdisc", "show"])
+
+
+def test_user_without_root_is_told_of_the_shaped_transport(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NetemError, match="a lab needs root; .*`shaped` transport"):
+        shell.require_root("a lab")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("RTNETLINK answers: Operation not permitted", "this needs root; without root the `shaped` transport"),
+        ("Error: Specified qdisc kind is unknown.", "this kernel lacks a module .*`shaped` transport, or .*lab"),
+        ("RTNETLINK answers: No such file or directory", "this kernel lacks a module"),
+    ],
+)
+def test_refusal_of_tc_says_what_to_do(words, advice):
+    explained = shell.explain(["tc", "qdisc", "add"], words)
+    with pytest.raises(NetemError, match=rf"`tc qdisc add` failed: {advice}"):
+        raise NetemError(explained)
+    assert explained.endswith(words)
