@@ -112,12 +112,17 @@ def answer(port: int) -> None:
 @click.option("--jitter", is_flag=True, help="Report the median round trip instead of the shortest.")
 @click.option("--seconds", default=1.5, show_default=True, help="How long to time the transfer.")
 @click.option("--interval", default=0.2, show_default=True, help="Seconds between pings; below 0.2 needs root.")
+@click.option("--wait", is_flag=True, help="Print a line after the pings, and read one before the transfer.")
 @click.option("--json", "as_json", is_flag=True)
-def probe_link(
-    address: str, port: int, gbps: float, jitter: bool, seconds: float, interval: float, as_json: bool
-) -> None:
+def probe_link(address: str, gbps: float, interval: float, wait: bool, as_json: bool, **how: Any) -> None:
     """Measure the link to ADDRESS: round trip, loss and rate."""
-    seen = probe.observe(address, gbps, jitter=jitter, port=port, seconds=seconds, interval_s=interval)
+
+    def pinged() -> None:
+        if wait:
+            click.echo("pinged")
+            sys.stdin.readline()
+
+    seen = probe.observe(address, gbps, interval_s=interval, pinged=pinged, **how)
     for line in [json.dumps(asdict(seen))] if as_json else [f"{k} {v:.3f}" for k, v in asdict(seen).items()]:
         click.echo(line)
 

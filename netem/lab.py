@@ -163,7 +163,7 @@ def warnings(lab: Lab, network: Network) -> list[str]:
     return found
 
 
-def observe_ring(lab: Lab, network: Network, seconds: float = 1.5) -> dict[tuple[int, int], Observed]:
+def observe_ring(lab: Lab, network: Network, seconds: float = 2.0) -> dict[tuple[int, int], Observed]:
     """What each host gets to the next one while all of them send."""
     ring = {(i, (i + 1) % lab.num_hosts) for i in range(lab.num_hosts)}
     links = {(lab.hosts[i], lab.hosts[j]): network.link(i, j) for i, j in ring}
@@ -211,14 +211,14 @@ def _build(lab: Lab) -> None:
     lab.router.start([host.namespace for host in lab.hosts])
     lab.router.run(_router_script(lab))
     for host in lab.hosts:
-        for words in (
-            "link set lo up",
-            f"link set eth0 txqueuelen {QUEUE_PACKETS} up",
-            f"address add {host.address}/32 dev eth0",
-            f"route add {lab.gateway} dev eth0 scope link src {host.address}",
-            f"route add default via {lab.gateway} src {host.address}",
-        ):
-            shell.run(["ip", "-n", host.namespace, *words.split()])
+        script = f"""
+            ip link set lo up
+            ip link set eth0 txqueuelen {QUEUE_PACKETS} up
+            ip address add {host.address}/32 dev eth0
+            ip route add {lab.gateway} dev eth0 scope link src {host.address}
+            ip route add default via {lab.gateway} src {host.address}
+        """
+        shell.run(host.enter(["sh", "-ec", script]))
 
 
 def _router_script(lab: Lab) -> str:

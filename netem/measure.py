@@ -30,7 +30,8 @@ class Host:
     def program(self, *words: str) -> Iterator[subprocess.Popen[str]]:
         """One of our own commands on this host, ahead of the programs under test; killed at the end of the block."""
         argv = self.enter(["nice", "-n", "-10", sys.executable, "-m", "netem", *words])
-        process = subprocess.Popen(argv, cwd=_ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(argv, cwd=_ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
         with process:
             try:
                 yield process
@@ -40,7 +41,7 @@ class Host:
 
 def delay_ms(source: Host, target: Host) -> float:
     """Half of the shortest round trip."""
-    round_trips, _ = probe.ping(target.address, count=30, interval_s=0.01, within=source.enter([]))
+    round_trips, _ = probe.ping(target.address, count=100, interval_s=0.005, within=source.enter([]))
     return min(round_trips) / 2
 
 
@@ -60,37 +61,41 @@ def observe(source: Host, target: Host, link: Link, seconds: float = 1.5) -> Obs
 def observe_together(
     links: Mapping[tuple[Host, Host], Link], seconds: float = 1.5
 ) -> dict[tuple[Host, Host], Observed]:
-    """What each link gives while all of them are used at once."""
+    """What each link gives: its delay with the others at rest, its rate while all of them are used at once."""
     with ExitStack() as stack:
-        _start_answering(stack, {target for _, target in links})
+        _each_says_a_line([stack.enter_context(host.program("answer")) for host in {target for _, target in links}])
         senders = {
             (source, target): stack.enter_context(source.program("probe", target.address, *_words(link, seconds)))
             for (source, target), link in links.items()
         }
-        return {ends: _result(process) for ends, process in senders.items()}
+        _each_says_a_line(senders.values())
+        return dict(zip(senders, _results(list(senders.values())), strict=True))
 
 
-def _start_answering(stack: ExitStack, hosts: Iterable[Host]) -> None:
-    started = [stack.enter_context(host.program("answer")) for host in hosts]
-    for process in started:
+def _each_says_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
+    """Wait until each has come so far; one that ends instead, as all do in the end, has said why."""
+    for process in processes:
         assert process.stdout is not None
-        if not process.stdout.readline():  # a line once it listens; the end of the file if it cannot
-            raise NetemError(f"a host of the lab cannot answer: {_last_words(process)}")
+        if not process.stdout.readline():
+            raise NetemError(f"a probe on a host of the lab has failed: {process.communicate()[1].strip()}")
 
 
 def _words(link: Link, seconds: float) -> list[str]:
-    pace = ["--seconds", str(seconds), "--interval", "0.01", "--json"]
+    pace = ["--seconds", str(seconds), "--interval", "0.01", "--json", "--wait"]
     return ["--gbps", str(link.bandwidth_gbps), *(["--jitter"] if link.jitter_ms else []), *pace]
 
 
+def _results(processes: Sequence[subprocess.Popen[str]]) -> list[Observed]:
+    """Let all go on at once, and wait for what each has seen."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [_result(process) for process in processes]
+
+
 def _result(process: subprocess.Popen[str]) -> Observed:
-    try:
-        said, _ = process.communicate(timeout=_PROBE_S)
-        return Observed(**json.loads(said))
-    except (subprocess.TimeoutExpired, ValueError):
-        process.kill()
-        raise NetemError(f"a probe between hosts of the lab has failed: {_last_words(process)}") from None
-
-
-def _last_words(process: subprocess.Popen[str]) -> str:
-    return process.communicate()[1].strip() if process.stderr and not process.stderr.closed else "no more is known"
+    said, complaint = process.communicate(timeout=_PROBE_S)
+    if process.returncode != 0:
+        raise NetemError(f"a probe on a host of the lab has failed: {complaint.strip()}")
+    return Observed(**json.loads(said))

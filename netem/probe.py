@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from dpipe.topology import Link
@@ -26,6 +27,7 @@ PORT = 7990
 TOLERANCE = 0.10
 MAX_CONNECTIONS = 16
 _WINDOW_BYTES = 1 << 20  # what one connection can be counted on to keep under way
+_MOST_TO_SET = Path("/proc/sys/net/core/wmem_max")
 _CHUNK = bytes(1 << 18)
 _SINK = bytearray(1 << 20)
 _HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IP, TCP and its timestamps: netem's rate counts them
@@ -73,15 +75,21 @@ def connections_for(bandwidth_gbps: float, round_trip_ms: float) -> int:
 
 
 def observe(
-    address: str, gbps: float, *, jitter: bool = False, port: int = PORT, seconds: float = 1.5, interval_s: float = 0.2
+    address: str,
+    gbps: float,
+    *,
+    jitter: bool = False,
+    port: int = PORT,
+    seconds: float = 1.5,
+    interval_s: float = 0.2,
+    pinged: Callable[[], None] = lambda: None,
 ) -> Observed:
-    """What the link to `address` gives, that is expected to carry `gbps`."""
+    """What the link to `address` gives, that is expected to carry `gbps`; `pinged` is called before the transfer."""
     round_trips, lost = ping(address, interval_s=interval_s)
     # Without jitter a delay is a floor, and whatever a busy machine adds to it is the machine's.
     round_trip = median(round_trips) if jitter else min(round_trips)
-    connections = connections_for(gbps, round_trip)
-    warm_up = 0.3 + 15 * round_trip * 1e-3  # a slow start's doublings
-    return Observed(round_trip, lost, rate_gbps(address, port, connections, warm_up, seconds))
+    pinged()
+    return Observed(round_trip, lost, rate_gbps(address, port, gbps, round_trip, seconds))
 
 
 def ping(
@@ -101,13 +109,16 @@ def parse_ping(text: str) -> list[float]:
     return [float(ms) for ms in re.findall(r"time=([\d.]+) ms", text)]
 
 
-def rate_gbps(address: str, port: int, connections: int, warm_up_s: float, seconds: float) -> float:
-    """Send for a while over several connections. Raises `NetemError` where nobody takes it."""
+def rate_gbps(address: str, port: int, gbps: float, round_trip_ms: float, seconds: float) -> float:
+    """Send for a while on a link that is expected to be like this. Raises `NetemError` where nobody takes it."""
     sockets: list[socket.socket] = []
+    connections = connections_for(gbps, round_trip_ms)
+    # A queue of a round trip and some at the slowest place, not seconds of it on a slow link.
+    window = gbps * 1e9 / 8 * (1.5 * round_trip_ms + 20) * 1e-3 / connections
     try:
         for _ in range(connections):
-            sockets.append(_connect(address, port))
-        _send_until(sockets, time.monotonic() + warm_up_s)
+            sockets.append(_connect(address, port, round(window)))
+        _send_until(sockets, time.monotonic() + 0.3 + 15 * round_trip_ms * 1e-3)  # a slow start's doublings
         start, before = time.monotonic(), _wire_bytes(sockets)
         _send_until(sockets, start + seconds)
         return (_wire_bytes(sockets) - before) * 8e-9 / (time.monotonic() - start)
@@ -120,10 +131,12 @@ def rate_gbps(address: str, port: int, connections: int, warm_up_s: float, secon
             connection.close()
 
 
-def _connect(address: str, port: int) -> socket.socket:
+def _connect(address: str, port: int, window_bytes: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=10)
     # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a long fat link.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    if window_bytes <= int(_MOST_TO_SET.read_text()):  # a larger one the kernel would cut; its own sizing does better
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window_bytes)
     connection.setblocking(False)
     return connection
 

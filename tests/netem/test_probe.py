@@ -46,14 +46,14 @@ def test_rate_is_what_the_other_end_took():
     answering = threading.Thread(target=probe.answer, args=(port, 0.5, up.set))
     answering.start()
     assert up.wait(10)
-    assert 0.05 < probe.rate_gbps("127.0.0.1", port, connections=2, warm_up_s=0.05, seconds=0.2) < 1000
+    assert 0.05 < probe.rate_gbps("127.0.0.1", port, gbps=10, round_trip_ms=0.1, seconds=0.2) < 1000
     answering.join(10)  # by itself: nobody comes any more
     assert not answering.is_alive()
 
 
 def test_nobody_there_says_what_to_run():
     with pytest.raises(NetemError, match=r"127.0.0.1:9 .* there, run: python -m netem answer"):
-        probe.rate_gbps("127.0.0.1", 9, connections=1, warm_up_s=0, seconds=0)
+        probe.rate_gbps("127.0.0.1", 9, gbps=1, round_trip_ms=1, seconds=0.1)
 
 
 def test_silence_after_a_ping_is_an_error(monkeypatch, tmp_path):
