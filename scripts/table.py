@@ -32,7 +32,7 @@ TABLES = ("gpt3xl_gpipe_network",)
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
-CONNECTIONS = 4  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
+CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
 
 SCHEDULES = ("1f1b", "zero-bubble", "auto")
 WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}  # as the table says it: as the configuration says it
@@ -43,8 +43,8 @@ NOTE = "Rows with data_parallel 4 (a parameter server beside the pipeline) are p
 class Row:
     """One way to train on one network. `published_s` is what the source says of that very system; seconds a step."""
 
-    delay_ms: float
-    bandwidth_gbps: float
+    delay_ms: float | None  # None where the links of a network differ
+    bandwidth_gbps: float | None
     data_parallel: int
     engine: str
     schedule: str
@@ -122,10 +122,11 @@ def simulated(name: str) -> list[Row]:
 def measured(name: str, mode: str, results: Path) -> list[Row]:
     """The lines of `mode` that scripts/sweep.py has written, after the published rows.
 
-    Raises `ConfigError` where there are none.
+    Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
     """
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    rows = [Row(**{key: line[key] for key in FIELDS}) for line in map(json.loads, lines) if line["mode"] == mode]
+    ours = (line for line in map(json.loads, lines) if line["mode"] == mode and line["delay_ms"] is not None)
+    rows = [Row(**{key: line[key] for key in FIELDS}) for line in ours]
     if not rows:
         raise ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py scripts/sweeps/{name}.toml")
     return [*map(with_prediction, published(name)), *rows]
@@ -154,7 +155,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        seconds = [row.measured_s or row.published_s or row.predicted_s for row in ours]
+        seconds = [row.measured_s or row.published_s or row.predicted_s or 0.0 for row in ours]
         axes.plot([row.network for row in ours], seconds, marker="o", label=label)
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)

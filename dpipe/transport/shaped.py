@@ -13,13 +13,13 @@ a thread that wakes late makes one tensor late, and not all behind it.
 import heapq
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Condition, Thread
 
 import torch
 
-from dpipe.errors import PeerLost, ProfileError, RunError, TransferTimeout
+from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.topology import Egress, Network
 from dpipe.transport.base import Moved, Pending, Transport
 from dpipe.wire.spec import TensorSpec
@@ -57,7 +57,7 @@ class ShapedTransport:
                 raise error
             now_us = _now_us()
             self._end_slots(now_us)
-            self._egress.offer(peer, held, tensor.nbytes, now_us)
+            self._egress.offer(peer, held, held.num_bytes, now_us)
             self._num_held += 1
             self.changed.notify_all()
         return held
@@ -92,7 +92,7 @@ class ShapedTransport:
         """Remember an error of the link with `peer`: a tensor that is held must not wait for its slot in vain."""
         try:
             yield
-        except RunError as error:
+        except Exception as error:
             with self.changed:
                 self._broken.setdefault(peer, error)
                 self.changed.notify_all()
@@ -100,11 +100,8 @@ class ShapedTransport:
 
     def _run(self) -> None:
         while (held := self._next_arrival()) is not None:
-            try:
-                with self.watching(held.peer):
-                    held.inner = self._inner.send(held.tensor, held.peer, held.tag)
-            except RunError:
-                pass  # whoever waits for it is told
+            with suppress(Exception), self.watching(held.peer):  # whoever waits for it is told
+                held.hand_over(self._inner)
             with self.changed:
                 self._num_held -= 1
                 self.changed.notify_all()
@@ -129,7 +126,7 @@ class ShapedTransport:
         """What has left the interface by now is on its way."""
         while (due_us := self._egress.due_us) is not None and due_us <= now_us:
             sent = self._egress.complete()
-            sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.tensor.nbytes)
+            sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes)
             arrival_us = sent.end_us + self._network.link(self.rank, sent.target).delay_us
             heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent.item))
 
@@ -138,10 +135,16 @@ class _Held:
     """A tensor on its way out: held by the shaper, then a transfer of the transport below."""
 
     def __init__(self, shaper: ShapedTransport, tensor: torch.Tensor, peer: int, tag: str) -> None:
-        self.tensor, self.peer, self.tag = tensor.detach(), peer, tag
+        self.peer, self.tag, self.num_bytes = peer, tag, tensor.nbytes
         self.slot: Moved | None = None
         self.inner: Pending[None] | None = None
         self._shaper = shaper
+        self._tensor: torch.Tensor | None = tensor.detach()
+
+    def hand_over(self, transport: Transport) -> None:
+        assert self._tensor is not None
+        self.inner = transport.send(self._tensor, self.peer, self.tag)
+        self._tensor = None  # a step's sends are waited for at its end: they must not keep all its tensors
 
     def wait(self) -> None:
         shaper = self._shaper

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -120,6 +121,24 @@ def test_tensor_that_cannot_be_handed_over_tells_who_waits_for_it(make: Make) ->
     ranks[1].close()
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
         pending.wait()
+
+
+def test_error_of_the_shaping_thread_is_raised_by_who_waits(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=1)))
+    nobody = ranks[0].send(MEGABIT, 7, "x")
+    with pytest.raises(KeyError):
+        nobody.wait()
+    assert arrivals_ms([(ranks[0], 1)], ranks) == about(1)
+
+
+def test_tensor_is_let_go_once_it_is_handed_over(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=1)))
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor.untyped_storage())
+    pending = ranks[0].send(tensor, 1, "x")
+    del tensor
+    pending.wait()
+    assert alive() is None
 
 
 def test_tensor_that_waits_for_too_long_raises_timeout_and_ends_the_transport(make: Make) -> None:
