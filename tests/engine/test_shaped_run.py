@@ -26,8 +26,9 @@ from dpipe.transport.shaped import ShapedTransport
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
-RANKS, MICROBATCHES, MESSAGE_BYTES = 3, 8, 125_000
-FORWARD_S, BACKWARD_S = 0.02, 0.04
+RANKS, MICROBATCHES, MESSAGE_BYTES = 3, 4, 500_000
+FORWARD_S, BACKWARD_S = 0.1, 0.2  # long, so that 3 % of a step are more than a busy machine adds to all its sleeps
+TRIES = 5
 
 
 def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
@@ -62,16 +63,16 @@ def measured_s(schedule: Schedule, network: Network) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "delay_ms", "gbps"), [("gpipe", 15, 0.1), ("1f1b", 15, 0.1), ("zero-bubble", 50, 0.05)]
+    ("name", "delay_ms", "gbps"), [("gpipe", 50, 0.1), ("1f1b", 20, 0.05), ("zero-bubble", 150, 0.05)]
 )
 def test_shaped_run_agrees_with_the_simulator(name: str, delay_ms: float, gbps: float) -> None:
-    """The best of three: what is tested is the shaping, not how busy the machine is."""
+    """The best of a few: what is tested is the shaping, not how busy the machine is."""
     network = Network(default=Link(delay_ms, gbps))
     schedule = lower(generate(name, RANKS, MICROBATCHES))
     cost = Cost.uniform(RANKS, FORWARD_S * 1e6, BACKWARD_S * 1e6, MESSAGE_BYTES)
     predicted_s = simulate(schedule, cost, network).duration_us / 1e6
     ratios: list[float] = []
-    while len(ratios) < 3 and not 0.97 <= min(ratios, default=0) <= 1.03:
+    while len(ratios) < TRIES and not 0.97 <= min(ratios, default=0) <= 1.03:
         ratios.append(measured_s(schedule, network) / predicted_s)
     assert 0.97 <= min(ratios) <= 1.03
 
