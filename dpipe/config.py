@@ -129,6 +129,7 @@ class Transport(Section):
     kind: Literal["grpc", "local"] = "grpc"
     connections: Count = 1  # TCP connections a link
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
+    shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
 
 
@@ -144,7 +145,7 @@ class Timeouts(Section):
 class Predict(Section):
     """What the simulator assumes before anything was measured."""
 
-    network: str | None = None  # a network profile; default: loopback
+    network: str | None = None  # a network profile; default: transport.shape, or loopback
     gflops: Positive = 20.0  # arithmetic that one rank gets done a second, in 10^9
 
 
@@ -191,6 +192,11 @@ class Config(Section):
     predict: Predict = Predict()
     run: Run = Run()
     node: Node = Node()
+
+    @property
+    def network_profile(self) -> str | None:
+        """The network that a prediction assumes; None is loopback."""
+        return self.predict.network or self.transport.shape
 
     def shared(self) -> dict[str, Any]:
         """What every rank must agree on, as `section.key` -> JSON value."""

@@ -2,13 +2,16 @@
 
 A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then the link's delay to arrive.
 What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer.
+One TCP connection carries at most a window a round trip, whatever the bandwidth.
 """
 
 import math
 import tomllib
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dpipe.errors import ProfileError
 
@@ -16,12 +19,14 @@ from dpipe.errors import ProfileError
 @dataclass(frozen=True, slots=True)
 class Link:
     """One direction between two ranks: one-way delay and its jitter in milliseconds, bandwidth in gigabits a second,
-    and the share of packets that is lost, in percent."""
+    the share of packets that is lost, in percent, and TCP's window: the bytes that a connection has under way at most
+    (None: no limit)."""
 
     delay_ms: float
     bandwidth_gbps: float
     jitter_ms: float = 0.0
     loss_percent: float = 0.0
+    window_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < math.inf:
@@ -32,6 +37,8 @@ class Link:
             raise ProfileError(f"jitter_ms must lie between 0 and delay_ms {self.delay_ms}, got {self.jitter_ms}")
         if not 0 <= self.loss_percent < 100:
             raise ProfileError(f"loss_percent must be at least 0 and below 100, got {self.loss_percent}")
+        if self.window_bytes is not None and not 0 < self.window_bytes < math.inf:
+            raise ProfileError(f"window_bytes must be a positive number, got {self.window_bytes}")
 
     @property
     def delay_us(self) -> float:
@@ -40,27 +47,163 @@ class Link:
     def serialisation_us(self, num_bytes: int) -> float:
         return num_bytes * 8 / (self.bandwidth_gbps * 1e3)
 
+    def rate_gbps(self, connections: int = 1) -> float:
+        """What `connections` carry together: a window each a round trip (twice the delay), up to the bandwidth."""
+        if self.window_bytes is None or self.delay_ms == 0:
+            return self.bandwidth_gbps
+        return min(self.bandwidth_gbps, connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6))
+
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links of a run by (from rank, to rank); pairs that are not listed use `default`."""
+    """The links of a run by (from rank, to rank); pairs that are not listed use `default`, if there is one.
+
+    `connections` is how many TCP connections a run opens for each link.
+    """
 
     name: str = "loopback"
-    default: Link = LOOPBACK
+    default: Link | None = LOOPBACK
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
+    connections: int = 1
 
     def link(self, source: int, target: int) -> Link:
-        return self.links.get((source, target), self.default)
+        """Raises `ProfileError` for a pair that the profile does not list and has no default for."""
+        link = self.links.get((source, target), self.default)
+        if link is None:
+            raise self._missing([(source, target)])
+        return link
+
+    def rate_gbps(self, source: int, target: int) -> float:
+        """What the link carries alone, over its connections."""
+        return self.link(source, target).rate_gbps(self.connections)
 
     def egress_gbps(self, rank: int) -> float:
         """What `rank` can send in all: the fastest of its links, as an interface shaped to that rate would."""
-        return max([self.default.bandwidth_gbps, *(k.bandwidth_gbps for (s, _), k in self.links.items() if s == rank)])
+        links = [k for (source, _), k in self.links.items() if source == rank]
+        return max((k.bandwidth_gbps for k in [*links, self.default] if k is not None), default=0.0)
+
+    def over(self, connections: int) -> "Network":
+        """The same network for a run that opens so many connections a link."""
+        return replace(self, connections=connections)
+
+    def check(self, num_ranks: int) -> None:
+        """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not there."""
+        pairs = permutations(range(num_ranks), 2)
+        if missing := [pair for pair in pairs if self.default is None and pair not in self.links]:
+            raise self._missing(missing)
+
+    def _missing(self, pairs: list[tuple[int, int]]) -> ProfileError:
+        named = ", ".join(f"{source} to {target}" for source, target in pairs[:_NAMED])
+        more = f" and {len(pairs) - _NAMED} more" if len(pairs) > _NAMED else ""
+        return ProfileError(
+            f"network {self.name!r} has no link from rank {named}{more}; list every pair as [[link]], use fewer ranks, "
+            "or give delay_ms and bandwidth_gbps for all other pairs on top of the profile"
+        )
 
 
-_SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent"}
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that several ranks compute on, with fewer `cores` than they would like to have."""
+
+    ranks: tuple[int, ...]
+    cores: int
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Generic[T]):
+    """A message that is through: its last bit left at `end_us`, and arrives the link's delay later."""
+
+    target: int
+    item: T
+    start_us: float
+    end_us: float
+
+
+@dataclass(slots=True)
+class _Moving(Generic[T]):
+    item: T
+    start_us: float
+    bits_left: float
+    bits_per_us: float = 0.0
+
+
+class Egress(Generic[T]):
+    """What one rank sends: first in, first out on each link, all links sharing one interface fairly. It has no clock:
+    the simulator drives it by predicted time, the shaped transport by real time.
+
+        to 1   [ a, alone  |  a, half the rate  ][ b
+        to 2               [        c           ]
+
+    `offer` and `complete` are called in order of time, and `complete` before an `offer` that is later than `due_us`.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._bits_per_us = network.egress_gbps(rank) * 1e3
+        self._limits: dict[int, float] = {}
+        self._waiting: dict[int, deque[tuple[T, int]]] = {}
+        self._moving: dict[int, _Moving[T]] = {}
+        self._settled_us = 0.0
+        self._first: tuple[float, int] | None = None
+
+    @property
+    def due_us(self) -> float | None:
+        """When the next message will be through, if no other is offered before; None if there is none."""
+        return None if self._first is None else self._first[0]
+
+    def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
+        """Queue `num_bytes` for `target`."""
+        if target not in self._limits:
+            self._limits[target] = self._network.rate_gbps(self._rank, target) * 1e3
+        self._waiting.setdefault(target, deque()).append((item, num_bytes))
+        if target not in self._moving:
+            self._settle(now_us)
+            self._load(target)
+            self._share()
+
+    def complete(self) -> Sent[T]:
+        """Take out the message that is due, at the moment when it is."""
+        assert self._first is not None, "nothing is due"
+        due_us, target = self._first
+        self._settle(due_us)
+        moved = self._moving.pop(target)
+        self._load(target)
+        self._share()
+        return Sent(target, moved.item, moved.start_us, due_us)
+
+    def _load(self, target: int) -> None:
+        """Put the next message of a free link on the wire."""
+        if self._waiting[target]:
+            item, num_bytes = self._waiting[target].popleft()
+            self._moving[target] = _Moving(item, self._settled_us, num_bytes * 8)
+
+    def _settle(self, now_us: float) -> None:
+        """Account for what has moved since the shares last changed."""
+        for moving in self._moving.values():
+            moving.bits_left -= moving.bits_per_us * (now_us - self._settled_us)
+        self._settled_us = now_us
+
+    def _share(self) -> None:
+        """Deal the interface out anew: each link its own rate at most, what it leaves goes to the faster ones."""
+        left = self._bits_per_us
+        slowest_first = sorted(self._moving, key=self._limits.__getitem__)
+        for rest, target in zip(range(len(slowest_first), 0, -1), slowest_first, strict=True):
+            share = min(self._limits[target], left / rest)
+            self._moving[target].bits_per_us = share
+            left -= share
+        dues = ((max(0.0, m.bits_left / m.bits_per_us), target) for target, m in self._moving.items())
+        after_us, target = min(dues, default=(math.inf, -1))
+        self._first = None if target < 0 else (self._settled_us + after_us, target)
+
+
+_NAMED = 6  # missing links that an error names
+_SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
 _TOP = {"name", "link"} | _SHAPE
 _LINK = {"from", "to"} | _SHAPE
 
@@ -70,7 +213,8 @@ def load_network(path: str | Path) -> Network:
 
         name = "two sites"
         delay_ms = 0.1            # one way, between each two ranks not listed below
-        bandwidth_gbps = 10
+        bandwidth_gbps = 10       # leave both out where every pair is listed
+        window_bytes = 4e6        # TCP's, if it is known to matter; also for the links below that state none
         [[link]]                  # both directions, unless the opposite pair is listed as well
         from = 0
         to = 1
@@ -90,7 +234,8 @@ def load_network(path: str | Path) -> Network:
 
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
     _only(table, _TOP, "the profile")
-    default = _link(table, "the profile")
+    stated = _SHAPE & set(table) - {"window_bytes"}
+    default = _link(table, "the profile") if stated or "link" not in table else None
     links: dict[tuple[int, int], Link] = {}
     for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
@@ -99,7 +244,7 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
             raise ProfileError(f"[[link]] from {ends[0]} to itself: a link is between two ranks")
         if ends in links:
             raise ProfileError(f"[[link]] from {ends[0]} to {ends[1]} is listed twice")
-        links[ends] = _link(row, f"[[link]] from {ends[0]} to {ends[1]}")
+        links[ends] = _link({"window_bytes": table.get("window_bytes")} | row, f"[[link]] from {ends[0]} to {ends[1]}")
     mirrored = {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
     return Network(str(table.get("name", default_name)), default, links | mirrored)
 
@@ -123,8 +268,14 @@ def _number(table: dict[str, Any], key: str, where: str, default: float | None =
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
-    required = (_number(table, key, where) for key in ("delay_ms", "bandwidth_gbps"))
-    return Link(*required, *(_number(table, key, where, default=0.0) for key in ("jitter_ms", "loss_percent")))
+    window = None if table.get("window_bytes") is None else _number(table, "window_bytes", where)
+    return Link(
+        delay_ms=_number(table, "delay_ms", where),
+        bandwidth_gbps=_number(table, "bandwidth_gbps", where),
+        jitter_ms=_number(table, "jitter_ms", where, default=0.0),
+        loss_percent=_number(table, "loss_percent", where, default=0.0),
+        window_bytes=window,
+    )
 
 
 def _rank(table: dict[str, Any], key: str) -> int:

@@ -262,7 +262,7 @@ def _less(network: Network, delay_ms: float) -> Network:
         return replace(link, delay_ms=left, jitter_ms=min(left, link.jitter_ms))
 
     links = {ends: less(link) for ends, link in network.links.items()}
-    return replace(network, default=less(network.default), links=links)
+    return replace(network, default=network.default and less(network.default), links=links)
 
 
 def _measure(lab: Lab) -> Lab:

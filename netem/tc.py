@@ -33,7 +33,8 @@ def egress_commands(network: Network, node: int, device: str, addresses: Sequenc
     Raises `ProfileError` where the node's links differ and the addresses to tell them by are not given.
     """
     peers = {peer: network.link(node, peer) for peer in _peers(network, node, addresses)}
-    links = set(peers.values()) if addresses else {network.default, *peers.values()}
+    others = {network.default} if network.default and not addresses else set()
+    links = set(peers.values()) | others
     if len(links) == 1:
         return [["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(links.pop())]]
     if not addresses:
@@ -72,13 +73,15 @@ def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
     return [peer for peer in range(len(addresses)) if peer != node]
 
 
-def _classes(device: str, default: Link, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
+def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
+    """A class for each peer whose link is its own. All other traffic is shaped as `default`, or not at all (class 0)."""
     apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
-    leaves = {_OTHERS: default} | {_FIRST_PEER + peer: link for peer, link in apart.values()}
+    leaves = {_OTHERS: default} if default else {}
+    leaves |= {_FIRST_PEER + peer: link for peer, link in apart.values()}
     egress = max(link.bandwidth_gbps for link in leaves.values())
     together = sum(link.bandwidth_gbps for link in leaves.values())
     commands = [
-        ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, "htb", "default", f"{_OTHERS:x}"],
+        ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, "htb", "default", f"{_OTHERS:x}" if default else "0"],
         _htb_class(device, HANDLE, 1, egress, egress),
     ]
     for minor, link in leaves.items():

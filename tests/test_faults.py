@@ -106,7 +106,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
 
 
 def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
-    launcher = start(*DPIPE, "launch", str(job(stages=3)))
+    launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
     ranks = _children(launcher.pid)
     rank_process(launcher, 1).send_signal(signal.SIGKILL)
@@ -129,6 +129,7 @@ def test_stopped_run_writes_a_checkpoint_first(number: signal.Signals, job, star
     out, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 0, err
     assert "go on with --resume runs/run" in out
+    assert "loss" in (tmp_path / "runs/run/logs/rank-1.log").read_text()
     last = int(rows(tmp_path)[-1]["step"])
     assert checkpoints(tmp_path)[-1].name == f"step-{last + 1:08d}"
 

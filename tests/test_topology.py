@@ -1,7 +1,7 @@
 import pytest
 
 from dpipe.errors import ProfileError
-from dpipe.topology import LOOPBACK, Link, Network, load_network
+from dpipe.topology import LOOPBACK, Egress, Link, Network, load_network
 
 PROFILE = """
     name = "two sites"
@@ -51,6 +51,87 @@ def test_egress_is_the_fastest_link_of_a_rank():
     assert (network.egress_gbps(0), network.egress_gbps(1)) == (5, 8)
 
 
+PAIRS = """
+    name = "triangle"
+    window_bytes = 1e6
+    link = [
+        {from = 0, to = 1, delay_ms = 50, bandwidth_gbps = 1},
+        {from = 1, to = 2, delay_ms = 20, bandwidth_gbps = 1, window_bytes = 4e6},
+    ]
+"""
+
+
+def test_profile_may_list_every_pair_and_no_default(load):
+    network = load(PAIRS)
+    network.check(2)
+    assert network.default is None
+    assert (network.link(1, 0), network.egress_gbps(1)) == (Link(50, 1, window_bytes=1e6), 1)
+
+
+def test_missing_pairs_are_named(load):
+    with pytest.raises(ProfileError, match="'triangle' has no link from rank 0 to 2, 2 to 0; list every pair"):
+        load(PAIRS).check(3)
+    with pytest.raises(ProfileError, match=r"from rank 0 to 2, 0 to 3, 1 to 3, .* and 2 more"):
+        load(PAIRS).check(4)
+    with pytest.raises(ProfileError, match="'triangle' has no link from rank 0 to 2"):
+        load(PAIRS).link(0, 2)
+
+
+def test_network_with_a_default_has_every_pair():
+    Network().check(1000)
+
+
+def test_connection_carries_a_window_a_round_trip(load):
+    network = load(PAIRS)
+    assert network.rate_gbps(0, 1) == pytest.approx(0.08)  # 1 MB in 100 ms
+    assert network.rate_gbps(1, 2) == pytest.approx(0.8)  # its own window: 4 MB in 40 ms
+
+
+def test_connections_multiply_the_window_up_to_the_bandwidth(load):
+    network = load(PAIRS)
+    assert network.over(5).rate_gbps(0, 1) == pytest.approx(0.4)
+    assert network.over(50).rate_gbps(0, 1) == 1
+
+
+def test_window_is_no_limit_without_delay_or_where_it_is_not_stated():
+    assert Link(0, 1, window_bytes=1).rate_gbps() == Link(50, 1).rate_gbps() == 1
+
+
+def sent(egress):
+    while egress.due_us is not None:
+        message = egress.complete()
+        yield f"{message.item} to {message.target} {message.start_us:g}-{message.end_us:g}"
+
+
+def test_egress_sends_the_messages_of_a_link_one_after_another():
+    egress = Egress(Network(default=Link(50, 1)), 0)
+    for item in "ab":
+        egress.offer(1, item, 125 * 10, 0)
+    assert list(sent(egress)) == ["a to 1 0-10", "b to 1 10-20"]
+
+
+def test_egress_is_shared_while_two_links_send():
+    egress = Egress(Network(default=Link(50, 1)), 0)
+    egress.offer(1, "a", 125 * 20, 0)
+    egress.offer(2, "b", 125 * 10, 10)
+    # a has 10 left when b comes; both have half the rate from then on.
+    assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
+
+
+def test_egress_gives_what_a_slow_link_leaves_to_the_others():
+    egress = Egress(Network(default=Link(0, 1), links={(0, 2): Link(0, 0.25)}), 0)
+    egress.offer(1, "fast", 125 * 30, 0)
+    egress.offer(2, "slow", 125 * 30, 0)
+    assert list(sent(egress)) == ["fast to 1 0-40", "slow to 2 0-120"]
+
+
+def test_egress_leaves_capacity_that_a_window_does_not_use():
+    egress = Egress(Network(default=Link(10, 1, window_bytes=0.5e6)), 0)  # 0.2 Gbit/s a connection
+    for target in (1, 2, 3):
+        egress.offer(target, target, 125 * 10, 0)
+    assert [line.split()[-1] for line in sent(egress)] == ["0-50"] * 3
+
+
 def test_network_without_a_profile_is_loopback():
     assert Network().link(0, 1) == LOOPBACK
 
@@ -67,7 +148,16 @@ def test_network_without_a_profile_is_loopback():
         ("delay_ms = 1\nbandwidth_gbps = 1\nlink = [3]", r"links are written as \[\[link\]\] in double brackets"),
         (PROFILE.replace("to = 1", "to = 0"), r"\[\[link\]\] from 0 to itself"),
         ("delay_ms = 1\nbandwidth_gbps = 0", "bandwidth_gbps must be a positive number, got 0"),
-        ("delay = 1", "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, link, loss_percent, name"),
+        (
+            "delay = 1",
+            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, .*, window_bytes",
+        ),
+        ("delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = 0", "window_bytes must be a positive number, got 0"),
+        (
+            'delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = "big"',
+            "the profile needs window_bytes, a number; got 'big'",
+        ),
+        ("bandwidth_gbps = 1\nlink = []", "the profile needs delay_ms, a number; got None"),
         (PROFILE + "jitter = 1", r"unknown key 'jitter' in \[\[link\]\]"),
         (PROFILE.replace("to = 1", "to = -1"), r"\[\[link\]\] needs 'to', a rank \(0, 1, ...\); got -1"),
         (PROFILE + PROFILE[PROFILE.index("[[link]]") :], r"\[\[link\]\] from 0 to 1 is listed twice"),

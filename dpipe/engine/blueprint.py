@@ -10,8 +10,8 @@ import torch
 
 from dpipe.config import Config
 from dpipe.engine.data import Corpus, prepare
-from dpipe.engine.forecast import Forecast, LayerCosts, forecast, gpt_costs
-from dpipe.errors import DataError
+from dpipe.engine.forecast import Forecast, LayerCosts, forecast, gpt_costs, vocabulary
+from dpipe.errors import ConfigError, DataError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
@@ -41,32 +41,49 @@ def draft(config: Config, *, layer_s: tuple[float, ...] | None = None, network: 
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         boundaries = ((message,),) * (config.pipeline.stages - 1)
         return Blueprint(config, None, None, boundaries, forecast(config, None, network))
-    corpus = read_text(config)
-    model = make_model(config, corpus)
+    check_device(config.node.device)
+    model = make_model(config)
     probed = probe(model, _tokens(config), config.train.seed)
     found = forecast(config, layer_costs(config, probed, layer_s), network)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
+    corpus = read_text(config)  # last, because the first time it writes a cache
     return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
+
+
+def check_device(device: str) -> None:
+    """Raises `ConfigError` for a device that torch does not know or that is not here."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"node.device {device!r} is no device: {error}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch "
+            'and a driver (nvidia-smi must list the GPU), or set node.device = "cpu"'
+        )
 
 
 def read_text(config: Config) -> Corpus:
     """Tokens of the configured files; raises `DataError` where they cannot make one batch."""
-    corpus = prepare(config.data.files, config.data.tokenizer, Path(config.data.cache), config.data.held_out)
-    given = config.model.vocab_size
-    if given is not None and corpus.vocab_size > given:
-        raise DataError(
-            f"the tokenizer {config.data.tokenizer} has {corpus.vocab_size} entries, but model.vocab_size is {given}"
-        )
-    corpus.check_length(config.model.context, need_held_out=config.train.eval_every is not None)
-    return corpus
+    model, data = config.model, config.data
+
+    def accept(corpus: Corpus) -> None:
+        if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
+            raise DataError(
+                f"the tokenizer {data.tokenizer} has {corpus.vocab_size} entries, but model.vocab_size is "
+                f"{model.vocab_size}; leave model.vocab_size out, or raise it"
+            )
+        corpus.check_length(model.context, need_held_out=config.train.eval_every is not None)
+
+    return prepare(data.files, data.tokenizer, Path(data.cache), data.held_out, accept)
 
 
-def make_model(config: Config, corpus: Corpus) -> LayeredModel:
+def make_model(config: Config) -> LayeredModel:
     model = config.model
     if model.layers != "gpt":
         return load_layers(model.layers, model.options, config.train.seed)
     return gpt(
-        vocab_size=model.vocab_size or corpus.vocab_size,
+        vocab_size=model.vocab_size or vocabulary(config.data.tokenizer),
         num_layers=model.num_layers,
         width=model.width,
         num_heads=model.num_heads,

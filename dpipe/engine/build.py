@@ -6,6 +6,8 @@ train_rank     blueprint -> join -> open links -> stages, executor, update, trai
 
 import json
 import logging
+import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,9 +25,9 @@ from dpipe.engine.blueprint import Blueprint, draft, measure_layers
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
-from dpipe.engine.folder import logging_to, open_folder
+from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage
-from dpipe.engine.generate import sample
+from dpipe.engine.generate import fill, sample
 from dpipe.engine.join import joined
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
@@ -40,6 +42,7 @@ from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
 
@@ -127,15 +130,17 @@ def run_rank(
         with ExitStack() as stack:
             metrics = None
             if place.rank == 0:
-                write_plan(blueprint, folder)
+                save_configuration(folder, config)
                 show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
             trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start)
             stopped = trainer.run()
-            meeting.barrier("trained", config.timeouts.transfer)
+            hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
+            if config.run.trace_steps:
+                write_plan(blueprint, hosts, folder)
             finish(blueprint, folder, console or Console(), stopped)
 
 
@@ -255,10 +260,6 @@ def feed_of(blueprint: Blueprint) -> TextFeed:
     return TextFeed(blueprint.corpus, blueprint.config.train, blueprint.config.model.context)
 
 
-def checkpoint_url(config: Config) -> str:
-    return config.run.checkpoint_url or str(Path(config.run.folder) / "checkpoints")
-
-
 def find_start(
     config: Config, blueprint: Blueprint, rank: int, *, step: int | None = None, fallback: bool = False
 ) -> checkpoint.Loaded:
@@ -290,21 +291,28 @@ def agreed_start(
 
 
 def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:
-    with torch.no_grad():
-        for stage in stages.values():
-            for name, parameter in stage.named_parameters():
-                parameter.copy_(start.tensors[name])
+    for stage in stages.values():
+        fill(stage.named_parameters(), start)
     update.restore(start.state, start.optimizer)
 
 
-def write_plan(blueprint: Blueprint, folder: Path) -> None:
+def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
+    here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
+    told = meeting.gather("trained", here).wait(config.timeouts.transfer)
+    machines = [tuple(json.loads(payload)) for payload in told]
+    ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
+    computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
+    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
+
+
+def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
-    found, network = blueprint.forecast, blueprint.config.predict.network
-    cost = found.cost
-    save_plan(
-        folder / "trace",
-        Plan(found.schedule, cost.activation_bytes, cost.gradient_bytes, cost.tied_bytes, network),
-    )
+    found, config = blueprint.forecast, blueprint.config
+    sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
+    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    save_plan(folder / "trace", plan)
 
 
 def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) -> None:

@@ -8,8 +8,8 @@
     rank 0   write, sync, rename files ──┐ gather: what each wrote ┌── write, sync, rename index.json, remove old steps
     rank 1   write, sync, rename files ──┘                         └── the same
 
-The index is the commit mark: it is there only when every file is. Each rank writes it, because ranks on several machines
-may have a folder each; on one machine all write the same. Nothing is unpickled.
+The index is the commit mark: it is there only when every file is. Each rank writes it, because on several machines each
+may have a folder of its own; on one machine all write the same. Nothing is unpickled.
 """
 
 import hashlib

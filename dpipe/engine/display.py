@@ -38,11 +38,15 @@ class Display:
     def show(self, row: Mapping[str, Any]) -> None:
         """A row as `Metrics.write` gets it."""
         if "held_out_loss" in row:
-            self._console.print(f"step {row['step']}  held-out loss {row['held_out_loss']:.4f}", highlight=False)
+            self._console.print(
+                f"step {row['step']}  held-out loss {row['held_out_loss']:.4f}", highlight=False, soft_wrap=True
+            )
         elif self._progress is not None:
             self._progress.update(self._task, completed=row["step"] + 1, text=describe(row))
         else:
-            self._console.print(f"step {row['step'] + 1}/{self._num_steps}  {describe(row)}", highlight=False)
+            self._console.print(
+                f"step {row['step'] + 1}/{self._num_steps}  {describe(row)}", highlight=False, soft_wrap=True
+            )
 
 
 def describe(row: Mapping[str, Any]) -> str:

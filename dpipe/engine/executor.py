@@ -81,16 +81,16 @@ class Executor:
         which raised before can be run again after `clear()`. Returns the step's loss, the mean over its micro-batches
         added in their order, on the last stage's rank; None elsewhere.
 
-        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the transport is
-        closed before, so that the neighbours get `PeerLost` at once.
+        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the links are
+        broken off before, so that the neighbours get `PeerLost` at once.
         """
         run = _Run(self._parts, schedule, batch, on_step)
         for action in schedule.programs[self._parts.rank]:
             try:
                 run.do(action)
-            except BaseException as error:
+            except Exception as error:
                 error.add_note(f"rank {self._parts.rank} was at {action}:\n{draw(schedule, mark=action)}")
-                self._parts.transport.close()
+                self._parts.transport.fail(error)
                 raise
         run.finish()
         return run.loss()

@@ -1,14 +1,15 @@
 """The folder of a run: opened once, never written over.
 
-FOLDER/metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
+FOLDER/config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dpipe.config import Config
+from dpipe.config import Config, build
 from dpipe.errors import ConfigError
 
 
@@ -20,6 +21,24 @@ def open_folder(config: Config, resume: bool) -> Path:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "trace").mkdir(exist_ok=True)
     return folder
+
+
+def checkpoint_url(config: Config, folder: Path | None = None) -> str:
+    """Where a run's checkpoints are: where it was told, else in its folder (which may have moved to `folder`)."""
+    return config.run.checkpoint_url or str((folder or Path(config.run.folder)) / "checkpoints")
+
+
+def save_configuration(folder: Path, config: Config) -> None:
+    """What all ranks agreed on, for the commands that come back to the run; no addresses, no token."""
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json", exclude={"node"}), indent=1))
+
+
+def load_configuration(folder: Path) -> Config:
+    """Raises `ConfigError` where `folder` is no run's."""
+    try:
+        return build(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no folder of a run: {error}") from None
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:

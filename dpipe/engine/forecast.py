@@ -50,10 +50,12 @@ class Forecast:
 def forecast(config: Config, layers: LayerCosts | None = None, network: Network | None = None) -> Forecast:
     """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone.
 
-    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run.
+    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
+    network that lacks a link between two ranks.
     """
-    network = network or (load_network(config.predict.network) if config.predict.network else Network())
+    network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    network.check(pipeline.ranks)
     if config.model.layers == "replay":
         cut, cost = (1,) * pipeline.stages, replay_cost(config)
     else:
@@ -65,6 +67,11 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
     return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network))
+
+
+def assumed_network(profile: str | None, connections: int) -> Network:
+    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
+    return (load_network(profile) if profile else Network()).over(connections)
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -166,7 +173,7 @@ def per_stage(value: float | list[float], stages: int) -> list[float]:
 def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
-    known = load_network(network) if network else None
+    known = assumed_network(network, config.transport.connections) if network else None
     if config.model.layers in ("gpt", "replay"):
         found = forecast(config, None, known)
     else:

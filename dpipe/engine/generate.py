@@ -1,56 +1,56 @@
 """Text from a checkpoint: all layers in this process, one token at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dpipe.config import Config, build
+from dpipe.config import Config
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import make_model, read_text
 from dpipe.engine.data import Corpus
+from dpipe.engine.folder import checkpoint_url, load_configuration
 from dpipe.errors import CheckpointError
 from dpipe.stage.model import materialise
 
 
 def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
     """Continue `prompt` with the newest checkpoint of `run`."""
-    url = str(run / "checkpoints")
-    config = configuration_of(url)
-    return sample(config, read_text(config), config.run.checkpoint_url or url, prompt, tokens, temperature, seed)
-
-
-def configuration_of(url: str) -> Config:
-    """The configuration that a checkpoint was trained with."""
-    state = checkpoint.load(url, ()).state
-    table: dict[str, dict[str, object]] = {}
-    for name, value in state["configuration"].items():
-        section, _, key = name.partition(".")
-        table.setdefault(section, {})[key] = value
-    return build(table)
+    config = load_configuration(run)
+    return sample(config, read_text(config), checkpoint_url(config, run), prompt, tokens, temperature, seed)
 
 
 def sample(
     config: Config, corpus: Corpus, url: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """`prompt` and what the model makes of it. Temperature 0 takes the likeliest token each time."""
-    layers = load_all_layers(config, corpus, url)
+    layers = load_all_layers(config, url)
     ids = corpus.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
     return corpus.decode(continue_ids(layers, ids, num_tokens, config.model.context, temperature, seed))
 
 
-def load_all_layers(config: Config, corpus: Corpus, url: str) -> list[nn.Module]:
-    model = make_model(config, corpus)
+def load_all_layers(config: Config, url: str) -> list[nn.Module]:
+    model = make_model(config)
     layers = [materialise(model, index, config.train.seed, "cpu").eval() for index in range(len(model.layers))]
     named = {f"layers.{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
     loaded = checkpoint.load(url, named)
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(loaded.tensors[name])
+    fill(named.items(), loaded)
     return layers
+
+
+@torch.no_grad()
+def fill(named: Iterable[tuple[str, nn.Parameter]], loaded: checkpoint.Loaded) -> None:
+    """Copy the checkpoint's values into the parameters; raises `CheckpointError` where one has another shape."""
+    for name, parameter in named:
+        saved = loaded.tensors[name]
+        if saved.shape != parameter.shape:
+            raise CheckpointError(
+                f"{name} is {list(saved.shape)} in the checkpoint and {list(parameter.shape)} here; check [model]"
+            )
+        parameter.copy_(saved)
 
 
 @torch.no_grad()

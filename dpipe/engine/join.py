@@ -13,14 +13,17 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
+from dpipe.engine.forecast import assumed_network
 from dpipe.engine.placement import Placement
-from dpipe.errors import PeerLost, RunAborted, TransferTimeout
+from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
+from dpipe.transport.shaped import ShapedTransport
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def joined(
     with ExitStack() as stack:
         node, timeouts = config.node, config.timeouts
         security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
-        transport = GrpcTransport(
+        links = GrpcTransport(
             place.rank,
             bind=node.bind,
             port=node.port,
@@ -50,11 +53,13 @@ def joined(
             connect_timeout_s=timeouts.connect,
             device=node.device,
         )
+        stack.callback(links.close)
+        transport = shaped(config, links)
         stack.callback(transport.close)
-        meeting = _join(config, place, security, transport.port, join_s or timeouts.join, stack)
+        meeting = _join(config, place, security, links.port, join_s or timeouts.join, stack)
         meeting.on_abort(transport.fail)
         try:
-            transport.connect(meeting.addresses, peers)
+            links.connect(meeting.addresses, peers)
             yield meeting, transport
         except RunAborted:
             raise
@@ -62,8 +67,17 @@ def joined(
             raise meeting.abort(str(error), symptom=True) from error
         except BaseException as error:
             meeting.abort(f"{type(error).__name__}: {error}")
+            transport.fail(RunAborted("this rank failed"))
             raise
         meeting.leave()
+
+
+def shaped(config: Config, links: Transport) -> Transport:
+    """`links`, behind the network that `transport.shape` asks for."""
+    if config.transport.shape is None:
+        return links
+    network = assumed_network(config.transport.shape, config.transport.connections)
+    return ShapedTransport(links, network, transfer_timeout_s=config.timeouts.transfer)
 
 
 def _join(
@@ -76,7 +90,7 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    host = advertised_host(node.bind, node.advertise)
+    host = advertised_host(node.bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
             place.world_size,
@@ -104,11 +118,19 @@ def _join(
     return meeting
 
 
-def advertised_host(bind: str, advertise: str | None) -> str | None:
+def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address: then this host's own, as its name resolves.
+    A wildcard is no address. Then it is the one that this machine uses `toward` the coordinator's host: of several
+    interfaces the one that leads to the others. Raises `JoinError` where there is no way there.
     """
     if advertise is not None:
         return None if advertise == "none" else advertise
-    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "[::]") else bind  # noqa: S104
+    if bind not in _WILDCARDS:
+        return bind
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward, 9))  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise JoinError(f"no way to {toward}: {error}; check --coordinator, or set node.advertise") from None

@@ -72,6 +72,13 @@ class Placement:
         """Where rank 0's coordinator listens; 0, any free port, where `publish` tells it to the others."""
         return int(self.coordinator.rpartition(":")[2]) if self.coordinator else 0
 
+    @property
+    def meeting_host(self) -> str:
+        """The host where the ranks meet: rank 0's, or torchrun's store's."""
+        if self.store:
+            return self.store.host
+        return self.coordinator.rpartition(":")[0] if self.coordinator else "127.0.0.1"
+
     def publish(self, address: str) -> None:
         """Rank 0: tell the others where the coordinator listens, unless they know."""
         if self.store:

@@ -17,6 +17,7 @@ class _Mark:
     start_ns: int
     end_ns: int
     num_bytes: int = 0
+    cpu_ns: int = 0
 
 
 class Recorder:
@@ -30,11 +31,12 @@ class Recorder:
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
         """Record what runs inside, also when it raises."""
-        start = time.perf_counter_ns()
+        start, cpu_start = time.perf_counter_ns(), time.thread_time_ns()
         try:
             yield
         finally:
-            self._marks.append(_Mark(lane, action, start, time.perf_counter_ns()))
+            cpu_ns = time.thread_time_ns() - cpu_start
+            self._marks.append(_Mark(lane, action, start, time.perf_counter_ns(), cpu_ns=cpu_ns))
 
     def moved(self, lane: Lane, action: Action, moved: Moved | None) -> None:
         """Record a transfer as the transport saw it."""
@@ -61,4 +63,4 @@ class Recorder:
 
     def _span(self, m: _Mark, offset_ns: int) -> Span:
         start, end = (m.start_ns + offset_ns) / 1e3, (m.end_ns + offset_ns) / 1e3
-        return Span(self._rank, m.lane, m.action, start, end, m.num_bytes)
+        return Span(self._rank, m.lane, m.action, start, end, m.num_bytes, m.cpu_ns / 1e3)

@@ -56,14 +56,16 @@ def show_summary(
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
     seconds = sum(row["step_s"] for row in steps)
-    console.print(f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False)
+    console.print(
+        f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False, soft_wrap=True
+    )
     result = learned(rows)
     if result is not None and scale is not None:
         console.print(_losses(result, scale))
         if result.held_out_end is not None:
-            console.print(_against_bigram(result.held_out_end, scale), highlight=False)
+            console.print(_against_bigram(result.held_out_end, scale), highlight=False, soft_wrap=True)
     if (run / "trace" / "plan.json").exists():
-        console.print(_prediction(load_trace(run)), highlight=False)
+        console.print(_prediction(load_trace(run)), highlight=False, soft_wrap=True)
     if sample is not None:
         console.print("\n[bold]The model writes:[/bold]")
         console.print(sample, highlight=False, markup=False)

@@ -7,17 +7,18 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
+from dpipe.engine.forecast import assumed_network
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Network, load_network
+from dpipe.topology import Host
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,23 @@ class StepSpans:
 @dataclass(frozen=True)
 class Plan:
     """What a prediction needs besides the costs: `activation_bytes[s]` and `gradient_bytes[s]` cross from stage s to
-    s + 1 and back, on the wire."""
+    s + 1 and back, on the wire. `hosts` are those that have fewer cores than ranks."""
 
     schedule: Schedule
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int
     network: str | None
-
-    def load_network(self) -> Network:
-        return load_network(self.network) if self.network else Network()
+    connections: int = 1
+    hosts: tuple[Host, ...] = ()
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
     rows = [
-        {"step": s.step, "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes] for x in s.spans]}
+        {
+            "step": s.step,
+            "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes, x.cpu_us] for x in s.spans],
+        }
         for s in steps
     ]
     return json.dumps(rows).encode()
@@ -55,7 +58,7 @@ def load_steps(data: bytes, rank: int) -> list[StepSpans]:
     return [
         StepSpans(
             row["step"],
-            tuple(Span(rank, Lane(lane), parse_action(a), start, end, n) for lane, a, start, end, n in row["spans"]),
+            tuple(Span(rank, Lane(lane), parse_action(action), *numbers) for lane, action, *numbers in row["spans"]),
         )
         for row in json.loads(data)
     ]
@@ -73,6 +76,8 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "gradient_bytes": plan.gradient_bytes,
         "tied_bytes": plan.tied_bytes,
         "network": plan.network,
+        "connections": plan.connections,
+        "hosts": [[host.ranks, host.cores] for host in plan.hosts],
     }
     (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
 
@@ -88,7 +93,8 @@ def load_plan(folder: Path) -> Plan:
         tied=table["tied"],
     )
     sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
-    return Plan(schedule, *sizes, table["network"])
+    hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
+    return Plan(schedule, *sizes, table["network"], table["connections"], hosts)
 
 
 @dataclass(frozen=True)
@@ -113,28 +119,32 @@ def load_trace(run: Path) -> Trace:
     ranks = range(plan.schedule.num_ranks)
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
     steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
-    if not steps:
-        raise ConfigError(f"{run} has no trace: run.trace_steps was 0 or no step was trained")
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    return Trace(plan, steps, simulate(plan.schedule, cost, plan.load_network()))
+    network = assumed_network(plan.network, plan.connections)
+    return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts))
 
 
 def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
-    moved = (Span(s.rank, s.lane, s.action, s.start_us - origin, s.end_us - origin, s.num_bytes) for s in spans)
+    moved = (replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
     return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The median cost of each stage's actions as measured; the other half of a split backward pass is left at zero."""
+    """The mean cost of each stage's actions as measured; what a schedule does not use is left at zero.
+
+    Of ranks that share a host's cores it is processor time: the simulator shares the cores out itself.
+    """
+    sharing = {rank for host in plan.hosts for rank in host.ranks}
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
-            durations.setdefault((span.action.stage, span.action.op), []).append(span.duration_us)
+            took_us = span.cpu_us if span.rank in sharing else span.duration_us
+            durations.setdefault((span.action.stage, span.action.op), []).append(took_us)
 
     def of(op: Op) -> tuple[float, ...]:
-        return tuple(median(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
+        return tuple(mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
 
     return Cost(
         forward_us=of(Op.F),

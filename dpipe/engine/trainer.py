@@ -85,7 +85,8 @@ class Trainer:
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
         self._tell(job.update.drain())
-        job.meeting.upload("trace", dump_steps(self._traces))
+        if self._traces:
+            job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
 
     def _one_step(self, step: int) -> bool:

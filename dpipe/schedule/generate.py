@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.plan import Schedule
+from dpipe.schedule.split import SplitProgram
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -138,9 +139,9 @@ def zero_bubble(
 ) -> Schedule:
     """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
 
-    Greedy in unit time: an input gradient first, because the rank before waits for it; else a forward; else a weight
-    gradient, for which nobody waits. `in_flight` limits the forwards whose input gradient is not done, as in
-    `one_f_one_b`; `memory_limit` the micro-batches a rank holds, forward done and weight gradient not (default: all).
+    Greedy in unit time by the rule of `SplitProgram`; `timeline.greedy` follows it on a network's clock. `in_flight`
+    limits the forwards whose input gradient is not done, as in `one_f_one_b`; `memory_limit` the micro-batches a rank
+    holds, forward done and weight gradient not (default: all).
 
     zero_bubble(3, 4):
 
@@ -148,10 +149,7 @@ def zero_bubble(
         rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
         rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
-    depths = _depths(num_stages, num_microbatches, in_flight)
-    limit = num_microbatches if memory_limit is None else memory_limit
-    _at_least_one("memory_limit", limit)
-    ranks = [_Split(rank, num_microbatches, depth, limit) for rank, depth in enumerate(depths)]
+    ranks = split_programs(num_stages, num_microbatches, in_flight, memory_limit)
     while any(rank.unfinished for rank in ranks):
         # All ranks choose before any of them moves: what is done in a slot can be used from the next one on.
         choices = [rank.choose(*_neighbours(ranks, rank.stage)) for rank in ranks]
@@ -161,38 +159,22 @@ def zero_bubble(
     return _schedule("zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks])
 
 
+def split_programs(
+    num_stages: int, num_microbatches: int, in_flight: int | None = None, memory_limit: int | None = None
+) -> list[SplitProgram]:
+    """The ranks of a schedule that splits the backward pass, nothing done yet; parameters as in `zero_bubble`."""
+    depths = _depths(num_stages, num_microbatches, in_flight)
+    limit = num_microbatches if memory_limit is None else memory_limit
+    _at_least_one("memory_limit", limit)
+    return [SplitProgram(rank, num_microbatches, depth, limit) for rank, depth in enumerate(depths)]
+
+
 def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
     """The smallest `in_flight` with which `interleaved`, or for one stage a rank `one_f_one_b`, can run."""
     return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
 
 
-class _Split:
-    """One rank while a zero-bubble schedule is made: how many F, I and W it has done, and its program so far."""
-
-    def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
-        self.stage, self.num_microbatches, self.depth, self.limit = stage, num_microbatches, depth, limit
-        self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
-        self.program: list[Action] = []
-
-    @property
-    def unfinished(self) -> bool:
-        return self.done[Op.W] < self.num_microbatches
-
-    def choose(self, inputs: int, gradients: int) -> Op | None:
-        """What to do next, given how many inputs and output gradients the neighbours have made."""
-        forwards, backwards, weights = self.done[Op.F], self.done[Op.I], self.done[Op.W]
-        if backwards < min(forwards, gradients):
-            return Op.I
-        if forwards < min(inputs, backwards + self.depth, weights + self.limit):
-            return Op.F
-        return Op.W if weights < backwards else None
-
-    def do(self, op: Op) -> None:
-        self.program.append(Action(self.stage, op, self.done[op]))
-        self.done[op] += 1
-
-
-def _neighbours(ranks: list[_Split], stage: int) -> tuple[int, int]:
+def _neighbours(ranks: list[SplitProgram], stage: int) -> tuple[int, int]:
     """How many inputs the rank before `stage` has made for it, and how many gradients the rank after."""
     inputs = ranks[stage - 1].done[Op.F] if stage > 0 else ranks[stage].num_microbatches
     last = stage == len(ranks) - 1

@@ -2,90 +2,101 @@
 
     forward           y = x W^T + b
     backward, now     dx = dy W        db = sum of dy
-    backward, later   W.grad += dy^T x         [run_deferred]
+    backward, later   W.grad += dy^T x         [WeightGradients.filed]
 
 Only what the stage before waits for is made now. The products are those that `nn.Linear` and autograd issue, so the
 numbers are the same.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+Product = Callable[[], None]
 
-@dataclass(slots=True)
-class WeightGradient:
-    """One product that is still to be made, of `grad` [tokens, out] and `input` [tokens, in]."""
 
-    weight: nn.Parameter
-    input: torch.Tensor
-    grad: torch.Tensor
+class WeightGradients:
+    """Where the linear layers of a stage leave their weight gradients: made at once, or filed while `filing`."""
 
-    def run(self) -> None:
-        made = (self.grad.t() @ self.input).to(self.weight.dtype)
-        if self.weight.grad is None:
-            self.weight.grad = made
+    def __init__(self) -> None:
+        self.filing = False
+        self.filed: list[Product] = []
+
+    def leave(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
+        """`input` [tokens, in] and `grad` [tokens, out] are those of the product."""
+        if self.filing:
+            self.filed.append(partial(_accumulate, weight, input, grad))
         else:
-            self.weight.grad += made
+            _accumulate(weight, input, grad)
+
+    def take(self) -> list[Product]:
+        filed, self.filed = self.filed, []
+        return filed
 
 
-Deferred = list[WeightGradient]
+def _accumulate(weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
+    made = (grad.t() @ input).to(weight.dtype)  # no graph is made of it: its caller has gradients off
+    if weight.grad is None:
+        weight.grad = made
+    else:
+        weight.grad += made
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` whose backward pass leaves its weight gradient in `deferred`."""
+    """An `nn.Linear` whose backward pass leaves its weight gradient to `gradients`."""
 
-    deferred: Deferred
+    gradients: WeightGradients
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        flat = input.to(dtype).reshape(-1, self.in_features)
-        output: torch.Tensor = _Product.apply(flat, self.weight, self.bias, self.deferred)  # type: ignore[no-untyped-call]
-        return output.view(*input.shape[:-1], self.out_features)
+        output: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.gradients)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _Product(torch.autograd.Function):
+    """On [..., in] as one matrix [tokens, in], with or without gradients the same product."""
+
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, deferred: Deferred
+        ctx: Any, input: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
     ) -> torch.Tensor:
-        # In half precision this casts once more than autocast's cache would.
-        cast = weight.to(input.dtype)
-        ctx.save_for_backward(input, cast)
-        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
-        return F.linear(input, cast, None if bias is None else bias.to(input.dtype))
+        flat = input.reshape(-1, weight.shape[1])
+        used_weight: torch.Tensor = weight
+        used_bias: torch.Tensor | None = bias
+        if torch.is_autocast_enabled(input.device.type):
+            # What autocast would do; autograd casts what backward returns to the dtype of what was given.
+            dtype = torch.get_autocast_dtype(input.device.type)
+            flat, used_weight = flat.to(dtype), weight.to(dtype)
+            used_bias = None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(flat, used_weight)
+        ctx.weight, ctx.gradients, ctx.shape = weight, gradients, input.shape
+        return F.linear(flat, used_weight, used_bias).view(*input.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
-        input, weight = ctx.saved_tensors
+        flat, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            ctx.deferred.append(WeightGradient(ctx.weight, input, grad))
+            ctx.gradients.leave(ctx.weight, flat, grad)
         return (
-            grad @ weight if needs_input else None,
+            (grad @ weight).view(ctx.shape) if needs_input else None,
             None,
-            grad.sum(0).to(ctx.bias.dtype) if needs_bias else None,
+            grad.sum(0) if needs_bias else None,
             None,
         )
 
 
-def defer_weight_gradients(module: nn.Module, deferred: Deferred) -> None:
+def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
     """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters stay.
 
-    Subclasses are left as they are: they may compute something else.
+    Left as they are: subclasses, which may compute something else, and a weight that is made from other parameters
+    (`torch.nn.utils.weight_norm`), whose gradient has further to go.
     """
     for linear in module.modules():
-        if type(linear) in (nn.Linear, Linear):
+        if type(linear) in (nn.Linear, Linear) and "weight" in dict(linear.named_parameters(recurse=False)):
             linear.__class__ = Linear
-            linear.deferred = deferred  # type: ignore[assignment]
-
-
-def run_deferred(gradients: Deferred) -> None:
-    """Make the products in the order in which the backward pass left them."""
-    with torch.no_grad():
-        for gradient in gradients:
-            gradient.run()
+            linear.gradients = gradients  # type: ignore[assignment]

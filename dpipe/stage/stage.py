@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dpipe.errors import TransferError
-from dpipe.stage.linear import Deferred, defer_weight_gradients, run_deferred
+from dpipe.stage.linear import Product, WeightGradients, defer_weight_gradients
 from dpipe.stage.model import Loss
 from dpipe.stage.seeding import seeded
 from dpipe.wire.spec import TensorSpec
@@ -59,11 +59,11 @@ class Stage:
         self._num_microbatches, self._recompute, self._seed = num_microbatches, recompute, seed
         self._half, self._device = _HALF[precision], torch.device(device)
         self._passes: dict[int, list[_Pass]] = {}
-        self._waiting: dict[int, Deferred] = {}  # weight gradients, by micro-batch
-        self._deferred: Deferred = []  # where the layers leave those of the micro-batch under way
+        self._waiting: dict[int, list[Product]] = {}  # weight gradients that are still to be made
+        self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
         for layer in self._layers.values():
-            defer_weight_gradients(layer, self._deferred)
+            defer_weight_gradients(layer, self._weight_gradients)
         self.begin_step(0)
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
@@ -96,29 +96,21 @@ class Stage:
         `grads` are those of the floating-point outputs, in order; none on the last stage. Returns those of the
         floating-point inputs, in order; none on the first stage, whose inputs are data.
         """
-        input_grads = self.backward_input(microbatch, grads)
-        self.backward_weight(microbatch)
-        return input_grads
+        self._weight_gradients.filing = False
+        return self._backward(microbatch, grads)
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         """As `backward`, but leave the weight gradients of linear layers for `backward_weight`."""
-        passes = self._passes[microbatch]
-        if self._loss is not None:
-            assert not grads, "the last stage makes its gradient itself"
-            grads = (torch.tensor(self._loss_factor, device=self._device),)
-        while passes:
-            layer_pass = passes.pop()
-            outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
-            self._differentiate(microbatch, outputs, grads)
-            grads = tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
-        del self._passes[microbatch]
-        self._waiting[microbatch] = self._deferred.copy()
-        self._deferred.clear()
-        return grads
+        self._weight_gradients.filing = True
+        input_grads = self._backward(microbatch, grads)
+        self._waiting[microbatch] = self._weight_gradients.take()
+        return input_grads
 
+    @torch.no_grad()
     def backward_weight(self, microbatch: int) -> None:
         """Add the weight gradients that `backward_input` of this micro-batch left."""
-        run_deferred(self._waiting.pop(microbatch))
+        for product in self._waiting.pop(microbatch):
+            product()
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
@@ -139,7 +131,7 @@ class Stage:
         """Forget a step that was aborted: the stash and the gradients."""
         self._passes.clear()
         self._waiting.clear()
-        self._deferred.clear()
+        self._weight_gradients.take()
         self.zero_grad()
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
@@ -159,6 +151,19 @@ class Stage:
     def zero_grad(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
+
+    def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
+        passes = self._passes[microbatch]
+        if self._loss is not None:
+            assert not grads, "the last stage makes its gradient itself"
+            grads = (torch.tensor(self._loss_factor, device=self._device),)
+        while passes:
+            layer_pass = passes.pop()
+            outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
+            self._differentiate(microbatch, outputs, grads)
+            grads = tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
+        del self._passes[microbatch]
+        return grads
 
     def _run(
         self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors

@@ -1,12 +1,18 @@
-"""Schedule "auto": the generator and the parameters that the simulator finds fastest on a given network."""
+"""Schedule "auto": the generator and the parameters that the simulator finds fastest on a given network.
+
+Besides the generators there is `greedy`, which follows the network's clock. On the published networks (12 stages, 64
+micro-batches) it reaches what compute and egress allow: tests/timeline/test_greedy.py.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.schedule.plan import Schedule
+from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.topology import Network
 
@@ -42,7 +48,10 @@ def search(
     def rating(schedule: Schedule) -> tuple[int, int]:
         return round(simulate(schedule, cost, network).duration_us), max(peak_in_flight(schedule))
 
-    candidates = _candidates(num_stages, num_microbatches, stages_per_rank, least, limit)
+    candidates = chain(
+        _candidates(num_stages, num_microbatches, stages_per_rank, least, limit),
+        _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
+    )
     return min((c for c in candidates if max(peak_in_flight(c)) <= limit), key=rating)
 
 
@@ -63,8 +72,22 @@ def _candidates(
             yield named("interleaved", in_flight=depth)
             continue
         yield named("1f1b", in_flight=depth)
-        for held in sorted({min(limit, multiple * depth) for multiple in (1, 2, num_microbatches)}):
+        for held in _held(depth, limit):
             yield named("zero-bubble", in_flight=depth, memory_limit=held)
+
+
+def _greedy_candidates(
+    num_stages: int, num_microbatches: int, cost: Cost, network: Network, limit: int
+) -> Iterator[Schedule]:
+    for depth in _depths(min(num_stages, limit), limit):
+        for held in _held(depth, limit):
+            schedule = greedy(num_stages, num_microbatches, cost, network, depth, held)
+            yield replace(schedule, name=f"auto: greedy in_flight={depth}, memory_limit={held}")
+
+
+def _held(depth: int, limit: int) -> list[int]:
+    """How many micro-batches a rank with `depth` in flight may hold: weight gradients soon, later, or at the end."""
+    return sorted({min(limit, depth), min(limit, 2 * depth), limit})
 
 
 def _depths(shallowest: int, deepest: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ The model, event by event:
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
 - A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
 - Receiving costs the receiver nothing, and a message does not wait for its receive to be posted.
+- Ranks have a processor each, unless they share a host's cores; then they share them fairly.
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
             send         [0SEND_F0]                 recv        :[1RECV_F0]
@@ -14,8 +15,7 @@ The model, event by event:
 """
 
 import heapq
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Self, assert_never
@@ -27,7 +27,7 @@ from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Link, Network
+from dpipe.topology import Egress, Host, Network, Sent
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class Cost:
         assert_never(action.op)
 
 
-def simulate(schedule: Schedule, cost: Cost, network: Network) -> Timeline:
+def simulate(schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
+
+    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to oneself.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    if schedule.num_stages != cost.num_stages:
-        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
-    return _Simulation(schedule if schedule.lowered else lower(schedule), cost, network).run()
+    return Simulation(schedule if schedule.lowered else lower(schedule), cost, network, hosts).run()
 
 
 class _Clock:
@@ -140,8 +140,8 @@ class _Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._requests = count()
 
-    def after(self, delay_us: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now_us + delay_us, next(self._requests), call))
+    def at(self, time_us: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_us, next(self._requests), call))
 
     def run(self) -> None:
         while self._events:
@@ -149,10 +149,12 @@ class _Clock:
             call()
 
 
-class _Simulation:
+class Simulation:
     """The ranks and their links while a schedule unfolds; makes the spans."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, network: Network) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> None:
+        if schedule.num_stages != cost.num_stages:
+            raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
         self.schedule, self.cost, self.network = schedule, cost, network
         self.clock = _Clock()
         self.spans: list[Span] = []
@@ -160,11 +162,12 @@ class _Simulation:
         ranks = range(schedule.num_ranks)
         self.position = [0 for _ in ranks]
         self.idle_since: list[float | None] = [0.0 for _ in ranks]  # None while the rank computes
-        self.egress = [_Egress(self, rank) for rank in ranks]
+        self.senders = [_Sender(self, rank) for rank in ranks]
+        self.cores = {rank: cores for host in hosts for cores in [_Cores(self.clock, host)] for rank in host.ranks}
 
     def run(self) -> Timeline:
         for rank in range(self.schedule.num_ranks):
-            self._advance(rank)
+            self.advance(rank)
         self.clock.run()
         if len(self.done) < len(self.schedule.index):
             check(self.schedule)  # says which action on which rank waits for what
@@ -175,9 +178,9 @@ class _Simulation:
         self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action)))
         self.done.add(action)
         if self.idle_since[rank] is not None:
-            self._advance(rank)
+            self.advance(rank)
 
-    def _advance(self, rank: int) -> None:
+    def advance(self, rank: int) -> None:
         """Go on with the program of an idle rank until it computes or has to wait."""
         program = self.schedule.programs[rank]
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
@@ -185,13 +188,13 @@ class _Simulation:
             if action.op not in RECVS and not self.done.issuperset(self.schedule.requires(action)):
                 return
             self.position[rank] += 1
-            self._start(rank, action)
+            self.start(rank, action)
 
-    def _start(self, rank: int, action: Action) -> None:
+    def start(self, rank: int, action: Action) -> None:
         if action.op in RECVS:
             return  # it is done when its message arrives
         if action.op in SENDS:
-            self.egress[rank].send(action)
+            self.senders[rank].send(action)
         elif action.op == Op.REDUCE_GRAD:
             self._run(rank, Lane.REDUCE, action)
         else:
@@ -212,81 +215,83 @@ class _Simulation:
                 self.idle_since[rank] = self.clock.now_us
             self.finish(rank, lane, action, start)
 
-        self.clock.after(self.cost.duration_us(action), over)
+        if rank in self.cores and lane != Lane.REDUCE:
+            self.cores[rank].run(rank, self.cost.duration_us(action), over)
+        else:
+            self.clock.at(start + self.cost.duration_us(action), over)
 
 
-@dataclass
-class _Transfer:
-    """The message that a link has on the wire."""
+class _Cores:
+    """The cores of one host: as many ranks as there are cores compute at full speed, more of them share it."""
 
-    action: Action
-    start_us: float
-    bits_left: float
-    bits_per_us: float = 0.0
+    def __init__(self, clock: _Clock, host: Host) -> None:
+        self._clock, self._cores = clock, host.cores
+        self._running: dict[int, tuple[float, Callable[[], None]]] = {}  # by rank: microseconds left on a whole core
+        self._since_us = 0.0
+        self._plans = 0  # as in `_Sender`
+
+    def run(self, rank: int, duration_us: float, over: Callable[[], None]) -> None:
+        self._progress()
+        self._running[rank] = duration_us, over
+        self._plan()
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / max(1, len(self._running)))
+
+    def _progress(self) -> None:
+        done_us = (self._clock.now_us - self._since_us) * self._speed
+        self._running = {rank: (left - done_us, over) for rank, (left, over) in self._running.items()}
+        self._since_us = self._clock.now_us
+
+    def _plan(self) -> None:
+        self._plans += 1
+        if self._running:
+            plan, left_us = self._plans, min(left for left, _ in self._running.values())
+            self._clock.at(self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan))
+
+    def _complete(self, plan: int) -> None:
+        if plan != self._plans:
+            return
+        self._progress()
+        rank = min(self._running, key=lambda rank: self._running[rank][0])
+        _, over = self._running.pop(rank)
+        self._plan()
+        over()
 
 
-class _Egress:
-    """What one rank sends: a queue for each of its links, and one interface that they share."""
+class _Sender:
+    """The egress of one rank on the simulation's clock."""
 
-    def __init__(self, simulation: _Simulation, rank: int) -> None:
+    def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation, self.rank = simulation, rank
-        self.bits_per_us = simulation.network.egress_gbps(rank) * 1e3
-        self.links: dict[int, Link] = {}
-        self.waiting: dict[int, deque[Action]] = {}
-        self.moving: dict[int, _Transfer] = {}
-        self.settled_us = 0.0
+        self.egress = Egress[Action](simulation.network, rank)
         self.plans = 0  # the completion that is due belongs to the latest plan; earlier ones are void
 
     def send(self, action: Action) -> None:
-        target = peer(self.simulation.schedule, action)
-        self.links.setdefault(target, self.simulation.network.link(self.rank, target))
-        self.waiting.setdefault(target, deque()).append(action)
-        if target not in self.moving:
-            self._settle()
-            self._load(target)
-            self._plan()
-
-    def _load(self, target: int) -> None:
-        """Put the next message of a free link on the wire."""
-        if self.waiting[target]:
-            action = self.waiting[target].popleft()
-            bits = self.simulation.cost.num_bytes(action) * 8
-            self.moving[target] = _Transfer(action, self.simulation.clock.now_us, bits)
-
-    def _settle(self) -> None:
-        """Account for what has moved since the shares last changed."""
-        now = self.simulation.clock.now_us
-        for transfer in self.moving.values():
-            transfer.bits_left -= transfer.bits_per_us * (now - self.settled_us)
-        self.settled_us = now
+        simulation = self.simulation
+        target = peer(simulation.schedule, action)
+        self.egress.offer(target, action, simulation.cost.num_bytes(action), simulation.clock.now_us)
+        self._plan()
 
     def _plan(self) -> None:
-        """Share the interface anew and call when the first message will be through."""
         self.plans += 1
-        if not self.moving:
-            return
-        capacity, slowest_first = self.bits_per_us, sorted(self.moving, key=lambda t: self.links[t].bandwidth_gbps)
-        for rest, target in zip(range(len(slowest_first), 0, -1), slowest_first, strict=True):
-            share = min(self.links[target].bandwidth_gbps * 1e3, capacity / rest)
-            self.moving[target].bits_per_us = share
-            capacity -= share
-        left_us = {target: max(0.0, t.bits_left / t.bits_per_us) for target, t in self.moving.items()}
-        first = min(left_us, key=left_us.__getitem__)
-        plan = self.plans
-        self.simulation.clock.after(left_us[first], lambda: self._complete(first, plan))
+        due_us, plan = self.egress.due_us, self.plans
+        assert due_us is not None
+        self.simulation.clock.at(due_us, lambda: self._complete(plan))
 
-    def _complete(self, target: int, plan: int) -> None:
+    def _complete(self, plan: int) -> None:
         if plan != self.plans:
             return
-        self._settle()
-        transfer = self.moving.pop(target)
-        self._load(target)
-        self._plan()
-        self._deliver(target, transfer)
+        sent = self.egress.complete()
+        if self.egress.due_us is not None:
+            self._plan()
+        self._deliver(sent)
 
-    def _deliver(self, target: int, transfer: _Transfer) -> None:
-        simulation, delay_us = self.simulation, self.links[target].delay_us
-        receive = counterpart(transfer.action, simulation.schedule.num_stages)
-        first_byte_us = transfer.start_us + delay_us
-        simulation.clock.after(delay_us, lambda: simulation.finish(target, Lane.RECV, receive, first_byte_us))
-        simulation.finish(self.rank, Lane.SEND, transfer.action, transfer.start_us)
+    def _deliver(self, sent: Sent[Action]) -> None:
+        simulation, target = self.simulation, sent.target
+        delay_us = simulation.network.link(self.rank, target).delay_us
+        receive = counterpart(sent.item, simulation.schedule.num_stages)
+        first_byte_us, arrival_us = sent.start_us + delay_us, sent.end_us + delay_us
+        simulation.clock.at(arrival_us, lambda: simulation.finish(target, Lane.RECV, receive, first_byte_us))
+        simulation.finish(self.rank, Lane.SEND, sent.item, sent.start_us)

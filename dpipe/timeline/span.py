@@ -19,7 +19,10 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began."""
+    """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
+
+    `cpu_us` is the processor time that a measured span of compute took: less than its duration where ranks share cores.
+    """
 
     rank: int
     lane: Lane
@@ -27,6 +30,7 @@ class Span:
     start_us: float
     end_us: float
     num_bytes: int = 0
+    cpu_us: float = 0.0
 
     @property
     def duration_us(self) -> float:

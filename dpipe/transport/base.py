@@ -47,5 +47,8 @@ class Transport(Protocol):
     def recv(self, like: TensorSpec, peer: int, tag: str) -> Pending[torch.Tensor]:
         """Expect the next tensor from `peer` and return at once."""
 
+    def fail(self, error: Exception) -> None:
+        """Give up: every pending and later wait raises `error`, and peers that wait get `PeerLost` at once."""
+
     def close(self) -> None:
-        """Close every link; peers that wait get `PeerLost` at once. Safe to call twice and from any thread."""
+        """Let what is queued leave, for a bounded time, then close every link. Safe to call twice, from any thread."""

@@ -1,14 +1,19 @@
 """The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dpipe.config import Config
+from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
-from dpipe.errors import ConfigError, DataError
+from dpipe.engine.trace import load_trace, write_chrome
+from dpipe.errors import CheckpointError, ConfigError, DataError
+from dpipe.timeline.span import Lane
 
 Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
@@ -101,6 +106,21 @@ def test_text_that_is_too_short_is_refused_before_anything_is_written(tiny: Make
     assert not Path(config.run.folder).exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize(("device", "message"), [("cuda", "sees no CUDA GPU"), ("abacus", "is no device")])
+def test_device_that_is_not_here_is_refused(device: str, message: str, tiny: Make, run_ranks: Run) -> None:
+    (error,) = run_ranks(tiny(node__device=device))
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+
+
+def test_fewer_layers_than_stages_are_refused_before_anything_is_written(tiny: Make, run_ranks: Run) -> None:
+    config = tiny(pipeline__stages=5, timeouts__join=2)
+    assert all("4 layers cannot make 5 stages" in str(error) for error in run_ranks(config))
+    assert not Path(config.data.cache).exists()
+    assert not Path(config.run.folder).exists()
+
+
 def test_vocabulary_smaller_than_the_tokenizers_is_refused(tiny: Make, run_ranks: Run) -> None:
     (error,) = run_ranks(tiny(model__vocab_size=100))
     assert isinstance(error, DataError)
@@ -110,3 +130,137 @@ def test_vocabulary_smaller_than_the_tokenizers_is_refused(tiny: Make, run_ranks
 def test_rank_with_another_configuration_is_refused_and_the_key_named(tiny: Make, run_ranks: Run) -> None:
     errors = run_ranks(tiny(pipeline__stages=2), of_rank={1: tiny(pipeline__stages=2, train__seed=7)})
     assert all("train.seed" in str(error) for error in errors)
+
+
+def test_run_over_mutual_tls_gives_the_same_losses(tiny: Make, losses: Losses, authority, tmp_path: Path) -> None:
+    security = authority().security()
+    pems = {"cert": security.cert, "key": security.key, "ca": security.ca}
+    for name, pem in pems.items():
+        (tmp_path / f"{name}.pem").write_bytes(pem)
+    paths = {f"node__tls_{name}": str(tmp_path / f"{name}.pem") for name in pems}
+    over_tls = tiny(pipeline__stages=2, run__folder=str(tmp_path / "tls")).with_(**paths)
+    assert losses(over_tls) == losses(tiny())
+
+
+USER_MODEL = """
+from torch import nn
+import torch.nn.functional as F
+
+
+class Doubled(nn.Module):
+    # Gives two tensors: what it makes, and a mask of integers that carries no gradient.
+
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(256, width), nn.Linear(width, width)
+
+    def forward(self, tokens):
+        return self.linear(self.embedding(tokens)), tokens % 2
+
+
+class Masked(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 256)
+
+    def forward(self, x, mask):
+        return self.linear(x * mask.unsqueeze(-1))
+
+
+def layers(width):
+    def loss(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return [Doubled(width), Masked(width)], loss
+"""
+
+
+def test_users_own_layers_with_two_tensors_between_stages(
+    tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_layers.py").write_text(USER_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = {"model__layers": "my_layers:layers", "model__options": {"width": 8}}
+    whole = losses(tiny(**mine))
+    assert losses(tiny(**mine, pipeline__stages=2, run__folder=str(tmp_path / "cut"))) == whole
+    assert whole[-1] < whole[0]
+
+
+def damage(folder: Path) -> None:
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    file = next(newest.glob("model-*"))
+    file.write_bytes(file.read_bytes()[:-8] + b"garbage!")
+
+
+def test_damaged_checkpoint_is_named_and_nothing_is_lost(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    config = tiny(pipeline__stages=2, run__checkpoint_every=2, timeouts__join=5)
+    losses(config)
+    damage(Path(config.run.folder))
+    before = sorted(Path(config.run.folder).rglob("*"))
+    errors = [e for e in run_ranks(config.with_(train__steps=5), resume=True) if isinstance(e, CheckpointError)]
+    assert "step-00000003/model-" in str(errors[0])
+    assert "--fallback" in str(errors[0])
+    assert sorted(Path(config.run.folder).rglob("*")) == before
+
+
+def test_fallback_goes_on_from_the_checkpoint_before_on_every_rank(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    longer = {"pipeline__stages": 2, "run__checkpoint_every": 2, "train__steps": 5, "train__decay": "none"}
+    whole = losses(tiny(**longer, run__folder=str(tmp_path / "whole")))
+    shorter = tiny(**{**longer, "train__steps": 3})
+    losses(shorter)
+    damage(Path(shorter.run.folder))
+    assert losses(tiny(**longer), resume=True, fallback=True) == whole
+
+
+def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    text = generate_text(Path(config.run.folder), "The quick", tokens=5, temperature=0, seed=0)
+    assert text.startswith("The quick")
+    assert len(text) > len("The quick")
+
+
+def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
+
+
+def test_checkpoint_of_a_model_of_another_width_is_refused(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    losses(tiny())
+    (error,) = run_ranks(tiny(model__width=8, train__steps=5), resume=True)
+    assert isinstance(error, CheckpointError)
+    assert "in the checkpoint and" in str(error)
+
+
+def test_checkpoints_may_go_to_any_url(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    whole = losses(tiny(train__decay="none", train__steps=5, run__folder=str(tmp_path / "whole")))
+    away = {"run__checkpoint_url": f"memory://{tmp_path.name}", "train__decay": "none"}
+    losses(tiny(**away, pipeline__stages=2))
+    assert losses(tiny(**away, train__steps=5), resume=True) == whole
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_trace_has_every_rank_and_the_prediction(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    events = json.loads(write_chrome(Path(config.run.folder)).read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1", "rank 0, predicted", "rank 1, predicted"}
+    measured = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+    assert {"0F0", "0B3", "0SEND_F0", "0RECV_B0", "0STEP"} <= measured
+
+
+def test_spans_of_two_ranks_are_on_one_clock(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    ((_, _, timeline),) = load_trace(Path(config.run.folder)).steps
+    start = {str(span.action): span.start_us for span in timeline.spans if span.lane is Lane.COMPUTE}
+    end = {str(span.action): span.end_us for span in timeline.spans if span.lane is Lane.COMPUTE}
+    assert all(start[f"1F{m}"] >= end[f"0F{m}"] and start[f"0B{m}"] >= end[f"1B{m}"] for m in range(4))
+
+
+def test_run_without_a_trace_says_so(tiny: Make, losses: Losses) -> None:
+    config = tiny(run__trace_steps=0)
+    losses(config)
+    with pytest.raises(ConfigError, match="trace_steps"):
+        load_trace(Path(config.run.folder))

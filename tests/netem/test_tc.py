@@ -39,6 +39,13 @@ def test_links_that_differ_are_classes_by_address():
     ]
 
 
+def test_traffic_to_others_is_not_shaped_where_a_profile_has_no_default():
+    network = Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(1, 2)})
+    commands = lines(network, 0, ADDRESSES)
+    assert commands[0] == "tc qdisc add dev eth0 root handle d1be: htb default 0"
+    assert [line for line in commands if "classid d1be:f " in line] == []
+
+
 def test_addresses_change_nothing_where_links_are_alike():
     network = Network(default=Link(5, 2))
     assert lines(network, 1, ADDRESSES) == lines(network, 1)

@@ -25,6 +25,10 @@ def test_search_runs_deeper_on_a_slow_network():
     assert max(peak_in_flight(slow)) > max(peak_in_flight(fast))
 
 
+def test_search_lets_weight_gradients_wait_for_a_slow_network():
+    assert search(4, 16, cost(4), SLOW).name.startswith("auto: greedy in_flight=")
+
+
 def test_search_is_deterministic():
     assert search(4, 12, cost(4), SLOW, memory_limit=6) == search(4, 12, cost(4), SLOW, memory_limit=6)
 

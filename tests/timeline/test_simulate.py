@@ -15,7 +15,7 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Timeline
-from dpipe.topology import Link, Network
+from dpipe.topology import Host, Link, Network
 
 BYTES_PER_US = 125  # at 1 Gbit/s
 
@@ -207,6 +207,31 @@ def test_more_delay_never_makes_gpipe_faster(stages, microbatches, delay_us, mor
     schedule, cost = gpipe(stages, microbatches), data.draw(costs(stages))
     near = simulate(schedule, cost, network(delay_us)).duration_us
     assert simulate(schedule, cost, network(delay_us + more_us)).duration_us >= near - 1e-6
+
+
+def test_simulate_shares_the_cores_of_a_host():
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    timeline = simulate(forward_only(2, 2), cost, network(delay_us=0), [Host((0, 1), cores=1)])
+    # while both compute, each is half as fast
+    assert spans(Timeline(2, tuple(s for s in timeline.spans if s.lane == Lane.COMPUTE))) == lines("""
+        0 compute: 0F0 0-10  0F1 10-30
+        1 compute: 1F0 10-30  1F1 30-40
+    """)
+
+
+def test_simulate_gives_every_rank_a_core_where_there_are_enough():
+    cost = Cost.uniform(3, forward_us=10, backward_us=20, message_bytes=100)
+    alone = simulate(gpipe(3, 4), cost, network(delay_us=1))
+    hosted = simulate(gpipe(3, 4), cost, network(delay_us=1), [Host((0, 1, 2), cores=3)])
+    assert hosted.duration_us == pytest.approx(alone.duration_us)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.data())
+def test_simulate_never_does_more_than_the_cores_can(stages, microbatches, cores, data):
+    cost = data.draw(costs(stages))
+    timeline = simulate(gpipe(stages, microbatches), cost, network(0), [Host(tuple(range(stages)), cores)])
+    work = microbatches * (sum(cost.forward_us) + sum(cost.backward_us)) + sum(cost.update_us)
+    assert timeline.duration_us >= work / cores * (1 - 1e-9) - 1e-6
 
 
 def test_simulate_refuses_a_cost_for_other_stages():

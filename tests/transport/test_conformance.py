@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from dpipe.errors import PeerLost, RunAborted, RunError, TransferError, TransferTimeout
+from dpipe.topology import Link, Network
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
+from dpipe.transport.shaped import ShapedTransport
 from dpipe.wire.spec import TensorSpec
 
 DTYPES = [
@@ -45,10 +47,18 @@ def grpc_pair(transfer_timeout_s: float, connections: int) -> Pair:
     return ends[0], ends[1]
 
 
+def shaped_pair(transfer_timeout_s: float, make: Callable[[float], Pair]) -> Pair:
+    near = Network(default=Link(delay_ms=2, bandwidth_gbps=10))
+    first, second = (ShapedTransport(end, near) for end in make(transfer_timeout_s))
+    return first, second
+
+
 PAIRS: dict[str, Callable[[float], Pair]] = {
     "local": local_pair,
     "grpc-1": partial(grpc_pair, connections=1),
     "grpc-3": partial(grpc_pair, connections=3),
+    "shaped-local": partial(shaped_pair, make=local_pair),
+    "shaped-grpc": partial(shaped_pair, make=partial(grpc_pair, connections=1)),
 }
 
 
@@ -250,7 +260,7 @@ def test_every_wait_raises_the_error_that_the_transport_was_failed_with(pair: Pa
     if state == "done":
         pair[0].send(torch.zeros(()), 1, "x")
         pending.wait()
-    pair[1].fail(RunAborted("rank 3 was lost"))  # type: ignore[attr-defined]
+    pair[1].fail(RunAborted("rank 3 was lost"))
     with pytest.raises(RunAborted, match="rank 3"):
         pending.wait()
     with pytest.raises(RunAborted, match="rank 3"):

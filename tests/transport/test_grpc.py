@@ -1,6 +1,5 @@
 """What gRPC adds to a transport: meeting, refusing, holding back, and leaving nothing behind. Over real sockets."""
 
-import datetime
 import queue
 import random
 import socket
@@ -14,9 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from dpipe.errors import JoinError, PeerLost, TransferError
 from dpipe.transport.grpc import PROTOCOL, GrpcTransport
@@ -360,47 +356,20 @@ def test_sent_tensor_is_let_go_when_its_bytes_are_handed_over(make: Callable[...
 # TLS
 
 
-def certificate(name: str, signer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None = None):
-    """A certificate for `name` and its key; its own authority if there is no `signer`."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(signer[0].subject if signer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .sign(signer[1] if signer else key, hashes.SHA256())
-    )
-    return built, key
-
-
-def security(authority: tuple[x509.Certificate, ec.EllipticCurvePrivateKey]) -> Security:
-    cert, key = certificate("dpipe", authority)
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return Security("secret", cert.public_bytes(pem), private, authority[0].public_bytes(pem))
-
-
-def test_link_with_certificates_of_one_authority_works(make: Callable[..., GrpcTransport]) -> None:
-    authority = certificate("authority")
-    ends = [make(rank, security=security(authority), connections=2) for rank in (0, 1)]
+def test_link_with_certificates_of_one_authority_works(make: Callable[..., GrpcTransport], authority) -> None:
+    one = authority()
+    ends = [make(rank, security=one.security("secret"), connections=2) for rank in (0, 1)]
     connect(*ends)
     assert_link_works(*ends)
 
 
-def test_certificate_of_another_authority_is_refused(make: Callable[..., GrpcTransport]) -> None:
-    ends = [make(rank, security=security(certificate(f"authority {rank}")), connect_timeout_s=3.0) for rank in (0, 1)]
+def test_certificate_of_another_authority_is_refused(make: Callable[..., GrpcTransport], authority) -> None:
+    ends = [make(rank, security=authority().security("secret"), connect_timeout_s=3.0) for rank in (0, 1)]
     with pytest.raises(JoinError, match=r"rank 1 .*certificates of one authority \(node\.tls_\*\)"):
         ends[0].connect({0: None, 1: address(ends[1])}, [1])
 
 
-def test_peer_without_a_certificate_is_refused(make: Callable[..., GrpcTransport]) -> None:
-    server = make(1, security=security(certificate("authority")))
+def test_peer_without_a_certificate_is_refused(make: Callable[..., GrpcTransport], authority) -> None:
+    server = make(1, security=authority().security("secret"))
     with pytest.raises(JoinError, match=r"node\.tls_\*"):
         make(0, connect_timeout_s=3.0).connect({0: None, 1: address(server)}, [1])

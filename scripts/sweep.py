@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Runs every cell of a sweep file that has not been measured yet, and appends a line of JSON for each.
+
+    scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml         networks x engines x schedules x wire formats
+    scripts/table.py gpt3xl_gpipe_network --mode replay               what came out
+
+A cell is a `dpipe launch` on this machine behind the shaped transport. Stop it when you like and start it again: what
+is in the results stays, a line that was cut short is measured anew. Delete a line to measure it again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import click
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from table import ROOT, WIRES, Row
+
+from dpipe.config import Config, load
+from dpipe.engine.forecast import forecast
+from dpipe.engine.metrics import read_rows
+from dpipe.errors import ConfigError, DpipeError, RunError
+from dpipe.topology import Link, Network, load_network
+
+_TAIL = 2000  # characters of a failed run's output that are shown
+
+
+class Sweep(BaseModel):
+    """A sweep file; its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay: so
+    that one machine carries twelve replay stages and the step still takes as long."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    config: str
+    networks: tuple[str, ...]
+    engines: tuple[Literal["dpipe"], ...] = ("dpipe",)
+    schedules: tuple[str, ...]
+    wires: tuple[Literal["fp32", "bf16", "int8"], ...]
+    scale: int = Field(default=1, ge=1)
+    timeout_s: float = Field(default=1800.0, gt=0)  # a cell
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: the network that it stands for, and the configuration as `dpipe launch` gets it."""
+
+    engine: str
+    schedule: str
+    wire: str
+    network: Network
+    scale: int
+    config_path: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def config(self) -> Config:
+        return load(self.config_path, self.overrides)
+
+    @property
+    def key(self) -> str:
+        """Equal for runs that would measure the same, wherever their files are."""
+        shared = {k: v for k, v in self.config.shared().items() if k not in ("transport.shape", "run.folder")}
+        what = json.dumps([self.engine, self.scale, stated(self.network), shared], sort_keys=True)
+        return hashlib.sha256(what.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.network.name} {self.engine} {self.schedule} {self.wire}"
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Raises `ConfigError` naming the file and what is wrong in it."""
+    try:
+        return Sweep.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"sweep file {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"sweep file {path} is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"sweep file {path}: {where}: {first['msg']}, got {first['input']!r}") from None
+
+
+def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
+    """All cells; the networks that they will see are written into `work`. Raises what a cell's configuration would."""
+    path = ROOT / sweep.config
+    base = load(path)
+    if sweep.scale > 1 and base.model.layers != "replay":
+        raise ConfigError(f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it")
+    work.mkdir(parents=True, exist_ok=True)
+    for profile in sweep.networks:
+        network = load_network(ROOT / profile)
+        shape = work / Path(profile).name
+        shape.write_text(as_profile(scaled(network, sweep.scale)), encoding="utf-8")
+        for engine, schedule, wire in product(sweep.engines, sweep.schedules, sweep.wires):
+            overrides = (
+                f"transport.shape={json.dumps(str(shape))}",
+                f"run.folder={json.dumps(str(work / 'run'))}",
+                f"replay.message_bytes={base.replay.message_bytes // sweep.scale}",
+                f"pipeline.schedule={json.dumps(schedule)}",
+                f"pipeline.wire={json.dumps(WIRES[wire])}",
+            )
+            cell = Cell(engine, schedule, wire, network, sweep.scale, path, overrides)
+            network.check(cell.config.pipeline.ranks)
+            yield cell
+
+
+def scaled(network: Network, scale: int) -> Network:
+    def slower(link: Link) -> Link:
+        window = None if link.window_bytes is None else link.window_bytes / scale
+        return replace(link, bandwidth_gbps=link.bandwidth_gbps / scale, window_bytes=window)
+
+    default = None if network.default is None else slower(network.default)
+    return replace(network, default=default, links={ends: slower(link) for ends, link in network.links.items()})
+
+
+def stated(network: Network) -> dict[str, Any]:
+    """A network as a profile's table."""
+    top = {} if network.default is None else _keys(network.default)
+    links = [{"from": source, "to": target, **_keys(link)} for (source, target), link in network.links.items()]
+    return {"name": network.name, **top} | ({"link": links} if links else {})
+
+
+def _keys(link: Link) -> dict[str, float]:
+    return {key: value for key, value in asdict(link).items() if value is not None}
+
+
+def as_profile(network: Network) -> str:
+    table = stated(network)
+    links = table.pop("link", [])
+    rows = [f"    {{ {', '.join(f'{key} = {value}' for key, value in link.items())} }}," for link in links]
+    top = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    return "\n".join([*top, *(["link = [", *rows, "]"] if rows else []), ""])
+
+
+def measure(cell: Cell, timeout_s: float) -> float:
+    """Seconds a step: the median without the first step. Raises `RunError` with the end of what a failed run said."""
+    folder = Path(cell.config.run.folder)
+    shutil.rmtree(folder, ignore_errors=True)  # of a cell before, or of a run that was interrupted
+    given = [word for override in cell.overrides for word in ("-o", override)]
+    argv = [sys.executable, "-m", "dpipe", "launch", str(cell.config_path), *given]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{cell} took longer than timeout_s {timeout_s:g}") from None
+    if done.returncode != 0:
+        raise RunError(f"{cell} failed:\n{(done.stdout + done.stderr)[-_TAIL:]}")
+    return float(median(row["step_s"] for row in read_rows(folder)[1:] if "step_s" in row))
+
+
+def as_line(cell: Cell, seconds: float, commit: str) -> dict[str, Any]:
+    """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
+    config = cell.config
+    link = None if cell.network.links else cell.network.default
+    row = Row(
+        delay_ms=link.delay_ms if link else None,
+        bandwidth_gbps=link.bandwidth_gbps if link else None,
+        data_parallel=1,
+        engine=cell.engine,
+        schedule=cell.schedule,
+        wire=cell.wire,
+        predicted_s=round(forecast(config).timeline.duration_us / 1e6, 3),
+        measured_s=round(seconds, 3),
+    )
+    return {
+        **asdict(row),
+        "mode": "replay" if config.model.layers == "replay" else "real",
+        "network": stated(cell.network),
+        "scale": cell.scale,
+        "connections": config.transport.connections,
+        "digest": config.digest(),
+        "commit": commit,
+        "key": cell.key,
+    }
+
+
+def whole_lines(results: Path) -> list[dict[str, Any]]:
+    """The lines that are there; one that was cut short is taken out of the file."""
+    if not results.exists():
+        return []
+    text = results.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        new = results.with_suffix(".tmp")
+        new.write_text(whole, encoding="utf-8")
+        os.replace(new, results)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append(results: Path, line: dict[str, Any]) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def commit_of_tree() -> str:
+    argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def sweep_missing(sweep: Sweep, results: Path, work: Path) -> int:
+    """Measure what is not in `results`; returns how many cells failed. The others are measured all the same."""
+    todo, failed, commit = list(cells(sweep, work)), 0, commit_of_tree()
+    for number, cell in enumerate(todo, 1):
+        if cell.key in {line["key"] for line in whole_lines(results)}:
+            continue
+        click.echo(f"[{number}/{len(todo)}] {cell} ... ", nl=False)
+        try:
+            line = as_line(cell, measure(cell, sweep.timeout_s), commit)
+        except RunError as error:
+            failed += 1
+            click.echo(f"\n{error}", err=True)
+            continue
+        append(results, line)
+        click.echo(f"{line['measured_s']:.2f} s a step, predicted {line['predicted_s']:.2f}")
+    return failed
+
+
+@click.command(help=__doc__)
+@click.argument("file", type=Path)
+@click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
+def main(file: Path, results: Path | None) -> None:
+    try:
+        sweep = read_sweep(file)
+        where = results or ROOT / f"scripts/results/{sweep.name}.jsonl"
+        failed = sweep_missing(sweep, where, ROOT / "runs/sweeps" / sweep.name)
+    except DpipeError as error:
+        click.echo(f"sweep: {error}", err=True)
+        sys.exit(error.exit_code)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""A published table, what the simulator predicts for it, and what was measured.
+
+    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; two minutes
+    scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
+    scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
+
+Markdown unless --json, --csv or --png FILE (needs the extra `plot`) is given.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+
+import click
+
+from dpipe.errors import ConfigError, DpipeError
+from dpipe.schedule.generate import generate
+from dpipe.timeline.search import search
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.topology import load_network
+from dpipe.wire.format import wire_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ("gpt3xl_gpipe_network",)
+
+# GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row alone.
+NUM_STAGES, NUM_MICROBATCHES = 12, 64
+FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
+MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
+CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
+
+SCHEDULES = ("1f1b", "zero-bubble", "auto")
+WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}  # as the table says it: as the configuration says it
+NOTE = "Rows with data_parallel 4 (a parameter server beside the pipeline) are published, but not simulated yet."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train on one network. `published_s` is what the source says of that very system; seconds a step."""
+
+    delay_ms: float | None  # None where the links of a network differ
+    bandwidth_gbps: float | None
+    data_parallel: int
+    engine: str
+    schedule: str
+    wire: str
+    published_s: float | None = None
+    predicted_s: float | None = None
+    measured_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.engine} {self.schedule} {self.wire}"
+
+    @property
+    def network(self) -> str:
+        return f"{self.delay_ms:g} ms\n{self.bandwidth_gbps:g} Gbit/s"
+
+    @property
+    def error(self) -> float | None:
+        """How far what happened is from what was predicted, in percent."""
+        happened = self.published_s if self.measured_s is None else self.measured_s
+        return None if happened is None or self.predicted_s is None else (happened / self.predicted_s - 1) * 100
+
+
+FIELDS = tuple(field.name for field in fields(Row))
+
+
+def published(name: str) -> list[Row]:
+    """The source's rows that are a pipeline alone."""
+    with (ROOT / f"scripts/published/{name}.csv").open(encoding="utf-8") as lines:
+        return [
+            Row(
+                float(line["delay_ms"]),
+                float(line["bandwidth_gbps"]),
+                int(line["data_parallel"]),
+                engine="published",
+                schedule="gpipe",
+                wire="fp32",
+                published_s=float(line["seconds_per_iteration"]),
+            )
+            for line in csv.DictReader(lines)
+            if line["data_parallel"] == "1"
+        ]
+
+
+def profile_of(row: Row) -> Path:
+    return ROOT / f"netem/profiles/{row.delay_ms:g}ms-{row.bandwidth_gbps:g}gbps.toml"
+
+
+def with_prediction(row: Row) -> Row:
+    """The simulated step; the network's file and the stage times are all that goes in."""
+    network = load_network(profile_of(row)).over(1 if row.engine == "published" else CONNECTIONS)
+    network.check(NUM_STAGES)
+    message = wire_bytes(WIRES[row.wire], MESSAGE_VALUES)
+    cost = Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message)
+    if row.schedule == "auto":
+        schedule = search(NUM_STAGES, NUM_MICROBATCHES, cost, network)
+    else:
+        schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
+    return replace(row, predicted_s=round(simulate(schedule, cost, network).duration_us / 1e6, 3))
+
+
+def simulated(name: str) -> list[Row]:
+    """What was published, then dpipe, network by network."""
+    source = published(name)
+    ours = [
+        Row(row.delay_ms, row.bandwidth_gbps, 1, "dpipe", schedule, wire)
+        for row in source
+        for schedule in SCHEDULES
+        for wire in WIRES
+    ]
+    with ProcessPoolExecutor() as pool:
+        return [*pool.map(with_prediction, source), *pool.map(with_prediction, ours)]
+
+
+def measured(name: str, mode: str, results: Path) -> list[Row]:
+    """The lines of `mode` that scripts/sweep.py has written, after the published rows.
+
+    Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
+    """
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    ours = (line for line in map(json.loads, lines) if line["mode"] == mode and line["delay_ms"] is not None)
+    rows = [Row(**{key: line[key] for key in FIELDS}) for line in ours]
+    if not rows:
+        raise ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py scripts/sweeps/{name}.toml")
+    return [*map(with_prediction, published(name)), *rows]
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    lines = [_line([*FIELDS, "error"]), _line(["---"] * (len(FIELDS) + 1))]
+    lines += [_line([*map(_cell, astuple(row)), "" if row.error is None else f"{row.error:+.1f} %"]) for row in rows]
+    return "\n".join([*lines, "", NOTE])
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    return "\n".join([",".join(FIELDS), *(",".join(map(_cell, astuple(row))) for row in rows)])
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A line a system over the networks: what happened where it is known, else what is predicted."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
+    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
+    for label in dict.fromkeys(row.label for row in rows):
+        ours = [row for row in rows if row.label == label]
+        seconds = [row.measured_s or row.published_s or row.predicted_s or 0.0 for row in ours]
+        axes.plot([row.network for row in ours], seconds, marker="o", label=label)
+    axes.set_ylabel("seconds a step")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _cell(value: float | str | None) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+@click.command(help=__doc__)
+@click.argument("name", type=click.Choice(TABLES))
+@click.option("--mode", type=click.Choice(["sim", "replay", "real"]), required=True, help="Where the seconds are from.")
+@click.option("--results", type=Path, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
+@click.option("--json", "form", flag_value="json", help="Print a list of rows.")
+@click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
+@click.option("--png", type=Path, help="Also draw the rows into this file.")
+def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
+    try:
+        if mode == "sim":
+            rows = simulated(name)
+        else:
+            rows = measured(name, mode, results or ROOT / f"scripts/results/{name}.jsonl")
+        if png is not None:
+            draw(rows, png)
+    except DpipeError as error:
+        click.echo(f"table: {error}", err=True)
+        sys.exit(error.exit_code)
+    click.echo({"json": as_json, "csv": as_csv}.get(form or "", as_markdown)(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from dpipe.baselines import bench
+from dpipe.errors import RunError
+
+
+@pytest.fixture
+def _two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"schedule": "gpipe", "ratio": 1.0312}, {"schedule": "1f1b", "ratio": 1.0}]
+    monkeypatch.setitem(bench._BENCHES, "engine", lambda: rows)
+
+
+@pytest.mark.usefixtures("_two_rows")
+def test_rows_are_printed_as_json() -> None:
+    assert [row["schedule"] for row in json.loads(bench.bench_text("engine", as_json=True))] == ["gpipe", "1f1b"]
+
+
+@pytest.mark.usefixtures("_two_rows")
+def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
+    text = bench.bench_text("engine", as_json=False)
+    assert "1.031" in text
+    assert "cores, 20" in text
+
+
+def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="unknown key 'train.stps'"):
+        bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)

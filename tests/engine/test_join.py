@@ -1,0 +1,71 @@
+import socket
+
+import pytest
+
+from dpipe.config import Config
+from dpipe.engine.blueprint import draft
+from dpipe.engine.build import peers_of, train_rank
+from dpipe.engine.join import advertised_host
+from dpipe.engine.placement import Placement
+from dpipe.errors import ConfigError, JoinError
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "host"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("10.0.0.5", None, "10.0.0.5"),
+        ("10.0.0.5", "203.0.113.7", "203.0.113.7"),
+        ("10.0.0.5", "none", None),  # behind NAT: only this end can dial
+    ],
+)
+def test_address_that_others_are_told(bind: str, advertise: str | None, host: str | None) -> None:
+    assert advertised_host(bind, advertise, "127.0.0.1") == host
+
+
+def test_wildcard_advertises_the_address_that_leads_to_the_coordinator() -> None:
+    assert advertised_host("0.0.0.0", None, "127.0.0.1") == "127.0.0.1"
+
+
+def test_coordinator_whose_name_is_unknown_is_named() -> None:
+    with pytest.raises(JoinError, match="no way to nowhere.invalid"):
+        advertised_host("0.0.0.0", None, "nowhere.invalid")
+
+
+@pytest.mark.parametrize(
+    ("tied", "peers"),
+    [
+        (False, [{1}, {0, 2}, {1, 3}, {2}]),
+        (True, [{1, 3}, {0, 2}, {1, 3}, {0, 2}]),  # first and last exchange the gradient of what they share
+    ],
+)
+def test_peers_are_the_neighbours(tiny, tied: bool, peers: list[set[int]]) -> None:
+    blueprint = draft(tiny(pipeline__stages=4, model__tie_embeddings=tied))
+    assert [peers_of(blueprint, rank) for rank in range(4)] == peers
+
+
+def test_another_number_of_processes_than_ranks_says_what_to_set(tmp_path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[pipeline]\nstages = 4\n")
+    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
+    with pytest.raises(ConfigError, match="2 processes were started.*-o pipeline.stages=2"):
+        train_rank(str(path), (), rank=0, world_size=2, **flags)
+
+
+def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_ranks) -> None:
+    from dpipe.engine.build import run_rank
+
+    config: Config = tiny(pipeline__stages=2)
+    with pytest.raises(JoinError, match="127.0.0.1:9"):
+        run_rank(config, Placement(1, 2, 1, "127.0.0.1:9"), join_s=1.0)
+
+
+def test_port_in_use_is_refused(tiny) -> None:
+    from dpipe.engine.build import run_rank
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(JoinError, match="in use"):
+            run_rank(tiny(pipeline__stages=2), Placement(0, 2, 0, address), join_s=1.0)

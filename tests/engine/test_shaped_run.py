@@ -1,0 +1,115 @@
+"""Shaping in software against the simulator: the same network, once imitated and once computed."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpipe.config import Config
+from dpipe.dataparallel.single import Single
+from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.forecast import forecast
+from dpipe.engine.recorder import Recorder
+from dpipe.errors import ProfileError
+from dpipe.schedule.generate import generate
+from dpipe.schedule.lower import lower
+from dpipe.schedule.plan import Schedule
+from dpipe.stage.replay import ReplayStage
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.topology import Link, Network
+from dpipe.transport.base import Transport
+from dpipe.transport.local import LocalHub
+from dpipe.transport.shaped import ShapedTransport
+from dpipe.wire.codec import codec
+from dpipe.wire.spec import TensorSpec
+
+RANKS, MICROBATCHES, MESSAGE_BYTES = 3, 8, 125_000
+FORWARD_S, BACKWARD_S = 0.02, 0.04
+
+
+def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
+    stage = ReplayStage(
+        rank,
+        num_microbatches=MICROBATCHES,
+        forward_s=FORWARD_S,
+        backward_s=BACKWARD_S,
+        input_share=0.5,
+        message_bytes=MESSAGE_BYTES,
+        first=rank == 0,
+        last=rank == RANKS - 1,
+    )
+    boundaries = ((TensorSpec((MESSAGE_BYTES // 4,), torch.float32),),) * (RANKS - 1)
+    parts = Parts(rank, {rank: stage}, transport, codec("none"), boundaries, Single(), Recorder(rank))
+    Executor(parts).run(schedule, Batch([()] * MICROBATCHES), lambda stage, loss: None)
+
+
+def measured_s(schedule: Schedule, network: Network) -> float:
+    hub = LocalHub(RANKS)
+    transports = [ShapedTransport(hub.transport(rank), network) for rank in range(RANKS)]
+    threads = [threading.Thread(target=rank_main, args=(schedule, end, end.rank)) for end in transports]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    seconds = time.perf_counter() - start
+    for transport in transports:
+        transport.close()
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "delay_ms", "gbps"), [("gpipe", 15, 0.1), ("1f1b", 15, 0.1), ("zero-bubble", 50, 0.05)]
+)
+def test_shaped_run_agrees_with_the_simulator(name: str, delay_ms: float, gbps: float) -> None:
+    """The best of three: what is tested is the shaping, not how busy the machine is."""
+    network = Network(default=Link(delay_ms, gbps))
+    schedule = lower(generate(name, RANKS, MICROBATCHES))
+    cost = Cost.uniform(RANKS, FORWARD_S * 1e6, BACKWARD_S * 1e6, MESSAGE_BYTES)
+    predicted_s = simulate(schedule, cost, network).duration_us / 1e6
+    ratios: list[float] = []
+    while len(ratios) < 3 and not 0.97 <= min(ratios, default=0) <= 1.03:
+        ratios.append(measured_s(schedule, network) / predicted_s)
+    assert 0.97 <= min(ratios) <= 1.03
+
+
+def test_run_over_a_shaped_network_takes_its_time_and_learns_the_same(
+    tiny: Callable[..., Config], losses: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    (tmp_path / "far.toml").write_text("delay_ms = 20\nbandwidth_gbps = 1")
+    near = tiny(pipeline__stages=2)
+    far = tiny(pipeline__stages=2, transport__shape=str(tmp_path / "far.toml"), run__folder=str(tmp_path / "far"))
+    expected = losses(near)
+    start = time.perf_counter()
+    assert losses(far) == expected
+    assert time.perf_counter() - start > 3 * 2 * 0.020  # three steps, there and back
+
+
+def profile(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_forecast_assumes_the_shaped_network_unless_told_otherwise(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    far = profile(tmp_path / "far.toml", "delay_ms = 20\nbandwidth_gbps = 1")
+    other = profile(tmp_path / "other.toml", "delay_ms = 1\nbandwidth_gbps = 1")
+    assert forecast(tiny(transport__shape=far)).network.name == "far"
+    assert forecast(tiny(transport__shape=far, predict__network=other)).network.name == "other"
+
+
+def test_forecast_counts_the_connections(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    text = "delay_ms = 50\nbandwidth_gbps = 1\nwindow_bytes = 1e6"
+    far = tiny(transport__shape=profile(tmp_path / "far.toml", text), transport__connections=4)
+    assert forecast(far).network.rate_gbps(0, 1) == pytest.approx(4 * 1e6 * 8 / 100e6)
+
+
+def test_forecast_refuses_more_ranks_than_the_profile_has_pairs_for(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    pairs = profile(tmp_path / "pair.toml", "link = [{ from = 0, to = 1, delay_ms = 1, bandwidth_gbps = 1 }]")
+    forecast(tiny(pipeline__stages=2, predict__network=pairs))
+    with pytest.raises(ProfileError, match="'pair' has no link from rank 0 to 2"):
+        forecast(tiny(pipeline__stages=4, predict__network=pairs))

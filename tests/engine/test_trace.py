@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from dpipe.engine.trace import Plan, StepSpans, dump_steps, load_plan, load_steps, measured_cost, save_plan
+from dpipe.schedule.action import parse_action
+from dpipe.schedule.generate import generate
+from dpipe.schedule.lower import lower
+from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.topology import Host
+
+SCHEDULE = lower(generate("1f1b", 2, 2))
+PLAN = Plan(SCHEDULE, (1000,), (1000,), 0, None)
+CROWDED = Plan(SCHEDULE, (1000,), (1000,), 0, "slow.toml", 2, (Host((0, 1), cores=1),))
+
+
+def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = Lane.COMPUTE) -> Span:
+    return Span(rank, lane, parse_action(action), start_us, end_us)
+
+
+def test_spans_survive_the_upload() -> None:
+    step = StepSpans(7, (span(1, "1F0", 0.5, 2.0), Span(1, Lane.SEND, parse_action("1SEND_B0"), 2.0, 3.0, 4000)))
+    assert load_steps(dump_steps([step]), rank=1) == [step]
+
+
+@pytest.mark.parametrize("plan", [PLAN, CROWDED])
+def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
+    save_plan(tmp_path, plan)
+    assert load_plan(tmp_path) == plan
+
+
+def test_cost_is_the_mean_of_what_was_measured() -> None:
+    steps = [Timeline(2, (span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)))]
+    cost = measured_cost(PLAN, steps)
+    assert cost.forward_us == (15.0, 0.0)
+    assert cost.backward_us == (0.0, 50.0)
+
+
+def test_cost_of_ranks_that_share_cores_is_processor_time() -> None:
+    slow = Span(0, Lane.COMPUTE, parse_action("0F0"), 0, 30, cpu_us=10.0)
+    steps = [Timeline(2, (slow,))]
+    assert measured_cost(CROWDED, steps).forward_us == (10.0, 0.0)
+    assert measured_cost(PLAN, steps).forward_us == (30.0, 0.0)

@@ -1,0 +1,221 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dpipe.topology import Link, Network, load_network
+
+CONFIG = """
+    [model]
+    layers = "replay"
+    [replay]
+    forward_ms = 2
+    backward_ms = 4
+    message_bytes = 4000
+    [train]
+    steps = 3
+    batch_size = 4
+    num_microbatches = 4
+    clip_norm = 0
+    [pipeline]
+    stages = 2
+    [run]
+    tensorboard = false
+    trace_steps = 1
+"""
+NEAR, FAR = "delay_ms = 1\nbandwidth_gbps = 1\n", "delay_ms = 20\nbandwidth_gbps = 1\nwindow_bytes = 4e6\n"
+
+
+class Bench:
+    """A sweep in a folder of its own; what a cell "measures" is given."""
+
+    def __init__(self, sweep, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sweep, self.folder, self.results = sweep, folder, folder / "results.jsonl"
+        self.measured: list[str] = []
+        monkeypatch.setattr(sweep, "ROOT", folder)
+        self.write("config.toml", CONFIG)
+        self.write("near.toml", NEAR)
+        self.write("far.toml", FAR)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def run(self, scale: int = 1, **keys: object) -> Result:
+        table = {
+            "name": "small",
+            "config": "config.toml",
+            "networks": ["near.toml", "far.toml"],
+            "schedules": ["gpipe", "1f1b"],
+            "wires": ["fp32"],
+            "scale": scale,
+        } | keys
+        self.write("sweep.toml", "\n".join(f"{key} = {json.dumps(value)}" for key, value in table.items()))
+        arguments = [str(self.folder / "sweep.toml"), "--results", str(self.results)]
+        return CliRunner().invoke(self.sweep.main, arguments)
+
+    def lines(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.results.read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(script, tmp_path, monkeypatch) -> Bench:
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+
+    def measure(cell, timeout_s):
+        bench.measured.append(str(cell))
+        return 1.5
+
+    monkeypatch.setattr(bench.sweep, "measure", measure)
+    return bench
+
+
+ALL = ["near dpipe gpipe fp32", "near dpipe 1f1b fp32", "far dpipe gpipe fp32", "far dpipe 1f1b fp32"]
+
+
+def test_sweep_measures_every_cell_once(bench):
+    assert bench.run().exit_code == 0
+    assert bench.measured == ALL
+    assert bench.run().exit_code == 0
+    assert bench.measured == ALL
+
+
+def test_line_has_the_columns_and_where_they_are_from(bench):
+    bench.run(networks=["far.toml"], schedules=["gpipe"])
+    (line,) = bench.lines()
+    assert (line["delay_ms"], line["bandwidth_gbps"], line["measured_s"], line["mode"]) == (20, 1, 1.5, "replay")
+    assert line["network"] == {
+        "name": "far", "delay_ms": 20, "bandwidth_gbps": 1, "jitter_ms": 0, "loss_percent": 0, "window_bytes": 4e6,
+    }  # fmt: skip
+    assert 0.06 < line["predicted_s"] < 0.08
+    assert len(line["digest"]) == 16
+
+
+def test_interrupted_sweep_goes_on_where_it_stopped(bench, monkeypatch):
+    measure = bench.sweep.measure
+
+    def interrupted(cell, timeout_s):
+        if len(bench.measured) == 2:
+            raise KeyboardInterrupt
+        return measure(cell, timeout_s)
+
+    monkeypatch.setattr(bench.sweep, "measure", interrupted)
+    assert bench.run().exit_code == 1
+    monkeypatch.setattr(bench.sweep, "measure", measure)
+    bench.run()
+    assert bench.measured == ALL
+    assert len({line["key"] for line in bench.lines()}) == 4
+
+
+def test_line_that_was_cut_short_is_measured_anew(bench):
+    bench.run()
+    whole = bench.results.read_text()
+    bench.results.write_text(whole[:-30])
+    bench.run()
+    assert bench.measured == [*ALL, ALL[-1]]
+    assert bench.results.read_text() == whole
+
+
+def test_cell_is_measured_again_on_a_network_that_has_changed(bench):
+    bench.run()
+    bench.write("near.toml", NEAR.replace("delay_ms = 1", "delay_ms = 2"))
+    bench.run()
+    assert bench.measured == [*ALL, *ALL[:2]]
+
+
+def test_cell_that_fails_is_told_and_the_others_are_measured(bench, monkeypatch):
+    measure = bench.sweep.measure
+
+    def failing(cell, timeout_s):
+        if str(cell) == ALL[1]:
+            raise bench.sweep.RunError(f"{cell} failed: out of luck")
+        return measure(cell, timeout_s)
+
+    monkeypatch.setattr(bench.sweep, "measure", failing)
+    result = bench.run()
+    assert result.exit_code == 1
+    assert "near dpipe 1f1b fp32 failed: out of luck" in result.output
+    assert bench.measured == [ALL[0], *ALL[2:]]
+
+
+def test_scale_divides_messages_bandwidth_and_window_but_not_delay(bench):
+    (cell,) = bench.sweep.cells(
+        bench.sweep.Sweep(
+            name="s", config="config.toml", networks=["far.toml"], schedules=["1f1b"], wires=["fp32"], scale=4
+        ),
+        bench.folder / "work",
+    )
+    assert cell.config.replay.message_bytes == 1000
+    assert load_network(cell.config.transport.shape).default == Link(20, 0.25, window_bytes=1e6)
+
+
+def test_profile_of_unlike_links_comes_back_as_it_was(bench):
+    network = Network("pair", None, {(0, 1): Link(10, 1), (1, 0): Link(20, 2, window_bytes=5e5)})
+    bench.write("pair.toml", bench.sweep.as_profile(network))
+    assert load_network(bench.folder / "pair.toml") == network
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"engine": ["dpipe"]}, "engine: Extra inputs are not permitted"),
+        ({"engines": ["deepspeed"]}, "engines.0: Input should be 'dpipe', got 'deepspeed'"),
+        ({"scale": 0}, "scale: Input should be greater than or equal to 1, got 0"),
+        ({"schedules": ["wavefront"]}, "pipeline.schedule: Input should be .*, got 'wavefront'"),
+        ({"networks": ["nowhere.toml"]}, r"nowhere.toml does not exist"),
+    ],
+)
+def test_sweep_that_makes_no_sense_is_refused_before_anything_runs(bench, keys, message):
+    result = bench.run(**keys)
+    assert result.exit_code == 2
+    assert re.search(message, result.output)
+    assert bench.measured == []
+
+
+def test_sweep_file_must_exist_and_be_toml(bench):
+    missing = CliRunner().invoke(bench.sweep.main, [str(bench.folder / "none.toml")])
+    bench.write("torn.toml", "name =")
+    torn = CliRunner().invoke(bench.sweep.main, [str(bench.folder / "torn.toml")])
+    assert "none.toml does not exist" in missing.output
+    assert "torn.toml is not TOML" in torn.output
+    assert missing.exit_code == torn.exit_code == 2
+
+
+def test_scale_is_refused_for_a_real_model(bench):
+    bench.write("config.toml", CONFIG.replace('layers = "replay"', "num_layers = 2"))
+    result = bench.run(scale=4)
+    assert result.exit_code == 2
+    assert "scale 4 divides replay.message_bytes, but" in result.output
+
+
+def test_network_with_fewer_pairs_than_ranks_is_refused_first(bench):
+    bench.write("near.toml", "link = []")
+    result = bench.run()
+    assert "'near' has no link from rank 0 to 1" in result.output
+    assert bench.measured == []
+
+
+def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
+    """Two processes, three steps, 20 ms each way: what is measured is what the simulator says, and a bit."""
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+    result = bench.run(networks=["far.toml"], schedules=["gpipe"])
+    assert result.exit_code == 0, result.output
+    (line,) = bench.lines()
+    assert line["predicted_s"] <= line["measured_s"] < line["predicted_s"] + 0.2
+
+
+def test_run_that_fails_shows_the_end_of_what_it_said(script, tmp_path, monkeypatch):
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+    bench.write("far.toml", FAR + "jitter_ms = 1")
+    result = bench.run(networks=["far.toml"], schedules=["gpipe"])
+    assert result.exit_code == 1
+    assert "has jitter or loss" in result.output
+    assert not bench.results.exists()
+
+
+def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+    result = bench.run(networks=["far.toml"], schedules=["gpipe"], timeout_s=0.3)
+    assert result.exit_code == 1
+    assert "far dpipe gpipe fp32 took longer than timeout_s 0.3" in result.output

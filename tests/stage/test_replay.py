@@ -1,0 +1,98 @@
+import time
+
+import pytest
+import torch
+
+from dpipe.errors import TransferError
+from dpipe.stage.replay import ReplayStage, wait
+
+BYTES = 400
+
+
+def make(first: bool = False, last: bool = False, forward_s: float = 0.0, backward_s: float = 0.0) -> ReplayStage:
+    return ReplayStage(
+        1,
+        num_microbatches=2,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_share=0.25,
+        message_bytes=BYTES,
+        first=first,
+        last=last,
+    )
+
+
+def shapes(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+MESSAGE = (torch.zeros(BYTES // 4),)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "given", "output", "grads", "input_grads"),
+    [
+        (False, False, MESSAGE, [(100,)], MESSAGE, [(100,)]),
+        (True, False, (), [(100,)], MESSAGE, []),
+        (False, True, MESSAGE, [()], (), [(100,)]),
+    ],
+)
+def test_stage_takes_and_gives_real_bytes(
+    first: bool,
+    last: bool,
+    given: tuple[torch.Tensor, ...],
+    output: list[tuple[int, ...]],
+    grads: tuple[torch.Tensor, ...],
+    input_grads: list[tuple[int, ...]],
+) -> None:
+    stage = make(first, last)
+    assert shapes(stage.forward(0, given)) == output
+    assert shapes(stage.backward(0, grads)) == input_grads
+    assert shapes(stage.evaluate(given)) == output
+    assert stage.held == 0
+
+
+def test_message_of_another_size_is_refused() -> None:
+    with pytest.raises(TransferError, match=r"replay stage 1 expected \['float32\[100\]'\] as its input"):
+        make().forward(0, (torch.zeros(7),))
+
+
+def test_held_counts_as_a_stage_does() -> None:
+    stage = make()
+    stage.forward(0, MESSAGE)
+    stage.forward(1, MESSAGE)
+    seen = [stage.held]
+    stage.backward_input(0, MESSAGE)
+    seen.append(stage.held)
+    stage.backward_weight(0)
+    seen.append(stage.held)
+    stage.clear()
+    assert [*seen, stage.held] == [2, 2, 1, 0]
+
+
+def test_parts_of_the_backward_pass_take_their_shares() -> None:
+    stage = make(backward_s=0.04)
+    stage.forward(0, MESSAGE)
+    times = [time.perf_counter()]
+    stage.backward_input(0, MESSAGE)
+    times.append(time.perf_counter())
+    stage.backward_weight(0)
+    times.append(time.perf_counter())
+    assert times[1] - times[0] >= 0.01
+    assert times[2] - times[1] >= 0.03
+
+
+def test_stage_has_nothing_to_train() -> None:
+    stage = make()
+    stage.begin_step(3, loss_scale=2.0)
+    stage.zero_grad()
+    assert list(stage.named_parameters()) == list(stage.parameters()) == []
+    assert stage.layer_parameters() == {}
+
+
+def test_wait_never_ends_early_and_uses_little_of_the_core() -> None:
+    began, used = time.perf_counter(), time.thread_time()
+    for _ in range(10):
+        wait(0.01)
+    assert time.perf_counter() - began >= 0.1
+    assert time.thread_time() - used < 0.02

@@ -1,0 +1,28 @@
+import torch
+
+from dpipe.stage.seeding import seeded
+
+
+def draw(*key: str | int) -> list[float]:
+    with seeded(*key):
+        return torch.rand(3).tolist()
+
+
+def test_draw_depends_on_its_key_alone() -> None:
+    first = draw("draw", 0, 5)
+    torch.rand(7)
+    assert draw("draw", 0, 5) == first
+
+
+def test_keys_that_differ_in_one_part_draw_different_numbers() -> None:
+    keys = [("draw", 0, 1, 2), ("draw", 0, 2, 1), ("draw", 1, 1, 2), ("layer", 0, 1, 2), ("draw", 0, 12)]
+    assert len({tuple(draw(*key)) for key in keys}) == len(keys)
+
+
+def test_generator_of_the_caller_goes_on_where_it_was() -> None:
+    torch.manual_seed(3)
+    undisturbed = torch.rand(4).tolist()
+    torch.manual_seed(3)
+    before = torch.rand(2).tolist()
+    draw("draw", 1)
+    assert before + torch.rand(2).tolist() == undisturbed

@@ -1,0 +1,78 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.check import check, peak_in_flight
+from dpipe.schedule.generate import zero_bubble
+from dpipe.schedule.text import draw
+from dpipe.timeline.greedy import greedy
+from dpipe.timeline.simulate import Cost, simulate
+from dpipe.topology import Link, Network
+from dpipe.wire.format import wire_bytes
+
+SLOT = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0)
+
+
+def hop_of(delay_us: float) -> Network:
+    return Network(default=Link(delay_us / 1e3, 1))
+
+
+def step_us(schedule, network, cost=SLOT):
+    return simulate(schedule, cost, network).duration_us
+
+
+def test_greedy_fills_the_wait_for_a_message_with_weight_gradients():
+    schedule = greedy(2, 4, SLOT, hop_of(10))
+    rows = [line.rstrip() for line in draw(schedule).splitlines()]
+    assert rows == [
+        "rank 0 | 0F0 0F1  .  0I0 0F2 0W0 0I1 0F3 0W1 0I2 0W2  .  0I3 0W3",
+        "rank 1 |  .  1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2 1F3 1I3 1W3  .",
+    ]
+    assert step_us(schedule, hop_of(10)) == 160
+    assert step_us(zero_bubble(2, 4), hop_of(10)) == 170
+
+
+def test_greedy_with_more_in_flight_hides_a_longer_hop():
+    shallow, deep = (step_us(greedy(2, 8, SLOT, hop_of(40), in_flight=n), hop_of(40)) for n in (2, 8))
+    assert deep < shallow
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(0, 50))
+def test_greedy_passes_check_and_keeps_the_memory_limit(stages, microbatches, in_flight, limit, delay_us):
+    cost = Cost.uniform(stages, forward_us=10, backward_us=20, message_bytes=1000)
+    schedule = greedy(stages, microbatches, cost, hop_of(delay_us), in_flight, limit)
+    check(schedule)
+    assert max(peak_in_flight(schedule)) <= limit
+
+
+def test_greedy_refuses_a_limit_that_holds_nothing():
+    with pytest.raises(ScheduleError, match="memory_limit must be at least 1, got 0"):
+        greedy(2, 4, SLOT, hop_of(0), memory_limit=0)
+
+
+def test_greedy_refuses_a_cost_for_other_stages():
+    with pytest.raises(ScheduleError, match="the schedule has 3 stages, the cost 2"):
+        greedy(3, 4, SLOT, hop_of(0))
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "gbps", "fp32_s", "bf16_s"),
+    [(0.1, 10, 13.55, 13.48), (1, 5, 13.71, 13.56), (5, 2, 14.20, 13.83), (10, 1, 21.4, 14.25), (50, 1, 22.2, 14.69)],
+)
+def test_greedy_reaches_what_compute_and_egress_allow(delay_ms, gbps, fp32_s, bf16_s):
+    """The bounds of the published networks, computed from compute, ramp and shared egress alone."""
+    network = Network(default=Link(delay_ms, gbps))
+    for wire, seconds in (("none", fp32_s), ("bf16", bf16_s)):
+        cost = Cost.uniform(12, 66_000, 132_000, message_bytes=wire_bytes(wire, 4 * 2**20))
+        assert step_us(greedy(12, 64, cost, network, in_flight=40), network, cost) / 1e6 <= seconds
+
+
+def test_greedy_follows_uneven_stages():
+    slow_end = replace(SLOT, forward_us=(10, 30), input_us=(10, 30), weight_us=(10, 30))
+    schedule = greedy(2, 4, slow_end, hop_of(10))
+    check(schedule)
+    assert step_us(schedule, hop_of(10), slow_end) <= step_us(zero_bubble(2, 4), hop_of(10), slow_end)

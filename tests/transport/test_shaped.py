@@ -1,0 +1,176 @@
+"""What shaping adds to a transport: slots, delay, a shared egress, and ends that do not wait for a slot in vain."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dpipe.errors import PeerLost, ProfileError, TransferTimeout
+from dpipe.topology import Link, Network
+from dpipe.transport.local import LocalHub
+from dpipe.transport.shaped import ShapedTransport
+from dpipe.wire.spec import TensorSpec
+
+MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s
+LATE_MS = 15  # a thread of a busy machine may wake so late
+
+Make = Callable[..., list[ShapedTransport]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[ShapedTransport] = []
+
+    def make_ranks(network: Network, num_ranks: int = 2, **options: float) -> list[ShapedTransport]:
+        hub = LocalHub(num_ranks)
+        made.extend(ShapedTransport(hub.transport(rank), network, **options) for rank in range(num_ranks))
+        return made
+
+    yield make_ranks
+    for transport in made:
+        transport.close()
+
+
+def arrivals_ms(sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport]) -> list[float]:
+    """Send a megabit on each of the given (sender, peer) at once; when each has arrived."""
+    expected = [ranks[peer].recv(TensorSpec.of(MEGABIT), sender.rank, "x") for sender, peer in sends]
+    start = time.perf_counter()
+    for sender, peer in sends:
+        sender.send(MEGABIT, peer, "x")
+    arrived = [0.0] * len(sends)
+
+    def wait(i: int) -> None:
+        expected[i].wait()
+        arrived[i] = (time.perf_counter() - start) * 1e3
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(sends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return arrived
+
+
+def about(*expected_ms: float) -> list[object]:
+    return [pytest.approx(ms + LATE_MS / 2, abs=LATE_MS / 2 + 0.1) for ms in expected_ms]
+
+
+def test_tensor_takes_its_slot_and_the_delay(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=30, bandwidth_gbps=0.1)))
+    assert arrivals_ms([(ranks[0], 1)], ranks) == about(40)
+
+
+def test_delay_of_one_tensor_does_not_hold_up_the_next(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=50, bandwidth_gbps=0.1)))
+    assert arrivals_ms([(ranks[0], 1)] * 4, ranks) == about(60, 70, 80, 90)
+
+
+def test_links_of_a_rank_share_its_egress(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)), num_ranks=3)
+    assert arrivals_ms([(ranks[0], 1), (ranks[0], 2)], ranks) == about(20, 20)
+
+
+def test_both_directions_of_a_link_are_full_duplex(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)))
+    assert arrivals_ms([(ranks[0], 1), (ranks[1], 0)], ranks) == about(10, 10)
+
+
+def test_links_may_differ(make: Make) -> None:
+    far = Network(default=Link(0, 0.1), links={(0, 1): Link(delay_ms=60, bandwidth_gbps=0.1)})
+    ranks = make(far)
+    assert arrivals_ms([(ranks[0], 1), (ranks[1], 0)], ranks) == about(70, 10)
+
+
+def test_moved_is_the_slot_without_the_delay(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=20, bandwidth_gbps=0.1)))
+    sent = [ranks[0].send(MEGABIT, 1, str(i)) for i in range(2)]
+    for pending in sent:
+        pending.wait()
+    first, second = (pending.moved for pending in sent)
+    assert first is not None
+    assert second is not None
+    assert (first.end_ns - first.start_ns) / 1e6 == pytest.approx(10, rel=1e-3)
+    assert second.start_ns == first.end_ns
+
+
+def test_tensor_in_flight_is_not_done(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=300, bandwidth_gbps=0.1)))
+    pending = ranks[0].send(MEGABIT, 1, "x")
+    time.sleep(0.03)
+    assert (pending.done(), pending.moved) == (False, None)
+
+
+def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)))  # a slot of 10 s
+    pending, receive = ranks[0].send(MEGABIT, 1, "x"), ranks[0].recv(TensorSpec((), torch.float32), 1, "y")
+    ranks[1].close()
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        receive.wait()
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        pending.wait()
+    assert time.monotonic() - start < 2.0
+
+
+def test_tensor_that_cannot_be_handed_over_tells_who_waits_for_it(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=50, bandwidth_gbps=0.1)))
+    pending = ranks[0].send(MEGABIT, 1, "x")
+    ranks[1].close()
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        pending.wait()
+
+
+def test_error_of_the_shaping_thread_is_raised_by_who_waits(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=1)))
+    nobody = ranks[0].send(MEGABIT, 7, "x")
+    with pytest.raises(KeyError):
+        nobody.wait()
+    assert arrivals_ms([(ranks[0], 1)], ranks) == about(1)
+
+
+def test_tensor_is_let_go_once_it_is_handed_over(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=1)))
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor.untyped_storage())
+    pending = ranks[0].send(tensor, 1, "x")
+    del tensor
+    pending.wait()
+    assert alive() is None
+
+
+def test_tensor_that_waits_for_too_long_raises_timeout_and_ends_the_transport(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)), transfer_timeout_s=0.1)
+    with pytest.raises(
+        TransferTimeout, match="rank 0 has waited 0.1 s for its shaped network to take 0SEND_F3 to rank 1"
+    ):
+        ranks[0].send(MEGABIT, 1, "0SEND_F3").wait()
+    with pytest.raises(TransferTimeout):
+        ranks[0].send(MEGABIT, 1, "0SEND_F4")
+
+
+def test_closing_waits_for_what_is_under_way(make: Make) -> None:
+    ranks = make(Network(default=Link(delay_ms=200, bandwidth_gbps=0.1)))
+    ranks[0].send(MEGABIT, 1, "x")
+    ranks[0].close()
+    assert ranks[1].recv(TensorSpec.of(MEGABIT), 0, "x").wait().shape == MEGABIT.shape
+    with pytest.raises(PeerLost, match="rank 0 has closed its link with rank 1"):
+        ranks[0].send(MEGABIT, 1, "y")
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        Network(default=Link(10, 1, jitter_ms=1)),
+        Network(default=Link(10, 1, loss_percent=1)),
+        Network(default=None, links={(0, 1): Link(10, 1, loss_percent=1)}),
+    ],
+    ids=["jitter", "loss", "loss on one link"],
+)
+def test_profile_that_needs_tc_is_refused(network: Network) -> None:
+    with pytest.raises(
+        ProfileError, match="has jitter or loss, and the shaped transport imitates delay and rate alone"
+    ):
+        ShapedTransport(LocalHub(2).transport(0), network)
