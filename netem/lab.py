@@ -86,7 +86,7 @@ def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str 
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
     if profile is not None:
-        load_network(profile)  # a profile that cannot be read is refused before anything is made
+        load_network(profile).check(num_hosts)  # refused before anything is made
     octet = _free_octet()
     STATE.mkdir(mode=0o700, exist_ok=True)
     try:

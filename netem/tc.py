@@ -74,14 +74,26 @@ def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
 
 
 def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
-    """A class for each peer whose link is its own. All other traffic is shaped as `default`, or not at all (class 0)."""
+    """A class for each peer whose link is its own. Other traffic is shaped as `default`, or not at all (class 0)."""
     apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
     leaves = {_OTHERS: default} if default else {}
     leaves |= {_FIRST_PEER + peer: link for peer, link in apart.values()}
     egress = max(link.bandwidth_gbps for link in leaves.values())
     together = sum(link.bandwidth_gbps for link in leaves.values())
     commands = [
-        ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, "htb", "default", f"{_OTHERS:x}" if default else "0"],
+        [
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            device,
+            "root",
+            "handle",
+            HANDLE,
+            "htb",
+            "default",
+            f"{_OTHERS:x}" if default else "0",
+        ],
         _htb_class(device, HANDLE, 1, egress, egress),
     ]
     for minor, link in leaves.items():

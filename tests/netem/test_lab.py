@@ -123,6 +123,18 @@ def test_commands_say_what_the_lab_is(lab, profile):
     assert seen.output.count("asked    20.000") == 3
 
 
+def test_verify_holds_a_link_against_its_profile(lab, profile):
+    slow = profile(text(Link(5, 0.1)))
+    labs.set_profile(lab, slow)
+    with lab.hosts[1].program("answer") as answering:
+        assert answering.stdout.readline() == "answering on port 7990\n"
+        words = ["--node", "0", "--peer", "1", lab.hosts[1].address]
+        right = python(lab.hosts[0], "verify", str(slow), *words)
+        wrong = python(lab.hosts[0], "verify", str(profile(text(Link(1, 0.1)))), *words)
+    assert (right.returncode, right.stdout.count("ok")) == (0, 2)
+    assert (wrong.returncode, wrong.stdout.splitlines()[0][-3:]) == (1, "OFF")
+
+
 def test_command_runs_on_its_host(lab):
     words = [sys.executable, "-m", "netem", "lab", "exec", "--name", NAME, "1", "--", "sh", "-c", "ip -br addr; exit 7"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)

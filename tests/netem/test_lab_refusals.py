@@ -48,6 +48,13 @@ def test_profile_is_read_before_anything_is_made(tmp_path):
     assert not labs.STATE.exists()
 
 
+def test_profile_of_fewer_nodes_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "pair.toml").write_text("[[link]]\nfrom = 0\nto = 1\ndelay_ms = 1\nbandwidth_gbps = 1\n")
+    with pytest.raises(ProfileError, match="no link from rank 0 to 2"):
+        labs.up("a", 3, tmp_path / "pair.toml")
+    assert not labs.STATE.exists()
+
+
 def test_lab_whose_up_was_killed_says_so():
     (labs.STATE / "a").mkdir(parents=True)
     with pytest.raises(NetemError, match="lab 'a' never came up whole: lab down --name a"):
