@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from dpipe.errors import JoinError, PeerLost, TransferError
-from dpipe.transport.grpc import PROTOCOL, GrpcTransport
-from dpipe.wire.message import Header
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.mesh import PROTOCOL
+from dpipe.wire.message import Header, framed
 from dpipe.wire.rpc import Security, open_channel, serve, token_metadata
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
@@ -59,6 +60,11 @@ def hello(**fields: int) -> bytes:
     return Hello(
         **{"protocol": PROTOCOL, "from_rank": 0, "to_rank": 1, "num_connections": 1, **fields}
     ).SerializeToString()
+
+
+def first(sequence: int = 0) -> bytes:
+    """What a tensor's first message starts with."""
+    return framed(Header(sequence, "x", SCALAR).encode())
 
 
 class Stranger:
@@ -160,9 +166,9 @@ def test_server_that_is_no_dpipe_is_refused(make: Callable[..., GrpcTransport]) 
 @pytest.mark.parametrize(
     ("greeting", "reason"),
     [
-        (None, "speaks dpipe transport 1, not 0"),
-        (b"\xff\xff\xff", "speaks dpipe transport 1, not 0"),
-        (hello(protocol=9), "speaks dpipe transport 1, not 9"),
+        (None, "speaks dpipe transport 2, not 0"),
+        (b"\xff\xff\xff", "speaks dpipe transport 2, not 0"),
+        (hello(protocol=9), "speaks dpipe transport 2, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
@@ -204,12 +210,15 @@ def test_random_bytes_to_the_port_are_refused_and_links_go_on(make: Callable[...
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([b"\xff" * 100], "a message of 100 bytes stands where a tensor's header belongs"),
-        ([Header(5, "x", SCALAR).encode()], "sent tensor 5 where 0 belongs"),
-        ([Header(0, "x", SCALAR).encode(), b"12345"], "sent 5 bytes where 4 are due"),
-        ([Header(0, "x", SCALAR).encode(), b""], "sent 0 bytes where 4 are due"),
+        ([b"\xff" * 100], "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+        ([framed(b"")[:3]], "a message of 3 bytes stands where a tensor's header belongs"),
+        ([first(5)], "sent tensor 5 where 0 belongs"),
+        ([first() + b"12345"], "sent 5 bytes where 4 are due"),
+        ([first()], "sent 0 bytes where 4 are due"),
+        ([first() + b"12", b"345"], "sent 3 bytes where 2 are due"),
+        ([first() + b"12", b""], "sent 0 bytes where 2 are due"),
     ],
-    ids=["no header", "wrong number", "too many bytes", "no bytes"],
+    ids=["no header", "no size", "wrong number", "too many bytes", "no bytes", "too many later", "none later"],
 )
 def test_nonsense_on_a_link_breaks_that_link_alone(
     make: Callable[..., GrpcTransport], messages: list[bytes], reason: str
@@ -234,7 +243,7 @@ def test_stream_that_ends_within_a_tensor_loses_the_peer(make: Callable[..., Grp
     stranger = Stranger(end.port, hello())
     end.connect({0: "127.0.0.1:1", 1: address(end)}, [0])
     pending = end.recv(SCALAR, 0, "x")
-    for message in (Header(0, "x", SCALAR).encode(), b"12", None):
+    for message in (first() + b"12", None):
         stranger.messages.put(message)
     with pytest.raises(PeerLost, match="within a tensor"):
         pending.wait()
@@ -325,7 +334,7 @@ def test_close_leaves_no_thread(make: Callable[..., GrpcTransport]) -> None:
 def test_close_is_bounded_while_the_peer_takes_nothing(
     make: Callable[..., GrpcTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpipe.transport.grpc._CLOSE_S", 0.5)
+    monkeypatch.setattr("dpipe.transport.mesh.CLOSE_S", 0.5)
     ends = make(0), make(1, buffer_bytes=0)
     connect(*ends)
     ends[0].send(torch.zeros(8 << 20), 1, "x")
