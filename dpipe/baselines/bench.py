@@ -22,7 +22,7 @@ from dpipe.engine.metrics import read_rows
 from dpipe.errors import RunError
 
 Row = dict[str, Any]
-_STEPS = 6  # the first is left out: it opens buffers
+_STEPS = 5  # the first is left out: it opens buffers
 
 
 def bench_text(name: str, as_json: bool) -> str:
@@ -40,12 +40,13 @@ def bench_text(name: str, as_json: bool) -> str:
 def bench_engine() -> list[Row]:
     """Four processes, replay stages (forward 10 ms, backward 20 ms, 1 MB messages), 32 micro-batches, each schedule.
 
-    What is left above 1.0 is the engine's own: Python, gRPC, and copies.
+    What is left above 1.0 is the engine's own: Python, the transport, and copies.
     """
-    return [_replay(schedule) for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")]
+    schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    return [_replay(schedule, transport) for schedule in schedules for transport in ("grpc", "tcp")]
 
 
-def _replay(schedule: str) -> Row:
+def _replay(schedule: str, transport: str) -> Row:
     per_rank = 2 if schedule == "interleaved" else 1
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
@@ -53,12 +54,14 @@ def _replay(schedule: str) -> Row:
             "replay": {"forward_ms": 10 / per_rank, "backward_ms": 20 / per_rank, "message_bytes": 1_000_000},
             "train": {"steps": _STEPS, "batch_size": 32, "num_microbatches": 32, "clip_norm": 0},
             "pipeline": {"stages": 4 * per_rank, "stages_per_rank": per_rank, "schedule": schedule},
+            "transport": {"kind": transport},
             "run": {"folder": f"{folder}/run", "tensorboard": False, "trace_steps": 0},
         }
         measured = run_quietly(table, Path(folder))
         predicted = forecast(build(table)).timeline.duration_us / 1e6
     return {
         "schedule": schedule,
+        "transport": transport,
         "simulated_s": predicted,
         "measured_s": measured,
         "measured / simulated": measured / predicted,
@@ -86,7 +89,7 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
 def bench_transport() -> list[Row]:
     from dpipe.baselines.gloo import compare_transport
 
-    return [compare_transport()]
+    return compare_transport()
 
 
 def bench_pipelining() -> list[Row]:

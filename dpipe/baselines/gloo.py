@@ -1,6 +1,6 @@
-"""A tensor from one process to another on this machine: gloo's send and recv against our gRPC transport.
+"""A tensor from one process to another on this machine: gloo's send and recv against our transports.
 
-Both move the same tensor the same way, in turns in one run, so that whatever else keeps the machine busy hits both:
+All move the same tensor the same way, in turns in one run, so that whatever else keeps the machine busy hits them all:
 
     rank 0    clock | send 16 MB, four times --.                    .--> clock
     rank 1                        recv, recv, <'  send 1 byte ------'
@@ -9,6 +9,7 @@ Both move the same tensor the same way, in turns in one run, so that whatever el
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,44 +20,41 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
 
 _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
 _JOIN_S = 120.0
+_OURS: dict[str, tuple[type[GrpcTransport | TcpTransport], int]] = {  # with the number of connections
+    "grpc x1": (GrpcTransport, 1),
+    "grpc x2": (GrpcTransport, 2),
+    "tcp x1": (TcpTransport, 1),
+}
 
 
-def compare_transport(
-    num_bytes: int = 16 << 20, repeats: int = 30, connections: tuple[int, ...] = (1, 2), **options: Any
-) -> dict[str, Any]:
-    """Median rates in GB/s of tensors of `num_bytes` between two processes, by way, and ours over gloo's.
-
-    `connections` are the numbers of connections to try; `options` go to `GrpcTransport`.
-    """
+def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict[str, Any]]:
+    """A row for each way to move tensors of `num_bytes` between two processes: median rate, and rate over gloo."""
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, num_bytes, repeats, connections, options), nprocs=2)
+        spawn(_run, (folder, num_bytes, repeats), nprocs=2)
         seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
-    rates = {name: _BURST * num_bytes / median(values) / 1e9 for name, values in seconds.items()}
-    return {
-        "num_bytes": num_bytes,
-        "repeats": repeats,
-        "gb_per_s": rates,
-        "over_gloo": {name: rate / rates["gloo"] for name, rate in rates.items() if name != "gloo"},
-    }
+    rates = {way: _BURST * num_bytes / median(values) / 1e9 for way, values in seconds.items()}
+    return [
+        {"way": way, "num_bytes": num_bytes, "gb_per_s": rate, "over gloo": rate / rates["gloo"]}
+        for way, rate in rates.items()
+    ]
 
 
-def _run(
-    rank: int, folder: str, num_bytes: int, repeats: int, connections: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:
     torch.set_num_threads(1)
     store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    transports = {f"grpc x{count}": _connect(rank, count, store, options) for count in connections}
+    transports = {way: _connect(rank, way, store) for way in _OURS}
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    ways: dict[str, Callable[[], None]] = {"gloo": lambda: _over_gloo(rank, payload)}
-    for name, transport in transports.items():
-        ways[name] = lambda transport=transport: _over_grpc(transport, payload)  # type: ignore[misc]
+    ways: dict[str, Callable[[], None]] = {"gloo": partial(_over_gloo, rank, payload)}
+    for way, transport in transports.items():
+        ways[way] = partial(_over_ours, transport, payload)
     seconds = _time_in_turns(ways, repeats)
     if rank == 0:
         (Path(folder) / "seconds.json").write_text(json.dumps(seconds))
@@ -65,10 +63,11 @@ def _run(
     dist.destroy_process_group()
 
 
-def _connect(rank: int, connections: int, store: Any, options: dict[str, Any]) -> GrpcTransport:
-    transport = GrpcTransport(rank, connections=connections, connect_timeout_s=_JOIN_S, **options)
-    store.set(f"{connections}/{rank}", f"127.0.0.1:{transport.port}")
-    transport.connect({r: store.get(f"{connections}/{r}").decode() for r in (0, 1)}, [1 - rank])
+def _connect(rank: int, way: str, store: Any) -> GrpcTransport | TcpTransport:
+    kind, connections = _OURS[way]
+    transport = kind(rank, connections=connections, connect_timeout_s=_JOIN_S)
+    store.set(f"{way}/{rank}", f"127.0.0.1:{transport.port}")
+    transport.connect({r: store.get(f"{way}/{r}").decode() for r in (0, 1)}, [1 - rank])
     return transport
 
 
@@ -89,7 +88,7 @@ def _over_gloo(rank: int, payload: torch.Tensor) -> None:
     dist.recv(_ACK, 1) if rank == 0 else dist.send(_ACK, 0)
 
 
-def _over_grpc(transport: GrpcTransport, payload: torch.Tensor) -> None:
+def _over_ours(transport: GrpcTransport | TcpTransport, payload: torch.Tensor) -> None:
     if transport.rank == 0:
         for _ in range(_BURST):
             transport.send(payload, 1, "payload")

@@ -20,9 +20,11 @@ from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
+from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
+_KINDS: dict[str, type[GrpcTransport | TcpTransport]] = {"grpc": GrpcTransport, "tcp": TcpTransport}
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
@@ -41,7 +43,7 @@ def joined(
     with ExitStack() as stack:
         node, timeouts = config.node, config.timeouts
         security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
-        links = GrpcTransport(
+        links = _KINDS[config.transport.kind](
             place.rank,
             bind=node.bind,
             port=node.port,

@@ -10,6 +10,8 @@ from dpipe.errors import TransferError
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
+PREFIX_BYTES = 4  # before a message that stands in a stream of bytes: its size, big-endian
+MAX_FRAMED_BYTES = 64 << 10
 _MAX_DIMS = 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -55,6 +57,27 @@ class Header:
         if header.num_bytes != spec.num_bytes:
             raise TransferError(f"a header announces {header.num_bytes} bytes for {spec}, which takes {spec.num_bytes}")
         return cls(header.sequence, header.tag, spec)
+
+
+def framed(message: bytes) -> bytes:
+    """`message` behind its size, as it stands where other bytes follow."""
+    return len(message).to_bytes(PREFIX_BYTES, "big") + message
+
+
+def framed_size(prefix: bytes) -> int:
+    """The size of the message behind `prefix`; raises `TransferError` for one that nobody here would send."""
+    size = int.from_bytes(prefix, "big")
+    if size > MAX_FRAMED_BYTES:
+        raise TransferError(f"a message of {size} bytes is announced where at most {MAX_FRAMED_BYTES} make sense")
+    return size
+
+
+def unframed(data: bytes) -> tuple[bytes, memoryview]:
+    """The message at the start of `data`, and what follows it; raises `TransferError` where there is none."""
+    end = PREFIX_BYTES + framed_size(data[:PREFIX_BYTES])
+    if len(data) < end:
+        raise TransferError(f"a message of {len(data)} bytes stands where a tensor's header belongs")
+    return data[PREFIX_BYTES:end], memoryview(data)[end:]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -36,6 +36,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "recompute": {"pipeline__recompute": True},
     "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": True},
     "two connections": {"pipeline__stages": 2, "transport__connections": 2},
+    "two connections, tcp": {"pipeline__stages": 2, "transport__connections": 2, "transport__kind": "tcp"},
 }
 
 

@@ -19,6 +19,7 @@ from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
+from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
 
 DTYPES = [
@@ -39,8 +40,8 @@ def local_pair(transfer_timeout_s: float) -> Pair:
     return hub.transport(0), hub.transport(1)
 
 
-def grpc_pair(transfer_timeout_s: float, connections: int) -> Pair:
-    ends = [GrpcTransport(rank, connections=connections, transfer_timeout_s=transfer_timeout_s) for rank in (0, 1)]
+def mesh_pair(transfer_timeout_s: float, kind: type[GrpcTransport | TcpTransport], connections: int) -> Pair:
+    ends = [kind(rank, connections=connections, transfer_timeout_s=transfer_timeout_s) for rank in (0, 1)]
     addresses = {end.rank: f"127.0.0.1:{end.port}" for end in ends}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda end: end.connect(addresses, [1 - end.rank]), ends))
@@ -55,10 +56,12 @@ def shaped_pair(transfer_timeout_s: float, make: Callable[[float], Pair]) -> Pai
 
 PAIRS: dict[str, Callable[[float], Pair]] = {
     "local": local_pair,
-    "grpc-1": partial(grpc_pair, connections=1),
-    "grpc-3": partial(grpc_pair, connections=3),
+    "grpc-1": partial(mesh_pair, kind=GrpcTransport, connections=1),
+    "grpc-3": partial(mesh_pair, kind=GrpcTransport, connections=3),
+    "tcp-1": partial(mesh_pair, kind=TcpTransport, connections=1),
+    "tcp-3": partial(mesh_pair, kind=TcpTransport, connections=3),
     "shaped-local": partial(shaped_pair, make=local_pair),
-    "shaped-grpc": partial(shaped_pair, make=partial(grpc_pair, connections=1)),
+    "shaped-grpc": partial(shaped_pair, make=partial(mesh_pair, kind=GrpcTransport, connections=1)),
 }
 
 

@@ -1,0 +1,110 @@
+"""How the two ends of a TCP connection come to know each other, before anything else is read from it.
+
+    rank 1 (dials)                                     rank 2
+    hello, challenge 1  ---------------------------->
+                        <----------------------------  challenge 2
+    HMAC(token, "dials" | challenges | hello)  ----->  right? and is it a rank that is waited for?
+    right?              <----------------------------  HMAC(token, "answers" | challenges | hello), or why not
+
+The token never crosses, and a proof is good for one connection only. The one who dials proves itself first: a stranger
+learns nothing. Without TLS this keeps strangers out, but not one who sits on the way and changes bytes afterwards.
+"""
+
+import hmac
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from dpipe.errors import JoinError, TransferError
+from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
+from dpipe.wire.v1.transport_pb2 import Greeting, Hello
+
+_CHALLENGE_BYTES = 32
+_WRONG_TOKEN = "wrong token: node.token must be the same on every rank"  # noqa: S105 - says so, is none
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who dialled: it knows the token. `proof` is what it waits for."""
+
+    hello: Hello
+    proof: bytes
+
+
+def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None:
+    """Greet as the end that dialled. `JoinError` where the other end refuses, `TransferError` if it is no dpipe."""
+    ours = secrets.token_bytes(_CHALLENGE_BYTES)
+    _send(sock, Greeting(hello=hello, challenge=ours), deadline)
+    theirs = _challenge(_receive(sock, deadline))
+    _send(sock, Greeting(proof=_proof(token, "dials", ours, theirs, hello)), deadline)
+    answer = _receive(sock, deadline)
+    if answer.refusal:
+        raise JoinError(answer.refusal)
+    if not hmac.compare_digest(answer.proof, _proof(token, "answers", ours, theirs, hello)):
+        raise TransferError("its proof that it knows the token is wrong")
+
+
+def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
+    """Hear out who dialled; raises `TransferError` for a stranger, who is told so if it greets at all."""
+    greeting = _receive(sock, deadline)
+    theirs, hello = _challenge(greeting), greeting.hello
+    ours = secrets.token_bytes(_CHALLENGE_BYTES)
+    _send(sock, Greeting(challenge=ours), deadline)
+    if not hmac.compare_digest(_receive(sock, deadline).proof, _proof(token, "dials", theirs, ours, hello)):
+        refuse(sock, _WRONG_TOKEN, deadline)
+        raise TransferError(_WRONG_TOKEN)
+    return Caller(hello, _proof(token, "answers", theirs, ours, hello))
+
+
+def welcome(sock: socket.socket, caller: Caller, deadline: float) -> None:
+    _send(sock, Greeting(proof=caller.proof), deadline)
+
+
+def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
+    _send(sock, Greeting(refusal=reason), deadline)
+
+
+def _proof(token: str, role: str, first: bytes, second: bytes, hello: Hello) -> bytes:
+    """`first` is the challenge of the end that dialled. The lengths of all parts but the last are fixed by `role`."""
+    message = b"|".join((b"dpipe", role.encode(), first + second, hello.SerializeToString(deterministic=True)))
+    return hmac.digest(token.encode(), message, "sha256")
+
+
+def _challenge(greeting: Greeting) -> bytes:
+    if len(greeting.challenge) != _CHALLENGE_BYTES:
+        raise TransferError("it does not greet as a dpipe transport")
+    return greeting.challenge
+
+
+def _send(sock: socket.socket, greeting: Greeting, deadline: float) -> None:
+    set_deadline(sock, deadline)
+    sock.sendall(framed(greeting.SerializeToString()))
+
+
+def _receive(sock: socket.socket, deadline: float) -> Greeting:
+    try:
+        return Greeting.FromString(_read(sock, framed_size(_read(sock, PREFIX_BYTES, deadline)), deadline))
+    except DecodeError:
+        raise TransferError("it does not greet as a dpipe transport") from None
+
+
+def _read(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        set_deadline(sock, deadline)
+        part = sock.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data
+
+
+def set_deadline(sock: socket.socket, deadline: float) -> None:
+    """Give `sock` what is left: one that sends a byte now and then does not gain time. Raises `TimeoutError`."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    sock.settimeout(left_s)

@@ -1,0 +1,292 @@
+"""All the links of one rank, whatever carries their bytes: who dials, who is refused, how links open and how they end.
+
+    send --> Link --> connection 0 --> stripe 0 of every tensor      recv <-- LinkEnd <-- each connection's reader
+                 `--> connection 1 --> stripe 1 of every tensor
+
+A connection carries both directions, so one end that can be reached is enough. What is on it: transport.proto.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from queue import Empty, SimpleQueue
+from threading import Event, Lock
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from dpipe.errors import JoinError, TransferError
+from dpipe.transport.link import LinkEnd, Receiving, Sending
+from dpipe.wire.message import Header, byte_view
+from dpipe.wire.spec import TensorSpec
+from dpipe.wire.v1.transport_pb2 import Hello
+
+PROTOCOL = 2  # of transport.proto; ranks of another are refused
+MAX_LINKS = 64  # that may dial a rank at once
+CHECK = (
+    "check that it runs, that its node.advertise and node.port are right, that no firewall blocks the way, and that "
+    "both ends use TLS with certificates of one authority (node.tls_*), or neither"
+)
+CLOSE_S = 5.0  # for the last sends to leave and the peer to take note
+WAKE_S = 5.0  # a thread that may wait for as long as a run takes looks around this often
+
+
+class Connection(ABC):
+    """One of the streams of a link: a queue of tensors, of each of which the stripe `index` goes out."""
+
+    def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
+        self.end = end
+        self.index = index
+        self.bytes_sent = 0
+        self.claimed = False  # by a stream that is open, or is being opened
+        self.opened = False
+        self._num_connections = num_connections
+        self._chunk_bytes = chunk_bytes
+        self._queue: SimpleQueue[Sending | None] = SimpleQueue()
+
+    @property
+    def name(self) -> str:
+        return f"{self.end.rank}-{self.end.peer}.{self.index}"
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the stream at once; from any thread, also before it is open."""
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> None:
+        """Wait for the stream's threads."""
+
+    def enqueue(self, sending: Sending | None) -> None:
+        """Send the stripe of a tensor; None ends the stream after what is queued."""
+        self._queue.put(sending)
+
+    def open(self) -> None:
+        with self.end.changed:
+            self.opened = True
+            self.end.changed.notify_all()
+
+    def next_sending(self) -> Sending | None:
+        """Wait for the next tensor to send; None where the stream is to end."""
+        while True:
+            try:
+                return self._queue.get(timeout=WAKE_S)
+            except Empty:
+                if self.end.error is not None:
+                    return None
+
+    def chunks(self, sending: Sending) -> Iterator[memoryview]:
+        """The stripe that goes out here, in one or more pieces; each is counted as sent when the next is asked for."""
+        assert sending.view is not None
+        stripe = self._stripe(sending.view)
+        for start in range(0, max(1, len(stripe)), self._chunk_bytes):
+            chunk = stripe[start : start + self._chunk_bytes]
+            yield chunk
+            self.bytes_sent += len(chunk)
+
+    def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
+        """The tensor after `header` and where its stripe belongs; None once this end is closing and wants none."""
+        if header.sequence != sequence:
+            raise TransferError(f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs")
+        receiving = self.end.arrive(header)
+        if receiving is None:
+            return None
+        assert receiving.tensor is not None
+        return receiving, self._stripe(byte_view(receiving.tensor))
+
+    def _stripe(self, view: memoryview) -> memoryview:
+        first, last = (len(view) * i // self._num_connections for i in (self.index, self.index + 1))
+        return view[first:last]
+
+
+ConnectionT = TypeVar("ConnectionT", bound=Connection)
+
+
+class Link(Generic[ConnectionT]):
+    """A `LinkEnd` with the connections that carry it."""
+
+    def __init__(self, end: LinkEnd, connections: list[ConnectionT]) -> None:
+        self.end = end
+        self.connections = connections
+        end.on_broken = self._cancel
+
+    def enqueue(self, sending: Sending | None) -> None:
+        for connection in self.connections:
+            connection.enqueue(sending)
+
+    def wait_open(self, timeout_s: float) -> bool:
+        """Whether all connections are open within `timeout_s`; gives up at once on an error."""
+
+        def settled() -> bool:
+            return self.end.error is not None or all(c.opened for c in self.connections)
+
+        with self.end.changed:
+            return self.end.changed.wait_for(settled, timeout_s) and self.end.error is None
+
+    def _cancel(self) -> None:
+        for connection in self.connections:
+            connection.cancel()
+
+
+class Mesh(ABC, Generic[ConnectionT]):
+    """A transport between processes. Made in two steps, since addresses are known only when all ranks listen:
+
+    transport = TcpTransport(rank)                    listens on transport.port
+    transport.connect(addresses, peers)               opens and checks every link
+    ...                                               send, recv
+    transport.close()                                 a process that does not close may not end
+    """
+
+    of: type[ConnectionT]
+    port: int
+
+    def __init__(
+        self, rank: int, *, connections: int, chunk_bytes: int, connect_timeout_s: float, **of_end: Any
+    ) -> None:
+        """`of_end` goes to every `LinkEnd`."""
+        self.rank = rank
+        self._num_connections = connections
+        self._chunk_bytes = chunk_bytes
+        self._connect_timeout_s = connect_timeout_s
+        self._of_end = of_end
+        self._links: dict[int, Link[ConnectionT]] = {}
+        self._known = Event()  # set once it is known who may dial this rank
+        self._claiming = Lock()
+        self._closing = Lock()
+        self._closed = False
+
+    @abstractmethod
+    def _dial(self, connection: ConnectionT, address: str, hello: Hello, deadline: float) -> None:
+        """Begin to open a stream to `address`, and return at once; what goes wrong breaks the link."""
+
+    @abstractmethod
+    def _stop(self, deadline: float) -> None:
+        """End what listens and what carries streams, open or not."""
+
+    def connect(self, addresses: Mapping[int, str | None], peers: Collection[int]) -> None:
+        """Open and check every link with `peers`, in both directions.
+
+        The lower rank dials the higher one, unless that has no address (it is behind a NAT): then the other way round.
+        All ranks call this at about the same time. Raises `JoinError` naming each peer that cannot be reached, its
+        address, and what to check.
+        """
+        dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
+        for peer in peers:
+            end = LinkEnd(self.rank, peer, addresses[peer], num_stripes=self._num_connections, **self._of_end)
+            count = self._num_connections
+            self._links[peer] = Link(end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)])
+        self._known.set()
+        deadline = time.monotonic() + self._connect_timeout_s
+        for peer in dialled:
+            self._dial_all(peer, addresses[peer], deadline)
+        blocked = [
+            self._explain(peer, addresses)
+            for peer, link in self._links.items()
+            if not link.wait_open(max(0.0, deadline - time.monotonic()))
+        ]
+        if blocked:
+            raise JoinError("\n  ".join([f"rank {self.rank} cannot open every link:", *blocked]))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
+        link = self._links[peer]
+        return link.end.send(tensor, tag, link.enqueue)
+
+    def recv(self, like: TensorSpec, peer: int, tag: str) -> Receiving:
+        return self._links[peer].end.post(like, tag)
+
+    def bytes_sent(self, peer: int) -> int:
+        """Bytes of tensors handed to the network for `peer` so far."""
+        return sum(connection.bytes_sent for connection in self._links[peer].connections)
+
+    def fail(self, error: Exception) -> None:
+        """Every pending and later wait raises `error`; peers get `PeerLost`. Close all the same."""
+        for link in self._links.values():
+            link.end.break_off(error, failed=True)
+
+    def close(self) -> None:
+        """Let queued sends leave, for at most 5 s where the links are whole, then end every stream and thread."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._known.set()
+                self._close(time.monotonic() + CLOSE_S)
+
+    def claim(self, hello: Hello) -> ConnectionT | str:
+        """The connection that a stream with this `hello` is, now taken; or why it is none that this rank waits for.
+
+        Waits until it is known who may dial.
+        """
+        self._known.wait(self._connect_timeout_s)
+        with self._claiming:
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                return refusal
+            connection = self._links[hello.from_rank].connections[hello.connection]
+            connection.claimed = True
+            return connection
+
+    def _dial_all(self, peer: int, address: str | None, deadline: float) -> None:
+        assert address is not None
+        for connection in self._links[peer].connections:
+            connection.claimed = True
+            hello = Hello(
+                protocol=PROTOCOL,
+                from_rank=self.rank,
+                to_rank=peer,
+                connection=connection.index,
+                num_connections=self._num_connections,
+            )
+            self._dial(connection, address, hello, deadline)
+
+    def _close(self, deadline: float) -> None:
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        for link in self._links.values():
+            link.end.drain(left())
+            link.enqueue(None)
+        connections = [connection for link in self._links.values() for connection in link.connections]
+        for connection in connections:
+            connection.join(left())
+        for link in self._links.values():
+            link.end.close()
+        self._stop(deadline)
+        for connection in connections:
+            connection.join(left() + 1.0)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        peer, count = hello.from_rank, self._num_connections
+        if hello.protocol != PROTOCOL:
+            return f"rank {self.rank} speaks dpipe transport {PROTOCOL}, not {hello.protocol}: install one version"
+        if hello.to_rank != self.rank:
+            return f"rank {self.rank} listens here, not rank {hello.to_rank}: addresses are mixed up"
+        if self._closed or peer not in self._links:
+            return f"rank {self.rank} expects no link from rank {peer}"
+        if hello.num_connections != count or hello.connection >= count:
+            return f"rank {self.rank} has transport.connections = {count}, rank {peer} {hello.num_connections}"
+        if self._links[peer].connections[hello.connection].claimed:
+            return f"rank {self.rank} has a link with rank {peer} already: two processes have one number"
+        return None
+
+    def _explain(self, peer: int, addresses: Mapping[int, str | None]) -> str:
+        """What to check where the link with `peer` did not open."""
+        end = self._links[peer].end
+        if end.error is not None:
+            return f"{end.peer_name}: {end.reason or end.error}"
+        if dials(self.rank, peer, addresses):
+            return f"{end.peer_name} did not answer within {self._connect_timeout_s:g} s: {CHECK}"
+        return (
+            f"{end.peer_name} has not dialled {addresses[self.rank]} within {self._connect_timeout_s:g} s: see what it "
+            "says; that address (node.advertise, node.port) must be reachable from there"
+        )
+
+
+def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:
+    """Whether `rank` opens the link with `peer`; raises `JoinError` if neither has an address."""
+    lower, higher = sorted((rank, peer))
+    if addresses[lower] is None and addresses[higher] is None:
+        raise JoinError(
+            f"rank {lower} and rank {higher} cannot meet: neither has an address that the other can reach; "
+            "set node.advertise on one of them"
+        )
+    dialler = lower if addresses[higher] is not None else higher
+    return rank == dialler

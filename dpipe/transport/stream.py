@@ -1,0 +1,156 @@
+"""A TCP connection that carries tensors, plain or TLS: one thread reads it while another writes it."""
+
+import select
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from tempfile import NamedTemporaryFile
+from threading import Lock
+
+from dpipe.errors import JoinError
+from dpipe.wire.rpc import TLS_NAME, Security
+
+_WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}  # seconds, seconds, probes; as gRPC's
+
+
+class Stream:
+    """Bytes over an open socket. What goes wrong is an `OSError`, also when the peer ends before it is due."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.settimeout(None)  # `shut` ends every wait, and keep-alive finds a host that is gone
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Hand all `parts` to the kernel, in order and without a copy before its own."""
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            sent = self._socket.sendmsg(left)
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if left:
+                left[0] = left[0][sent:]
+
+    def read(self, view: memoryview) -> None:
+        """Fill `view`."""
+        filled = 0
+        while filled < len(view):
+            filled += self._read_some(view[filled:])
+
+    def skip(self) -> None:
+        """Read, and drop, until the peer ends."""
+        scratch = memoryview(bytearray(1 << 16))
+        with suppress(OSError):
+            while True:
+                self._read_some(scratch)
+
+    def end(self) -> None:
+        """Nothing more will be written; the peer reads to the end of what was."""
+        _shutdown(self._socket, socket.SHUT_WR)
+
+    def shut(self) -> None:
+        """End both directions at once: a thread that waits here or at the other end is woken. From any thread."""
+        shut(self._socket)
+
+    def close(self) -> None:
+        """Give the socket back, once no thread uses it."""
+        self._socket.close()
+
+    def _read_some(self, view: memoryview) -> int:
+        # Woken once for all of `view`: each time Python is, it must get hold of the interpreter.
+        return _not_ended(self._socket.recv_into(view, 0, socket.MSG_WAITALL))
+
+
+class TlsStream(Stream):
+    """TLS. OpenSSL allows one thread at a time in a connection, so neither may wait for the network inside it."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        super().__init__(sock)
+        sock.setblocking(False)
+        self._tls = sock
+        self._inside = Lock()
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                rest = left
+                left = left[self._when_ready(lambda: self._tls.send(rest)) :]  # noqa: B023 - called at once
+
+    def _read_some(self, view: memoryview) -> int:
+        return _not_ended(self._when_ready(lambda: self._tls.recv_into(view)))
+
+    def _when_ready(self, attempt: Callable[[], int]) -> int:
+        while True:
+            try:
+                with self._inside:
+                    return attempt()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            waiter = select.poll()
+            waiter.register(self._tls, event)
+            waiter.poll(_WAKE_MS)
+
+
+class Tls:
+    """What both ends of a TLS connection need, made once: each shows a certificate, and asks the other for one."""
+
+    def __init__(self, security: Security) -> None:
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, security)
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, security)
+        self._server.verify_mode = ssl.CERT_REQUIRED
+
+    def wrap(self, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
+        """TLS over `sock`, which it takes over; the caller does the handshake."""
+        if server:
+            return self._server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return self._client.wrap_socket(sock, server_hostname=TLS_NAME, do_handshake_on_connect=False)
+
+
+def stream_over(sock: socket.socket) -> Stream:
+    return TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and find out when the other host is gone. The sizes of buffers are best left to the kernel."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake whoever waits on `sock`, here and at the other end; it stays to be closed."""
+    _shutdown(sock, socket.SHUT_RDWR)
+
+
+def _shutdown(sock: socket.socket, how: int) -> None:
+    with suppress(OSError):  # the peer may have been first
+        socket.socket.shutdown(sock, how)  # an SSLSocket's own would go on without TLS
+
+
+def _not_ended(num_bytes: int) -> int:
+    if not num_bytes:
+        raise ConnectionError("it closed the connection")
+    return num_bytes
+
+
+def _context(protocol: int, security: Security) -> ssl.SSLContext:
+    assert security.cert is not None
+    assert security.key is not None
+    assert security.ca is not None
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cadata=security.ca.decode())
+        with NamedTemporaryFile() as chain:  # readable by this user alone; Python's ssl takes keys from files only
+            chain.write(security.key + b"\n" + security.cert)
+            chain.flush()
+            context.load_cert_chain(chain.name)
+    except (ssl.SSLError, ValueError) as error:
+        raise JoinError(f"node.tls_cert, node.tls_key, node.tls_ca cannot be used: {error}") from None
+    return context

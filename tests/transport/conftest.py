@@ -1,0 +1,29 @@
+"""Transports between processes, closed when a test ends."""
+
+from collections.abc import Iterator
+
+import pytest
+from ends import End, Make
+
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.tcp import TcpTransport
+
+
+@pytest.fixture(params=[GrpcTransport, TcpTransport])
+def kind(request: pytest.FixtureRequest) -> type[End]:
+    """Both kinds; a file about one of them has a `kind` of its own."""
+    return request.param
+
+
+@pytest.fixture
+def make(kind: type[End]) -> Iterator[Make]:
+    """`make(rank, **options)`: a transport that listens."""
+    made: list[End] = []
+
+    def make_transport(rank: int, **options: object) -> End:
+        made.append(kind(rank, **options))
+        return made[-1]
+
+    yield make_transport
+    for transport in made:
+        transport.close()

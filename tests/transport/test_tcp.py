@@ -1,0 +1,243 @@
+"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is in test_mesh.py."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
+
+from dpipe.errors import JoinError, PeerLost, TransferError
+from dpipe.transport import greeting
+from dpipe.transport.mesh import PROTOCOL
+from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.message import Header, framed
+from dpipe.wire.rpc import Security
+from dpipe.wire.v1.transport_pb2 import Greeting, Hello
+
+
+@pytest.fixture
+def kind() -> type[TcpTransport]:
+    return TcpTransport
+
+
+def hello(**fields: int) -> Hello:
+    return Hello(**{"protocol": PROTOCOL, "from_rank": 0, "to_rank": 1, "num_connections": 1, **fields})
+
+
+def first(sequence: int = 0) -> bytes:
+    return framed(Header(sequence, "x", SCALAR).encode())
+
+
+@contextmanager
+def dialled(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        yield stranger
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (hello(protocol=9), "speaks dpipe transport 2, not 9"),
+        (hello(to_rank=3), "rank 1 listens here, not rank 3"),
+        (hello(from_rank=5), "expects no link from rank 5"),
+        (hello(connection=7), r"transport.connections = 1"),
+        (hello(), "two processes have one number"),
+    ],
+    ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
+)
+def test_caller_who_is_not_expected_is_told_why_and_links_go_on(make: Make, said: Hello, reason: str) -> None:
+    ends = make(0), make(1)
+    connect(*ends)
+    with dialled(ends[1].port) as stranger, pytest.raises(JoinError, match=reason):
+        greeting.call(stranger, said, "", soon())
+    assert_link_works(*ends)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff" * 100,
+        framed(b"\xff" * 100),
+        framed(b""),
+        framed(Greeting(hello=hello(), challenge=b"short").SerializeToString()),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+    ids=["huge", "garbled", "empty", "short challenge", "http"],
+)
+def test_garbage_instead_of_a_greeting_is_hung_up_on_and_links_go_on(make: Make, said: bytes) -> None:
+    ends = make(0), make(1)
+    connect(*ends)
+    with dialled(ends[1].port) as stranger:
+        stranger.sendall(said)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(4096) == b""
+    assert_link_works(*ends)
+
+
+def test_one_who_cannot_prove_the_token_learns_no_proof_of_it(make: Make) -> None:
+    end = make(1, security=Security("secret"))
+    with dialled(end.port) as stranger:
+        deadline = soon()
+        greeting._send(stranger, Greeting(hello=hello(), challenge=bytes(32)), deadline)
+        challenge = greeting._receive(stranger, deadline)
+        greeting._send(stranger, Greeting(proof=bytes(32)), deadline)
+        answer = greeting._receive(stranger, deadline)
+    assert (challenge.proof, answer.proof) == (b"", b"")
+    assert "wrong token" in answer.refusal
+
+
+class Tap:
+    """A socket that keeps what is sent on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.settimeout, self.recv = sock.settimeout, sock.recv
+        self.sent: list[bytes] = []
+
+    def sendall(self, data: bytes) -> None:
+        self.sent.append(data)
+        self.sock.sendall(data)
+
+
+def test_token_does_not_cross_the_wire() -> None:
+    here, there = map(Tap, socket.socketpair())
+
+    def answer() -> None:
+        greeting.welcome(there, greeting.answer(there, "secret", soon()), soon())
+
+    with here.sock, there.sock:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        greeting.call(here, hello(), "secret", soon())
+        thread.join(5)
+    assert (len(here.sent), len(there.sent)) == (2, 2)
+    assert not any(b"secret" in data for data in here.sent + there.sent)
+
+
+def test_listener_who_cannot_prove_the_token_is_not_trusted(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def answer() -> None:
+            sock, _ = impostor.accept()
+            with sock:
+                greeting._receive(sock, soon())
+                greeting._send(sock, Greeting(challenge=bytes(32)), soon())
+                greeting._receive(sock, soon())
+                greeting._send(sock, Greeting(proof=bytes(32)), soon())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(JoinError, match=r"rank 1 .* is no dpipe transport: its proof"):
+            make(0).connect({0: None, 1: f"127.0.0.1:{impostor.getsockname()[1]}"}, [1])
+        thread.join(5)
+
+
+def test_proof_cannot_be_used_for_another_hello_or_role() -> None:
+    challenges = bytes(32), bytes(range(32))
+    proofs = {
+        greeting._proof("token", role, first, second, said)
+        for role in ("dials", "answers")
+        for first, second in (challenges, challenges[::-1])
+        for said in (hello(), hello(from_rank=2))
+    }
+    assert len(proofs) == 8
+
+
+def test_silent_strangers_are_let_go_and_others_still_come_in(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    monkeypatch.setattr("dpipe.transport.tcp.MAX_LINKS", 2)
+    ends = make(0), make(1)
+    silent = [socket.create_connection(("127.0.0.1", ends[1].port), timeout=5) for _ in range(3)]
+    connect(*ends)
+    assert_link_works(*ends)
+    for stranger in silent:
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+def test_stranger_who_drips_bytes_gains_no_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    start = time.monotonic()
+    with dialled(make(1).port) as stranger, suppress(ConnectionError):
+        stranger.sendall((1000).to_bytes(4, "big"))
+        for _ in range(60):  # until it hangs up
+            stranger.sendall(b"x")
+            time.sleep(0.05)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"\xff" * 100, "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+        (framed(b"\xff" * 100), "a message of 100 bytes stands where a tensor's header belongs"),
+        (first(5), "sent tensor 5 where 0 belongs"),
+    ],
+    ids=["huge header", "no header", "wrong number"],
+)
+def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reason: str) -> None:
+    middle, other = make(1), make(2)
+    with dialled(middle.port) as stranger:
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread.start()
+        connect_between(middle, other)
+        thread.join(5)
+        pending = middle.recv(SCALAR, 0, "x")
+        stranger.sendall(said)
+        with pytest.raises(TransferError, match=reason):
+            pending.wait()
+    assert_link_works(middle, other)
+    assert_link_works(other, middle)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"", "the connection broke: it closed the connection"),
+        (first() + b"12", "the connection broke: it closed the connection"),
+        (bytes(4), "it closed the link"),
+    ],
+    ids=["nothing", "half a tensor", "a farewell"],
+)
+def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(make: Make, said: bytes, reason: str) -> None:
+    end = make(1)
+    with dialled(end.port) as stranger:
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread.start()
+        end.connect({0: "127.0.0.1:1", 1: address(end)}, [0])
+        thread.join(5)
+        pending = end.recv(SCALAR, 0, "x")
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerLost, match=rf"rank 1 lost rank 0 \(127.0.0.1:1\): {reason}$"):
+            pending.wait()
+
+
+def test_certificates_that_are_none_are_refused(make: Make) -> None:
+    broken = Security("secret", b"no certificate", b"no key", b"no authority")
+    with pytest.raises(JoinError, match=r"node\.tls_cert, node\.tls_key, node\.tls_ca cannot be used"):
+        make(0, security=broken)
+
+
+def test_address_without_a_port_is_named_as_blocked(make: Make) -> None:
+    with pytest.raises(JoinError, match=r"rank 1 \(nowhere\): .*node\.advertise"):
+        make(0).connect({0: None, 1: "nowhere"}, [1])
+
+
+def test_link_over_ipv6_works(make: Make) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this host has no IPv6")
+    ends = make(0), make(1, bind="[::1]")
+    addresses = {0: None, 1: f"[::1]:{ends[1].port}"}
+    thread = threading.Thread(target=ends[1].connect, args=(addresses, [0]))
+    thread.start()
+    ends[0].connect(addresses, [1])
+    thread.join(5)
+    assert_link_works(*ends)
