@@ -72,9 +72,9 @@ def test_join_waits_for_the_coordinator_to_come_up(run):
 def test_join_gives_up_naming_what_to_check(run):
     address = f"127.0.0.1:{_unused_port()}"
     started = time.monotonic()
-    with pytest.raises(JoinError, match=rf"no coordinator at {address} after 1 s .*refused.*node.bind.*firewall"):
-        run.join(0, 2, address=address, join_s=1.0)
-    assert time.monotonic() - started < 5
+    with pytest.raises(JoinError, match=rf"no coordinator at {address} after 3 s .*refused.*node.bind.*firewall"):
+        run.join(0, 2, address=address, join_s=3.0)
+    assert time.monotonic() - started < 8
 
 
 def test_join_gives_up_on_one_who_listens_and_never_answers(run):
