@@ -50,7 +50,7 @@ def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:
     torch.set_num_threads(1)
     store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    transports = {way: _connect(rank, way, store) for way in _OURS}
+    transports = {way: connect(rank, way, store) for way in _OURS}
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     ways: dict[str, Callable[[], None]] = {"gloo": partial(_over_gloo, rank, payload)}
     for way, transport in transports.items():
@@ -63,7 +63,8 @@ def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:
     dist.destroy_process_group()
 
 
-def _connect(rank: int, way: str, store: Any) -> GrpcTransport | TcpTransport:
+def connect(rank: int, way: str, store: Any) -> GrpcTransport | TcpTransport:
+    """One end of a link between two processes that share `store`."""
     kind, connections = _OURS[way]
     transport = kind(rank, connections=connections, connect_timeout_s=_JOIN_S)
     store.set(f"{way}/{rank}", f"127.0.0.1:{transport.port}")
