@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dpipe.errors import TransferError
-from dpipe.wire.message import Header, byte_view
+from dpipe.wire.message import Header, byte_view, framed, unframed
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
@@ -54,3 +54,22 @@ def test_byte_view_keeps_the_memory_alive() -> None:
     view = byte_view(torch.arange(4, dtype=torch.uint8))
     torch.full((4,), 9, dtype=torch.uint8)
     assert bytes(view) == b"\x00\x01\x02\x03"
+
+
+def test_framed_message_is_found_before_what_follows_it() -> None:
+    message, rest = unframed(framed(b"header") + b"bytes")
+    assert (message, bytes(rest)) == (b"header", b"bytes")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\0\0", "a message of 2 bytes stands where"),
+        (framed(b"header")[:-1], "a message of 9 bytes stands where"),
+        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+    ],
+    ids=["no size", "short", "huge"],
+)
+def test_bytes_that_are_no_framed_message_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(TransferError, match=message):
+        unframed(data)
