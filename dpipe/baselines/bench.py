@@ -100,7 +100,11 @@ def bench_transport() -> list[Row]:
 def bench_pipelining() -> list[Row]:
     from dpipe.baselines.torch_pipelining import compare_pipelining
 
-    return [compare_pipelining("gpipe"), compare_pipelining("1f1b")]
+    return [
+        compare_pipelining(schedule, transport=transport)
+        for schedule in ("gpipe", "1f1b")
+        for transport in ("grpc", "tcp")
+    ]
 
 
 _BENCHES: dict[str, Callable[[], list[Row]]] = {

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.multiprocessing.spawn import spawn
 
+from dpipe.baselines.gloo import connect
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Batch, Executor, Parts
 from dpipe.engine.recorder import Recorder
@@ -26,7 +27,7 @@ from dpipe.schedule.lower import lower
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.stage import Stage
-from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
@@ -70,19 +71,20 @@ class Size:
 Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 
 
-def compare_pipelining(schedule: str, size: Size | None = None) -> dict[str, Any]:
+def compare_pipelining(schedule: str, size: Size | None = None, transport: str = "grpc") -> dict[str, Any]:
     """Median seconds a step of each engine, their ratio, and the largest difference between their losses.
 
     Raises `AssertionError` where the losses differ by more than rounding: then the times mean nothing.
     """
     size = size or Size()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_rank, args=(schedule, size, _free_port(), results), nprocs=NUM_RANKS)
+    spawn(_rank, args=(schedule, size, transport, _free_port(), results), nprocs=NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
     return {
         "schedule": schedule,
+        "transport": transport,
         "dpipe_s": ours_s,
         "torch_s": theirs_s,
         "dpipe / torch": ours_s / theirs_s,
@@ -98,14 +100,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(rank: int, schedule: str, size: Size, port: int, results: Any) -> None:
+def _rank(rank: int, schedule: str, size: Size, kind: str, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    transport = GrpcTransport(rank)
-    store.set(f"dpipe/{rank}", f"127.0.0.1:{transport.port}")
-    addresses = {r: store.get(f"dpipe/{r}").decode() for r in range(NUM_RANKS)}
-    transport.connect(addresses, [1 - rank])
+    transport = connect(rank, f"{kind} x1", store)
     steps = (our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
     times: tuple[list[float], list[float]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
@@ -129,7 +128,7 @@ def _layers(rank: int, size: Size) -> dict[int, nn.Module]:
     return {layer: materialise(model, layer, 0, "cpu") for layer in size.layers_of(rank)}
 
 
-def our_step(rank: int, schedule: str, size: Size, transport: GrpcTransport) -> Step:
+def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step:
     stage = Stage(
         rank,
         _layers(rank, size),
