@@ -94,7 +94,7 @@ def forecast(
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
     schedule = lower(
-        choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.kind != "none"
+        choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
     )
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
