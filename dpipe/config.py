@@ -69,8 +69,8 @@ class Data(Section):
 
 class Train(Section):
     steps: Count = 100
-    batch_size: Count = 16  # sequences a step
-    num_microbatches: Count = 4
+    batch_size: Count = 16  # sequences a step, over all replicas
+    num_microbatches: Count = 4  # that each replica cuts its share into
     learning_rate: Positive = 3e-4
     min_learning_rate: NotNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -82,18 +82,6 @@ class Train(Section):
     seed: int = 0
     eval_every: Count | None = None
     eval_batches: Count = 4
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch_size % self.num_microbatches:
-            raise ValueError(
-                f"train.batch_size {self.batch_size} is not divisible by train.num_microbatches {self.num_microbatches}"
-            )
-        return self
-
-    @property
-    def microbatch_size(self) -> int:
-        return self.batch_size // self.num_microbatches
 
 
 class Pipeline(Section):
@@ -123,6 +111,24 @@ class Pipeline(Section):
     @property
     def ranks(self) -> int:
         return self.stages // self.stages_per_rank
+
+
+class DataParallel(Section):
+    """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
+
+    kind: Literal["none", "all-reduce"] = "none"
+    replicas: Count = 1
+    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "none" and self.replicas > 1:
+            raise ValueError(
+                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
+                'set it, for example to "all-reduce"'
+            )
+        return self
 
 
 class Transport(Section):
@@ -187,11 +193,30 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    data_parallel: DataParallel = DataParallel()
     transport: Transport = Transport()
     timeouts: Timeouts = Timeouts()
     predict: Predict = Predict()
     run: Run = Run()
     node: Node = Node()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
+        if self.train.batch_size % (replicas * microbatches):
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} is not divisible by train.num_microbatches {microbatches}"
+                + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline.ranks * self.data_parallel.replicas
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.train.batch_size // self.data_parallel.replicas // self.train.num_microbatches
 
     @property
     def network_profile(self) -> str | None:

@@ -112,12 +112,12 @@ def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
     config, corpus = blueprint.config, blueprint.corpus
     assert corpus is not None
     assert blueprint.model is not None
-    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.train.microbatch_size, config.model.context)
+    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.microbatch_size, config.model.context)
     return measure(blueprint.model, inputs, targets, config.train.seed)
 
 
 def _tokens(config: Config) -> TensorSpec:
-    return TensorSpec((config.train.microbatch_size, config.model.context), torch.int64)
+    return TensorSpec((config.microbatch_size, config.model.context), torch.int64)
 
 
 def _wire_bytes(wire: str, spec: TensorSpec) -> int:

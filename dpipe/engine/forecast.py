@@ -55,14 +55,16 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
     """
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(pipeline.ranks)
+    network.check(config.world_size)
     if config.model.layers == "replay":
         cut, cost = (1,) * pipeline.stages, replay_cost(config)
     else:
         layers = layers or gpt_costs(config)
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
-    schedule = lower(choose_schedule(config, cost, network), tied=cost.tied_bytes > 0)
+    schedule = lower(
+        choose_schedule(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.kind != "none"
+    )
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
@@ -103,10 +105,10 @@ def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
 
 def gpt_costs(config: Config) -> LayerCosts:
     """Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020)."""
-    model, tokens = config.model, config.train.microbatch_size * config.model.context
+    model, tokens = config.model, config.microbatch_size * config.model.context
     vocab = model.vocab_size or vocabulary(config.data.tokenizer)
     flops = gpt_layer_flops(
-        batch_size=config.train.microbatch_size,
+        batch_size=config.microbatch_size,
         context=model.context,
         width=model.width,
         num_layers=model.num_layers,
