@@ -7,9 +7,10 @@ A stage's parameters lie one behind the other in a row of fp32 numbers. A chunk 
 summed, stepped and sent back by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,24 @@ class ParameterSpec:
 class StepRule:
     """How a stage steps: AdamW's constants, who takes part, what gradients and parameters look like on the wire.
 
-    `staleness` is how many steps a worker may be ahead of the slowest; 0 keeps replicas equal after each step.
+    `ranks` are those of the replicas, in order. `staleness` is how many steps a worker may be ahead of the slowest; 0
+    keeps replicas equal after each step.
     """
 
-    num_replicas: int
+    ranks: tuple[int, ...]
     weight_decay: float
     betas: tuple[float, float]
     wire: str = "none"
     staleness: int = 0
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Self:
+        """From what `dataclasses.asdict` made, perhaps by way of JSON."""
+        return cls(**{**told, "ranks": tuple(told["ranks"]), "betas": tuple(told["betas"])})
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.ranks)
 
     @property
     def lossy_parameters(self) -> bool:
@@ -46,6 +57,11 @@ class StepRule:
 class RowSpec:
     parameters: tuple[ParameterSpec, ...]
     chunk_values: int
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Self:
+        """From what `dataclasses.asdict` made, perhaps by way of JSON."""
+        return cls(tuple(ParameterSpec(**parameter) for parameter in told["parameters"]), told["chunk_values"])
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -29,6 +29,11 @@ class Ledger:
     def is_final(self, chunk: int) -> bool:
         return self._next[chunk] == self._num_replicas
 
+    def missing(self) -> list[int]:
+        """The replicas of which some piece is not in."""
+        turns = list(zip(self._next, self._early, strict=True))
+        return [r for r in range(self._num_replicas) if any(r >= turn and r not in early for turn, early in turns)]
+
     def add(self, replica: int, chunk: int, part: slice, values: torch.Tensor) -> None:
         """Take a replica's piece, elements `part` of the row; one that is in already is not added again.
 

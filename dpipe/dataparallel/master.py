@@ -52,7 +52,8 @@ class State:
 
     @classmethod
     def zeros(cls, length: int, *, lossy: bool) -> "State":
-        return cls(*(torch.zeros(length) for _ in range(3)), torch.zeros(length) if lossy else None)
+        held = torch.zeros(length) if lossy else None
+        return cls(torch.zeros(length), torch.zeros(length), torch.zeros(length), held)
 
     def copy(self, part: slice, source: "State") -> None:
         for name, row in self.rows().items():
@@ -94,11 +95,15 @@ class Master:
         self._ledger(step).add(replica, chunk, part, values)
         if not values.sum().isfinite() and not values.isfinite().all():
             name = self.row.name_at(part.start + int((~values.isfinite()).nonzero()[0]))
-            self._not_finite.setdefault((step, chunk), f"the gradient of {name} of replica {replica}")
+            self._not_finite.setdefault((step, chunk), f"the gradient of {name} on rank {self.rule.ranks[replica]}")
 
     def is_final(self, step: int) -> bool:
         """Whether the mean of the whole gradient of `step` is there."""
         return step < self.step or self._ledger(step).final
+
+    def missing(self) -> list[int]:
+        """The replicas that have not pushed all of the step under way."""
+        return self._ledger(self.step).missing()
 
     def norms(self, step: int) -> dict[int, float]:
         """The squared norm of the mean gradient of each layer; of a whole parameter at a time, so that no cut shows."""
@@ -122,7 +127,7 @@ class Master:
         """The chunk after `step`, as it goes to a worker; None where something is still missing for it.
 
         With staleness it may be of any later step, or of one that is as much earlier as the bound allows. Raises
-        `NumericError` where the mean is not finite, naming a replica that pushed such a gradient.
+        `NumericError` where the mean is not finite, naming a rank that pushed such a gradient.
         """
         self._check_step(step, "a call for the parameters after")
         part = self.row.chunk(chunk)
@@ -148,7 +153,12 @@ class Master:
         return self._ledger(self.step).final if self.rule.staleness else len(self._stepped) == self.row.num_chunks
 
     def due(self) -> tuple[Verdict, torch.Tensor]:
-        """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a journal writes down."""
+        """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a journal writes down.
+
+        Raises `NumericError` as `give` does.
+        """
+        for chunk in range(self.row.num_chunks if self._verdicts[self.step].factor is not None else 0):
+            self._check_finite(self.step, chunk)
         return self._verdicts[self.step], self._ledger(self.step).average
 
     def commit(self) -> None:
@@ -167,7 +177,8 @@ class Master:
 
     def replay(self, verdict: Verdict, average: torch.Tensor) -> None:
         """Take a step again from what a journal wrote down: the same bits."""
-        self._ledger(self.step).settle(average)
+        if verdict.factor is not None:
+            self._ledger(self.step).settle(average)
         self.decide(self.step, verdict)
         self.commit()
 
@@ -177,6 +188,10 @@ class Master:
         if not self.step - 1 - ahead <= step <= self.step + ahead:
             bound = f" and data_parallel.staleness is {ahead}" if ahead else ""
             raise TransferError(f"{what} step {step} came where step {self.step} is under way{bound}")
+
+    def _check_finite(self, step: int, chunk: int) -> None:
+        if (step, chunk) in self._not_finite:
+            raise NumericError(f"step {step}: {self._not_finite[step, chunk]} is not finite")
 
     def _ledger(self, step: int) -> Ledger:
         if step not in self._ledgers:
@@ -199,8 +214,7 @@ class Master:
         """Make the chunk's next values and moments; returns what goes out of it."""
         verdict, part = self._verdicts[step], self.row.chunk(chunk)
         assert verdict.factor is not None
-        if (step, chunk) in self._not_finite:
-            raise NumericError(f"step {step}: {self._not_finite[step, chunk]} is not finite")
+        self._check_finite(step, chunk)
         self._next.copy(part, self.now)
         gradient = self._ledger(step).average[part] * verdict.factor
         for elements, decay in self._decays(part):
