@@ -86,10 +86,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for runs that would measure the same, wherever their files are."""
-        files = ("transport.shape", "predict.network", "run.folder")
-        shared = {k: v for k, v in self.config.shared().items() if k not in files}
-        how = (self.engine, self.sweep.venue, self.sweep.sysctl, self.sweep.scale, stated(self.network), shared)
+        """Equal for runs that would measure the same, wherever their files are, and whatever defaults are added."""
+        files = {"transport": {"shape"}, "predict": {"network"}, "run": {"folder"}, "node": True}
+        given = self.config.model_dump(mode="json", exclude=files, exclude_unset=True)
+        how = (self.engine, self.sweep.venue, self.sweep.sysctl, self.sweep.scale, stated(self.network), given)
         what = json.dumps(how, sort_keys=True)
         return hashlib.sha256(what.encode()).hexdigest()[:16]
 
