@@ -176,8 +176,8 @@ class Run(Section):
 class Node(Section):
     """What belongs to this process alone; not part of the digest."""
 
-    bind: str = "127.0.0.1"
-    advertise: str | None = None  # default: what `bind` says, or this host's address if that is a wildcard
+    bind: str | None = None  # default: the one address that this host uses toward the coordinator
+    advertise: str | None = None  # default: what `bind` says, or that same address if `bind` is a wildcard
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     device: str = "cpu"
     threads: Count = 1  # intra-op threads; on CPU a run repeats bit for bit at the same number

@@ -26,7 +26,7 @@ from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage
+from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
 from dpipe.engine.join import joined
 from dpipe.engine.launch import environment, launch
@@ -41,6 +41,7 @@ from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
+from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -65,7 +66,7 @@ def launch_ranks(
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
-    draft(config)
+    draft(config, choose=without_search)
     open_folder(config, resume is not None)
     given = [item for text in overrides for item in ("-o", text)]
     given += ["--resume", resume] if resume else []
@@ -125,7 +126,7 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
-    blueprint = draft(config)
+    blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
     peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
@@ -133,8 +134,8 @@ def run_rank(
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s) as (meeting, transport),
     ):
-        if config.pipeline.split == "measured":
-            blueprint = with_measured_split(blueprint, meeting)
+        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
+            blueprint = as_rank_0_decides(blueprint, meeting)
         if resume:
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
@@ -155,11 +156,18 @@ def run_rank(
             finish(blueprint, folder, console or Console(), stopped)
 
 
-def with_measured_split(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
-    """Cut again by what rank 0 measures each layer to take; the others take its word."""
-    seconds = measure_layers(blueprint) if meeting.rank == 0 else ()
-    told = meeting.gather("layer seconds", json.dumps(seconds).encode()).wait(blueprint.config.timeouts.transfer)
-    return draft(blueprint.config, layer_s=tuple(json.loads(told[0])))
+def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
+    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take its word.
+
+    Ranks that share a machine's cores would search many times as long.
+    """
+    config, word = blueprint.config, b""
+    if meeting.rank == 0:
+        layer_s = measure_layers(blueprint) if config.pipeline.split == "measured" else None
+        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
+    layer_s, programs, name = json.loads(meeting.gather("plan", word).wait(config.timeouts.transfer)[0])
+    return draft(config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name))
 
 
 def assemble(

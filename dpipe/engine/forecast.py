@@ -5,6 +5,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.flops import gpt_layer_flops
 from dpipe.stage.partition import split
-from dpipe.timeline.search import search
+from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
 from dpipe.timeline.summary import summarise
@@ -47,7 +48,37 @@ class Forecast:
     timeline: Timeline
 
 
-def forecast(config: Config, layers: LayerCosts | None = None, network: Network | None = None) -> Forecast:
+Choice = Callable[[Config, Cost, Network], Schedule]  # of the compute-only schedule
+
+
+def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    if pipeline.schedule == "auto":
+        return search(pipeline.stages, microbatches, cost, network, **_auto_limits(config))
+    return generate(
+        pipeline.schedule,
+        pipeline.stages,
+        microbatches,
+        stages_per_rank=pipeline.stages_per_rank,
+        in_flight=pipeline.in_flight,
+        memory_limit=pipeline.memory_limit,
+    )
+
+
+def without_search(config: Config, cost: Cost, network: Network) -> Schedule:
+    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
+    if config.pipeline.schedule == "auto":
+        return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
+    return choose_schedule(config, cost, network)
+
+
+def _auto_limits(config: Config) -> dict[str, Any]:
+    return {"memory_limit": config.pipeline.memory_limit, "stages_per_rank": config.pipeline.stages_per_rank}
+
+
+def forecast(
+    config: Config, layers: LayerCosts | None = None, network: Network | None = None, choose: Choice = choose_schedule
+) -> Forecast:
     """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone.
 
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
@@ -63,7 +94,7 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
     schedule = lower(
-        choose_schedule(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
+        choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
     )
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
@@ -86,21 +117,6 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
             + (" (an embedding, model.num_layers blocks and a head)" if config.model.layers == "gpt" else "")
         )
     return given
-
-
-def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    if pipeline.schedule == "auto":
-        limits: dict[str, Any] = {"memory_limit": pipeline.memory_limit, "stages_per_rank": pipeline.stages_per_rank}
-        return search(pipeline.stages, microbatches, cost, network, **limits)
-    return generate(
-        pipeline.schedule,
-        pipeline.stages,
-        microbatches,
-        stages_per_rank=pipeline.stages_per_rank,
-        in_flight=pipeline.in_flight,
-        memory_limit=pipeline.memory_limit,
-    )
 
 
 def gpt_costs(config: Config) -> LayerCosts:

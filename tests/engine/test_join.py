@@ -5,7 +5,7 @@ import pytest
 from dpipe.config import Config
 from dpipe.coordinator.alone import Alone
 from dpipe.engine.build import launch_ranks, train_rank
-from dpipe.engine.join import advertised_host
+from dpipe.engine.join import address_toward, advertised_host
 from dpipe.engine.placement import Placement
 from dpipe.engine.replicas import Seat, torch_group
 from dpipe.errors import ConfigError, JoinError
@@ -26,6 +26,10 @@ def test_address_that_others_are_told(bind: str, advertise: str | None, host: st
 
 def test_wildcard_advertises_the_address_that_leads_to_the_coordinator() -> None:
     assert advertised_host("0.0.0.0", None, "127.0.0.1") == "127.0.0.1"
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
+    assert address_toward("localhost") == "127.0.0.1"
 
 
 def test_coordinator_whose_name_is_unknown_is_named() -> None:
