@@ -120,6 +120,7 @@ class DataParallel(Section):
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
 
     @model_validator(mode="after")
@@ -128,6 +129,11 @@ class DataParallel(Section):
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
+            )
+        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
             )
         return self
 

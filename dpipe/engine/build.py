@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
@@ -184,8 +185,9 @@ def assemble(
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
     recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None)
+    agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
     stack.callback(agreement.close)
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     update = Update(
         stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
     )
@@ -225,6 +227,12 @@ def assemble(
         metrics=metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
+
+
+def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None:
+        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def stages_at(schedule: Schedule, place: int) -> list[int]:
