@@ -116,10 +116,11 @@ class Pipeline(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce"] = "none"
+    kind: Literal["none", "all-reduce", "sharded"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
 
     @model_validator(mode="after")
     def _check(self) -> Self:

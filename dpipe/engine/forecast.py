@@ -63,7 +63,7 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
     schedule = lower(
-        choose_schedule(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.kind != "none"
+        choose_schedule(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
     )
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)

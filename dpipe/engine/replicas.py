@@ -14,6 +14,7 @@ from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
@@ -65,12 +66,18 @@ def data_parallel(
     """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
     train, chosen = config.train, config.data_parallel
     adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
+    if chosen.replicas == 1:
+        return Single(stages, adam, tied_copy)
+
+    def exchange(wire_name: str) -> DirectExchange:
+        return DirectExchange(links, here.replica, here.column, wire(wire_name), part_bytes=chosen.chunk_bytes)
+
+    lag = int(chosen.delay)
     match chosen.kind:
         case "none":
-            return Single(stages, adam, tied_copy)
+            raise AssertionError("the configuration lets no replicas through without a kind")
         case "all-reduce":
-            exchange = DirectExchange(
-                links, here.replica, here.column, wire(chosen.wire), part_bytes=chosen.chunk_bytes
-            )
-            return AllReduce(stages, adam, exchange, tied_copy=tied_copy)
+            return AllReduce(stages, adam, exchange(chosen.wire), lag=lag, tied_copy=tied_copy)
+        case "sharded":
+            return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
     assert_never(chosen.kind)
