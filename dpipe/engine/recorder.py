@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._marks: list[_Mark] = []
-        self._sent: dict[int, int] = {}
+        self._sent: dict[int | str, int] = {}
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Recorder:
         if moved is not None:
             self._marks.append(_Mark(lane, action, moved.start_ns, moved.end_ns, moved.num_bytes))
 
-    def sent(self, peer: int, num_bytes: int) -> None:
+    def sent(self, peer: int | str, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
 
     @property
@@ -52,7 +52,7 @@ class Recorder:
         return sum(m.end_ns - m.start_ns for m in self._marks if m.lane is Lane.COMPUTE) / 1e9
 
     @property
-    def sent_bytes(self) -> dict[int, int]:
+    def sent_bytes(self) -> dict[int | str, int]:
         """Bytes queued for each peer in this step so far."""
         return dict(self._sent)
 
