@@ -22,6 +22,7 @@ from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
@@ -353,5 +354,17 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
         if config.run.sample:
-            text = sample(config, corpus, url, config.run.sample, _SAMPLE_TOKENS)
+            text = written_by(config, corpus, url, config.run.sample)
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text)
+
+
+def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+
+    Each machine's part of a checkpoint may be in a folder of its own: the run itself has then gone well.
+    """
+    try:
+        return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
+    except CheckpointError as error:
+        LOG.warning("run.sample is left out: %s", error)
+        return None
