@@ -140,7 +140,7 @@ class DataParallel(Section):
 
 class Transport(Section):
     kind: Literal["grpc", "tcp"] = "grpc"  # tcp is faster; grpc passes proxies and inspection that speak HTTP/2
-    connections: Count = 1  # TCP connections a link
+    connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back

@@ -338,7 +338,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
     save_plan(folder / "trace", plan)
 
 
