@@ -69,6 +69,12 @@ def check_device(device: str) -> None:
         )
 
 
+def local_device(device: str, local_rank: int) -> str:
+    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as it is."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    return f"cuda:{local_rank % count}" if count else device
+
+
 def read_text(config: Config) -> Corpus:
     """Tokens of the configured files; raises `DataError` where they cannot make one batch."""
     model, data = config.model, config.data

@@ -21,7 +21,7 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
@@ -46,6 +46,7 @@ from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -127,13 +128,15 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    streams = streams_of(config.node.device)
     peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
     with (
         logging_to(folder, place.rank),
-        joined(config, place, peers, join_s) as (meeting, transport),
+        joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):
         if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
             blueprint = as_rank_0_decides(blueprint, meeting)
@@ -148,7 +151,7 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack)
+            trainer = assemble(blueprint, place.rank, meeting, transport, streams, metrics, wants_stop, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -176,6 +179,7 @@ def assemble(
     rank: int,
     meeting: Coordination,
     transport: Transport,
+    streams: Streams,
     metrics: Metrics | None,
     wants_stop: Callable[[], bool],
     start: checkpoint.Loaded | None,
@@ -185,7 +189,7 @@ def assemble(
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
+    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
     agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
@@ -203,6 +207,7 @@ def assemble(
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
         first_rank=here.row.start,
+        streams=streams,
     )
     if start is not None:
         restore(start, stages, update)
