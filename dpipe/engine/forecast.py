@@ -93,9 +93,7 @@ def forecast(
         layers = layers or gpt_costs(config)
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
-    schedule = lower(
-        choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
-    )
+    schedule = lower(choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
