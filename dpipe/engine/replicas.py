@@ -96,11 +96,11 @@ def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup
     """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
     timeout_s, first = config.timeouts.transfer, here.column[0]
     host = _host(meeting.addresses[here.rank], here.rank)
-    store = open_store(host, None, timeout_s) if here.replica == 0 else None
+    store = open_store(host, 0, timeout_s, master=True) if here.replica == 0 else None
     port = 0 if store is None else store.port
     told = meeting.gather("torch group", str(port).encode()).wait(timeout_s)
     if store is None:
-        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s)
+        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s, master=False)
     group = TorchGroup(
         store,
         here.replica,
