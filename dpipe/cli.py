@@ -101,6 +101,24 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 @main.command()
 @_CONFIG
 @_override
+@click.option("--bind", metavar="HOST:PORT", help="Where to listen; default node.bind, port of data_parallel.address.")
+def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
+    """Run a parameter server as a process of its own, until all workers have left it.
+
+    Each step is on its disk before workers hear of it: killed and started again, it goes on where it was.
+
+    \b
+    Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
+      dpipe serve job.toml --bind 0.0.0.0:7100
+    """
+    from dpipe.engine.serving import serve_parameters
+
+    serve_parameters(config, overrides, bind, click.echo)
+
+
+@main.command()
+@_CONFIG
+@_override
 @click.option("--network", type=click.Path(dir_okay=False), help="A network profile; default predict.network.")
 @_JSON
 def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:

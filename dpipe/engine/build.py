@@ -27,13 +27,14 @@ from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage
 from dpipe.engine.generate import fill, sample
-from dpipe.engine.join import joined
+from dpipe.engine.join import joined, security_of
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
@@ -127,7 +128,8 @@ def run_rank(
     blueprint = draft(config)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
-    peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
+    direct = config.data_parallel.kind != "parameter-server"
+    peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
     with (
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s) as (meeting, transport),
@@ -138,6 +140,9 @@ def run_rank(
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
+            servers = stack.enter_context(
+                parameter_servers(config, place.rank, blueprint.forecast.schedule, meeting, security_of(config, place))
+            )
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -145,7 +150,7 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack)
+            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack, servers)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -170,16 +175,24 @@ def assemble(
     wants_stop: Callable[[], bool],
     start: checkpoint.Loaded | None,
     stack: ExitStack,
+    servers: Servers | None = None,
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
     recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None)
+    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None, servers)
     stack.callback(agreement.close)
+    stack.enter_context(attended(agreement, meeting))
     update = Update(
-        stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
     )
     parts = Parts(
         here.place,

@@ -28,6 +28,11 @@ _KINDS: dict[str, type[GrpcTransport | TcpTransport]] = {"grpc": GrpcTransport, 
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
+def security_of(config: Config, place: Placement) -> Security:
+    node = config.node
+    return Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+
+
 @contextmanager
 def joined(
     config: Config, place: Placement, peers: set[int], join_s: float | None
@@ -41,8 +46,8 @@ def joined(
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
-        node, timeouts = config.node, config.timeouts
-        security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+        timeouts, node = config.timeouts, config.node
+        security = security_of(config, place)
         links = _KINDS[config.transport.kind](
             place.rank,
             bind=node.bind,
