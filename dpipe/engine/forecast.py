@@ -110,6 +110,11 @@ def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> 
     return network.over_enough() if connections == "auto" else network.over(connections)
 
 
+def connections_of(config: Config) -> int:
+    """How many TCP connections a link of the run has."""
+    return assumed_network(config.network_profile, config.transport.connections).connections
+
+
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     given, num_layers = config.pipeline.split, len(layers.forward_s)
     if isinstance(given, str):
