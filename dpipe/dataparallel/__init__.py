@@ -9,4 +9,5 @@ exchange.py   reduce-scatter and all-gather between replicas, direct, part by pa
 flights.py    exchanges under way beside the compute, and a step late where that is wanted
 allreduce.py  every replica averages all of the gradient and takes the whole step
 sharded.py    every replica holds the optimizer of its shard
+local_sgd.py  replicas step by themselves, and agree on parameters now and then
 """

@@ -110,7 +110,8 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
     gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied)
+    parameters = tuple(cost.parameter_bytes for cost in probed)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters)
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ class _Mark:
     end_ns: int
     num_bytes: int = 0
     cpu_ns: int = 0
+    peer: int | None = None
 
 
 class Recorder:
@@ -38,10 +39,10 @@ class Recorder:
             cpu_ns = time.thread_time_ns() - cpu_start
             self._marks.append(_Mark(lane, action, start, time.perf_counter_ns(), cpu_ns=cpu_ns))
 
-    def moved(self, lane: Lane, action: Action, moved: Moved | None) -> None:
-        """Record a transfer as the transport saw it."""
+    def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | None = None) -> None:
+        """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
         if moved is not None:
-            self._marks.append(_Mark(lane, action, moved.start_ns, moved.end_ns, moved.num_bytes))
+            self._marks.append(_Mark(lane, action, moved.start_ns, moved.end_ns, moved.num_bytes, peer=peer))
 
     def sent(self, peer: int, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
@@ -63,4 +64,4 @@ class Recorder:
 
     def _span(self, m: _Mark, offset_ns: int) -> Span:
         start, end = (m.start_ns + offset_ns) / 1e3, (m.end_ns + offset_ns) / 1e3
-        return Span(self._rank, m.lane, m.action, start, end, m.num_bytes, m.cpu_ns / 1e3)
+        return Span(self._rank, m.lane, m.action, start, end, m.num_bytes, m.cpu_ns / 1e3, m.peer)

@@ -13,6 +13,7 @@ from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
@@ -80,4 +81,10 @@ def data_parallel(
             return AllReduce(stages, adam, exchange(chosen.wire), lag=lag, tied_copy=tied_copy)
         case "sharded":
             return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
+        case "local-sgd":
+            outer = OuterSettings(
+                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
+            )
+            averaging = [exchange(chosen.wire) for _ in range(chosen.fragments)]
+            return LocalSgd(stages, adam, outer, averaging, tied_copy=tied_copy)
     assert_never(chosen.kind)

@@ -112,7 +112,7 @@ class Trainer:
         """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved)
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, message.peer)
             self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, began: float) -> dict[str, Any]:

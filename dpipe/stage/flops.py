@@ -31,3 +31,14 @@ def gpt_layer_activation_bytes(
     tokens = batch_size * context
     block, head = 16 * tokens * width * _VALUE_BYTES, tokens * (2 * width + vocab_size) * _VALUE_BYTES
     return (tokens * _TOKEN_BYTES, *(block for _ in range(num_layers)), head)
+
+
+def gpt_layer_parameter_bytes(*, context: int, width: int, num_layers: int, vocab_size: int) -> tuple[int, ...]:
+    """The fp32 parameters of each layer.
+
+    A block: four matrices of 12 D^2 in all, their biases 9 D, two norms of 2 D each. A tied head has a matrix of its
+    own that is kept equal to the embedding's.
+    """
+    block = 12 * width**2 + 13 * width
+    values = ((vocab_size + context) * width, *(block for _ in range(num_layers)), (vocab_size + 2) * width)
+    return tuple(_VALUE_BYTES * count for count in values)

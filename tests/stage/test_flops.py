@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from dpipe.stage.flops import gpt_layer_activation_bytes, gpt_layer_flops
+from dpipe.stage.flops import gpt_layer_activation_bytes, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import materialise
 from dpipe.stage.probe import probe
@@ -12,12 +12,19 @@ from dpipe.wire.spec import TensorSpec
 
 SIZES = {"vocab_size": 96, "num_layers": 2, "width": 64, "context": 32}
 BATCH = 4
+IDS = TensorSpec((BATCH, 32), torch.int64)
 MODEL = gpt(**SIZES, num_heads=4, dropout=0.0, tied=False)
 
 
 def test_formula_counts_what_torch_counts() -> None:
     counted = [cost.forward_flops for cost in probe(MODEL, TensorSpec((BATCH, 32), torch.int64), seed=0)]
     assert list(gpt_layer_flops(batch_size=BATCH, **SIZES)) == counted
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_formula_counts_the_parameters(tied: bool) -> None:
+    counted = [cost.parameter_bytes for cost in probe(gpt(**SIZES, num_heads=4, dropout=0.0, tied=tied), IDS, seed=0)]
+    assert list(gpt_layer_parameter_bytes(**SIZES)) == counted
 
 
 def test_formula_gives_the_bytes_that_autograd_keeps() -> None:
