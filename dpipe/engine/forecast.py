@@ -7,7 +7,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
 from dpipe.errors import ConfigError
@@ -155,9 +155,10 @@ def agreeing_share(config: Config) -> float:
     return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
 
 
-def assumed_network(profile: str | None, connections: int) -> Network:
+def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
-    return (load_network(profile) if profile else Network()).over(connections)
+    network = load_network(profile) if profile else Network()
+    return network.over_enough() if connections == "auto" else network.over(connections)
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def joined(
             bind=node.bind or address_toward(place.meeting_host),
             port=node.port,
             security=security,
-            connections=config.transport.connections,
+            connections=assumed_network(config.network_profile, config.transport.connections).connections,
             chunk_bytes=config.transport.chunk_bytes,
             buffer_bytes=config.transport.buffer_bytes,
             transfer_timeout_s=timeouts.transfer,

@@ -18,7 +18,7 @@ class _Mark:
     end_ns: int
     num_bytes: int = 0
     cpu_ns: int = 0
-    peer: int | None = None
+    peer: int | str | None = None
 
 
 class Recorder:
@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._marks: list[_Mark] = []
-        self._sent: dict[int, int] = {}
+        self._sent: dict[int | str, int] = {}
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -39,12 +39,12 @@ class Recorder:
             cpu_ns = time.thread_time_ns() - cpu_start
             self._marks.append(_Mark(lane, action, start, time.perf_counter_ns(), cpu_ns=cpu_ns))
 
-    def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | None = None) -> None:
+    def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
         if moved is not None:
             self._marks.append(_Mark(lane, action, moved.start_ns, moved.end_ns, moved.num_bytes, peer=peer))
 
-    def sent(self, peer: int, num_bytes: int) -> None:
+    def sent(self, peer: int | str, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
 
     @property
@@ -53,7 +53,7 @@ class Recorder:
         return sum(m.end_ns - m.start_ns for m in self._marks if m.lane is Lane.COMPUTE) / 1e9
 
     @property
-    def sent_bytes(self) -> dict[int, int]:
+    def sent_bytes(self) -> dict[int | str, int]:
         """Bytes queued for each peer in this step so far."""
         return dict(self._sent)
 

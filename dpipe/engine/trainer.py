@@ -112,8 +112,10 @@ class Trainer:
         """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved, message.peer)
-            self.job.recorder.sent(message.peer, message.moved.num_bytes)
+            peer = None if message.received else message.peer
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
+            if not message.received:
+                self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""

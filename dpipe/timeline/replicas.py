@@ -73,8 +73,8 @@ class Replicas:
     def everyone(self, spans: Sequence[Span], per_replica: int) -> list[Span]:
         """The spans of all replicas, from those of replica 0."""
 
-        def moved(rank: int | None, by: int) -> int | None:
-            return None if rank is None else self.rotated(rank, by, per_replica)
+        def moved(rank: int | str | None, by: int) -> int | None:
+            return self.rotated(rank, by, per_replica) if isinstance(rank, int) else None
 
         return [
             Span(s.rank + by * per_replica, s.lane, s.action, s.start_us, s.end_us, s.num_bytes, peer=moved(s.peer, by))
