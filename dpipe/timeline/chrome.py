@@ -68,7 +68,7 @@ class _Track:
         return span.rank * self.timeline.num_replicas // self.timeline.num_ranks
 
     def _slice(self, span: Span) -> Event:
-        args: dict[str, Any] = {
+        args: Event = {
             "stage": span.action.stage,
             "micro-batch": span.action.microbatch,
             "bytes": span.num_bytes,
