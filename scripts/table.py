@@ -5,7 +5,7 @@
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
 
-Markdown unless --json, --csv or --png FILE (needs the extra `plot`) is given.
+Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
 
 import csv
@@ -32,7 +32,6 @@ TABLES = ("gpt3xl_gpipe_network",)
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
-CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
 
 SCHEDULES = ("1f1b", "zero-bubble", "auto")
 WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}  # as the table says it: as the configuration says it
@@ -60,6 +59,11 @@ class Row:
     @property
     def network(self) -> str:
         return f"{self.delay_ms:g} ms\n{self.bandwidth_gbps:g} Gbit/s"
+
+    @property
+    def seconds(self) -> float:
+        """What happened where it is known, else what is predicted."""
+        return self.measured_s or self.published_s or self.predicted_s or 0.0
 
     @property
     def error(self) -> float | None:
@@ -95,7 +99,8 @@ def profile_of(row: Row) -> Path:
 
 def with_prediction(row: Row) -> Row:
     """The simulated step; the network's file and the stage times are all that goes in."""
-    network = load_network(profile_of(row)).over(1 if row.engine == "published" else CONNECTIONS)
+    network = load_network(profile_of(row))
+    network = network.over(1) if row.engine == "published" else network.over_enough()
     network.check(NUM_STAGES)
     message = wire_bytes(WIRES[row.wire], MESSAGE_VALUES)
     cost = Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message)
@@ -138,6 +143,16 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", NOTE])
 
 
+def as_comparison(rows: Sequence[Row]) -> str:
+    """One line a network, one column a system: what happened, else what is predicted; seconds a step."""
+    systems = list(dict.fromkeys(row.label for row in rows))
+    networks = list(dict.fromkeys(row.network for row in rows))
+    cells = {(row.network, row.label): f"{row.seconds:.2f}" for row in rows}
+    lines = [_line(["network", *systems]), _line(["---"] * (len(systems) + 1))]
+    lines += [_line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks]
+    return "\n".join(lines)
+
+
 def as_csv(rows: Iterable[Row]) -> str:
     return "\n".join([",".join(FIELDS), *(",".join(map(_cell, astuple(row))) for row in rows)])
 
@@ -155,8 +170,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        seconds = [row.measured_s or row.published_s or row.predicted_s or 0.0 for row in ours]
-        axes.plot([row.network for row in ours], seconds, marker="o", label=label)
+        axes.plot([row.network for row in ours], [row.seconds for row in ours], marker="o", label=label)
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
@@ -177,6 +191,7 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--results", type=Path, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
+@click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
     try:
@@ -189,7 +204,7 @@ def main(name: str, mode: str, results: Path | None, form: str | None, png: Path
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo({"json": as_json, "csv": as_csv}.get(form or "", as_markdown)(rows))
+    click.echo({"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(rows))
 
 
 if __name__ == "__main__":
