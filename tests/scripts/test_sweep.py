@@ -257,6 +257,23 @@ def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
     assert line["predicted_s"] <= line["measured_s"] < line["predicted_s"] + 0.2
 
 
+def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch):
+    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step and then well."""
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+
+    def stopped(argv_of_rank, num_ranks, **settings):
+        row = json.dumps({"step": 0, "loss": 0.0, "step_s": 1.0})
+        (settings["logs"].parent).mkdir(parents=True)
+        (settings["logs"].parent / "metrics.jsonl").write_text(row + "\n")
+        return 0
+
+    monkeypatch.setattr(script("trials"), "launch", stopped)
+    result = bench.run()
+    assert result.exit_code == 1
+    assert result.output.splitlines() == ["[1/4] near dpipe gpipe fp32 ... ", "Aborted!"]
+    assert not bench.results.exists()
+
+
 def test_run_that_fails_shows_the_end_of_what_it_said(script, tmp_path, monkeypatch):
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     bench.write("far.toml", FAR + "jitter_ms = 1")
