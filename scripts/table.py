@@ -5,7 +5,7 @@
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
 
-Markdown unless --json, --csv or --png FILE (needs the extra `plot`) is given.
+Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
 
 import csv
@@ -34,7 +34,6 @@ TABLES = ("gpt3xl_gpipe_network",)
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
-CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
 
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
@@ -75,6 +74,11 @@ class Row:
         return f"{self.delay_ms:g} ms\n{self.bandwidth_gbps:g} Gbit/s"
 
     @property
+    def seconds(self) -> float:
+        """What happened where it is known, else what is predicted."""
+        return self.measured_s or self.published_s or self.predicted_s or 0.0
+
+    @property
     def error(self) -> float | None:
         """How far what happened is from what was predicted, in percent."""
         happened = self.published_s if self.measured_s is None else self.measured_s
@@ -107,7 +111,8 @@ def profile_of(row: Row) -> Path:
 
 def with_prediction(row: Row) -> Row:
     """The simulated step; the network's file and the stage times are all that goes in."""
-    network = load_network(profile_of(row)).over(1 if row.engine == "published" else CONNECTIONS)
+    network = load_network(profile_of(row))
+    network = network.over(1) if row.engine == "published" else network.over_enough()
     network.check(NUM_STAGES * row.data_parallel)
     cost, replicas = cost_of(row.wire), replicas_of(row)
     local = row.engine == LOCAL_SGD_ENGINE
@@ -168,6 +173,16 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def as_comparison(rows: Sequence[Row]) -> str:
+    """One line a network, one column a system: what happened, else what is predicted; seconds a step."""
+    systems = list(dict.fromkeys(row.label for row in rows))
+    networks = list(dict.fromkeys(row.network for row in rows))
+    cells = {(row.network, row.label): f"{row.seconds:.2f}" for row in rows}
+    lines = [_line(["network", *systems]), _line(["---"] * (len(systems) + 1))]
+    lines += [_line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks]
+    return "\n".join(lines)
+
+
 def as_csv(rows: Iterable[Row]) -> str:
     return "\n".join([",".join(FIELDS), *(",".join(map(_cell, astuple(row))) for row in rows)])
 
@@ -185,8 +200,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        seconds = [row.measured_s or row.published_s or row.predicted_s or 0.0 for row in ours]
-        axes.plot([row.network for row in ours], seconds, marker="o", label=label)
+        axes.plot([row.network for row in ours], [row.seconds for row in ours], marker="o", label=label)
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
@@ -207,6 +221,7 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--results", type=Path, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
+@click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
     try:
@@ -219,7 +234,7 @@ def main(name: str, mode: str, results: Path | None, form: str | None, png: Path
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo({"json": as_json, "csv": as_csv}.get(form or "", as_markdown)(rows))
+    click.echo({"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(rows))
 
 
 if __name__ == "__main__":
