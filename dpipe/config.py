@@ -69,8 +69,8 @@ class Data(Section):
 
 class Train(Section):
     steps: Count = 100
-    batch_size: Count = 16  # sequences a step
-    num_microbatches: Count = 4
+    batch_size: Count = 16  # sequences a step, over all replicas
+    num_microbatches: Count = 4  # that each replica cuts its share into
     learning_rate: Positive = 3e-4
     min_learning_rate: NotNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -83,18 +83,6 @@ class Train(Section):
     eval_every: Count | None = None
     eval_batches: Count = 4
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch_size % self.num_microbatches:
-            raise ValueError(
-                f"train.batch_size {self.batch_size} is not divisible by train.num_microbatches {self.num_microbatches}"
-            )
-        return self
-
-    @property
-    def microbatch_size(self) -> int:
-        return self.batch_size // self.num_microbatches
-
 
 class Pipeline(Section):
     stages: Count = 1
@@ -102,6 +90,9 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
     in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
     memory_limit: Count | None = None  # micro-batches that a rank may hold at once
+    memory_gb: Positive | None = (
+        None  # 10^9 bytes that a rank may hold; a run that is predicted to hold more is refused
+    )
     recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
     wire: Literal["none", "bf16", "fp16", "int8"] = "none"
@@ -123,6 +114,25 @@ class Pipeline(Section):
     @property
     def ranks(self) -> int:
         return self.stages // self.stages_per_rank
+
+
+class DataParallel(Section):
+    """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
+
+    kind: Literal["none", "all-reduce", "sharded"] = "none"
+    replicas: Count = 1
+    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "none" and self.replicas > 1:
+            raise ValueError(
+                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
+                'set it, for example to "all-reduce"'
+            )
+        return self
 
 
 class Transport(Section):
@@ -163,8 +173,8 @@ class Run(Section):
 class Node(Section):
     """What belongs to this process alone; not part of the digest."""
 
-    bind: str = "127.0.0.1"
-    advertise: str | None = None  # default: what `bind` says, or this host's address if that is a wildcard
+    bind: str | None = None  # default: the one address that this host uses toward the coordinator
+    advertise: str | None = None  # default: what `bind` says, or that same address if `bind` is a wildcard
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     device: str = "cpu"
     threads: Count = 1  # intra-op threads; on CPU a run repeats bit for bit at the same number
@@ -187,11 +197,30 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    data_parallel: DataParallel = DataParallel()
     transport: Transport = Transport()
     timeouts: Timeouts = Timeouts()
     predict: Predict = Predict()
     run: Run = Run()
     node: Node = Node()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
+        if self.train.batch_size % (replicas * microbatches):
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} is not divisible by train.num_microbatches {microbatches}"
+                + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline.ranks * self.data_parallel.replicas
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.train.batch_size // self.data_parallel.replicas // self.train.num_microbatches
 
     @property
     def network_profile(self) -> str | None:

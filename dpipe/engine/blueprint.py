@@ -10,11 +10,13 @@ import torch
 
 from dpipe.config import Config
 from dpipe.engine.data import Corpus, prepare
-from dpipe.engine.forecast import Forecast, LayerCosts, forecast, gpt_costs, vocabulary
+from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs
+from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary
 from dpipe.errors import ConfigError, DataError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
+from dpipe.timeline.memory import LayerMemory
 from dpipe.topology import Network
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
@@ -35,17 +37,23 @@ class Blueprint:
         return range(start, start + self.forecast.split[stage])
 
 
-def draft(config: Config, *, layer_s: tuple[float, ...] | None = None, network: Network | None = None) -> Blueprint:
+def draft(
+    config: Config,
+    *,
+    layer_s: tuple[float, ...] | None = None,
+    network: Network | None = None,
+    choose: Choice = choose_schedule,
+) -> Blueprint:
     """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of each layer."""
     if config.model.layers == "replay":
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         boundaries = ((message,),) * (config.pipeline.stages - 1)
-        return Blueprint(config, None, None, boundaries, forecast(config, None, network))
+        return Blueprint(config, None, None, boundaries, forecast(config, None, network, choose))
     check_device(config.node.device)
     model = make_model(config)
     probed = probe(model, _tokens(config), config.train.seed)
     check_recompute(config, probed)
-    found = forecast(config, layer_costs(config, probed, layer_s), network)
+    found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
     corpus = read_text(config)  # last, because the first time it writes a cache
     return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
@@ -115,7 +123,27 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, core)
+    memory = gpt_layers(config) if config.model.layers == "gpt" else probed_layers(config, probed)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, core, memory)
+
+
+def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
+    """A user's layers: what their graphs keep is counted, working memory is taken to be as much again."""
+    again = config.pipeline.recompute == "full"
+    inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
+    return tuple(
+        of_parameters(
+            cost.parameter_bytes,
+            largest=cost.largest_parameter_bytes,
+            held_bytes=given if again else given + cost.kept_bytes,
+            deferred_bytes=given + cost.kept_bytes,
+            forward_bytes=cost.kept_bytes,
+            backward_bytes=cost.kept_bytes * (2 if again else 1),
+            input_bytes=cost.kept_bytes * (2 if again else 1),
+            weight_bytes=cost.largest_parameter_bytes,
+        )
+        for cost, given in zip(probed, inputs, strict=True)
+    )
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
@@ -123,12 +151,12 @@ def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
     config, corpus = blueprint.config, blueprint.corpus
     assert corpus is not None
     assert blueprint.model is not None
-    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.train.microbatch_size, config.model.context)
+    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.microbatch_size, config.model.context)
     return measure(blueprint.model, inputs, targets, config.train.seed)
 
 
 def _tokens(config: Config) -> TensorSpec:
-    return TensorSpec((config.train.microbatch_size, config.model.context), torch.int64)
+    return TensorSpec((config.microbatch_size, config.model.context), torch.int64)
 
 
 def _wire_bytes(wire: str, spec: TensorSpec) -> int:

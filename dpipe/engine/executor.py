@@ -15,7 +15,6 @@ from typing import Protocol, assert_never
 
 import torch
 
-from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
@@ -39,8 +38,15 @@ class StageLike(Protocol):
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors: ...
     def backward_weight(self, microbatch: int) -> None: ...
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
-    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
     def clear(self) -> None: ...
+
+
+class Agreement(Protocol):
+    """What the executor asks of `dataparallel.base.DataParallel`."""
+
+    def start(self, stage: int) -> None: ...
+    def wait(self) -> None: ...
+    def finish(self, stage: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an executor works with. `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that
-    stage s shares with the stage at the other end of the model."""
+    """What an executor works with. `rank` is the place in the schedule, `first_rank` the run's rank that has place 0.
+
+    `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that stage s shares with the stage at the
+    other end of the model, `tied_here` both ends of it where both live here.
+    """
 
     rank: int
     stages: Mapping[int, StageLike]
     transport: Transport
     codec: Codec
     boundaries: Sequence[tuple[TensorSpec, ...]]
-    data_parallel: DataParallel
+    data_parallel: Agreement
     recorder: Recorder
     tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
+    tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
+    first_rank: int = 0
 
 
 class Executor:
@@ -89,7 +100,8 @@ class Executor:
             try:
                 run.do(action)
             except Exception as error:
-                error.add_note(f"rank {self._parts.rank} was at {action}:\n{draw(schedule, mark=action)}")
+                rank = self._parts.first_rank + self._parts.rank
+                error.add_note(f"rank {rank} was at {action}:\n{draw(schedule, mark=action)}")
                 self._parts.transport.fail(error)
                 raise
         run.finish()
@@ -116,6 +128,7 @@ class _Run:
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
         self._losses: list[torch.Tensor] = []
+        self._tied_added = False
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
@@ -142,7 +155,7 @@ class _Run:
                 self._post(action, [TensorSpec.of(parts.tied[action.stage])])
             case Op.REDUCE_GRAD:
                 self._exchange_tied(action)
-                parts.data_parallel.start(action.stage, stage.parameters())
+                parts.data_parallel.start(action.stage)
             case Op.STEP:
                 self._step(action)
             case _:
@@ -165,6 +178,7 @@ class _Run:
         first, last = action.stage == 0, self._schedule.is_last(action.stage)
         inputs = self._batch.inputs[m] if first else self._take(self._schedule.requires(action)[0])
         targets = self._batch.targets[m] if last and self._batch.targets else None
+        self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
             outputs = stage.forward(m, inputs, targets) if self._on_step else stage.evaluate(inputs, targets)
         if last:
@@ -202,17 +216,17 @@ class _Run:
         return tuple(spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point)
 
     def _send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        to = peer(self._schedule, action)
+        to = self._parts.first_rank + peer(self._schedule, action)
         self._parts.recorder.sent(to, sum(t.nbytes for t in tensors))
         self._leaving += [(action, self._parts.transport.send(t, to, str(action))) for t in tensors]
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
         tag = str(counterpart(action, self._schedule.num_stages))
-        source = peer(self._schedule, action)
+        source = self._parts.first_rank + peer(self._schedule, action)
         self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
 
     def _exchange_tied(self, action: Action) -> None:
-        """Add the gradient that the other end of the model has for the shared weight. Two terms: no order to keep.
+        """Add the gradients that both ends of the model have for the shared weight. Two terms: no order to keep.
 
         The sum is a new tensor, because the transport may still be reading the one that was sent.
         """
@@ -220,11 +234,19 @@ class _Run:
         if receive in self._arriving:
             weight = self._parts.tied[action.stage]
             weight.grad = _gradient(weight) + self._wait(receive)[0]
+        elif self._parts.tied_here and not self._tied_added and action.stage in (0, self._schedule.num_stages - 1):
+            first, last = self._parts.tied_here
+            first.grad = _gradient(first) + _gradient(last)
+            last.grad = first.grad.clone()
+            self._tied_added = True
 
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "a schedule that steps needs on_step"
         self._exchange_tied(action)
-        self._parts.data_parallel.finish(action.stage)
+        reduce = Action(action.stage, Op.REDUCE_GRAD)
+        if reduce in self._schedule.index:
+            with self._parts.recorder.span(Lane.WAIT, reduce):
+                self._parts.data_parallel.wait()
         with self._parts.recorder.span(Lane.UPDATE, action):
             self._on_step(action.stage, self.loss())
 

@@ -5,18 +5,23 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from dpipe.config import Config, load
+from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
+from dpipe.engine.memory import gpt_layers, vocabulary
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
-from dpipe.schedule.generate import forward_only, generate
+from dpipe.schedule.generate import forward_only, generate, least_in_flight
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.flops import attention_core_flops, gpt_layer_flops
 from dpipe.stage.partition import split
-from dpipe.timeline.search import search
+from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
+from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
 from dpipe.timeline.summary import summarise
@@ -28,7 +33,8 @@ from dpipe.wire.format import wire_bytes
 class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
-    `core_s` are the seconds of forward that are its attention cores'; not given, it has none.
+    `core_s` are the seconds of forward that are its attention cores'; not given, it has none. `memory` is what each
+    layer holds.
     """
 
     forward_s: tuple[float, ...]
@@ -37,11 +43,15 @@ class LayerCosts:
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
     core_s: tuple[float, ...] = ()
+    memory: tuple[LayerMemory, ...] = ()
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The cut, the checked and lowered schedule, and when it would happen."""
+    """The cut, the checked and lowered schedule, when it would happen, and what each rank then holds at most.
+
+    Replay stages hold nothing that is worth a word: `memory` is empty.
+    """
 
     split: tuple[int, ...]
     schedule: Schedule
@@ -49,9 +59,43 @@ class Forecast:
     cost: Cost
     network: Network
     timeline: Timeline
+    memory: tuple[RankMemory, ...] = ()
 
 
-def forecast(config: Config, layers: LayerCosts | None = None, network: Network | None = None) -> Forecast:
+Choice = Callable[[Config, Cost, Network, Stages], Schedule]  # of the compute-only schedule
+
+
+def choose_schedule(config: Config, cost: Cost, network: Network, stages: Stages) -> Schedule:
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    if pipeline.schedule == "auto":
+        limits = _auto_limits(config)
+        if pipeline.memory_gb is not None:
+            limits |= {"held_bytes": partial(most_held, stages=stages), "most_bytes": pipeline.memory_gb * 1e9}
+        return search(pipeline.stages, microbatches, cost, network, **limits)
+    return generate(
+        pipeline.schedule,
+        pipeline.stages,
+        microbatches,
+        stages_per_rank=pipeline.stages_per_rank,
+        in_flight=pipeline.in_flight,
+        memory_limit=pipeline.memory_limit,
+    )
+
+
+def without_search(config: Config, cost: Cost, network: Network, stages: Stages) -> Schedule:
+    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
+    if config.pipeline.schedule == "auto":
+        return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
+    return choose_schedule(config, cost, network, stages)
+
+
+def _auto_limits(config: Config) -> dict[str, Any]:
+    return {"memory_limit": config.pipeline.memory_limit, "stages_per_rank": config.pipeline.stages_per_rank}
+
+
+def forecast(
+    config: Config, layers: LayerCosts | None = None, network: Network | None = None, choose: Choice = choose_schedule
+) -> Forecast:
     """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone.
 
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
@@ -59,18 +103,42 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
     """
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(pipeline.ranks)
+    network.check(config.world_size)
+    stages: Stages
     if config.model.layers == "replay":
-        cut, cost = (1,) * pipeline.stages, replay_cost(config)
+        cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
+        refuse_memory_of_replay(config)
     else:
         layers = layers or gpt_costs(config)
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
-    schedule = lower(choose_schedule(config, cost, network), tied=cost.tied_bytes > 0)
+        stages = stages_memory(config, layers.memory, cut)
+    schedule = lower(
+        choose(config, cost, network, stages), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
+    )
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
-    return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network))
+    memory = peak_memory(schedule, stages) if stages else ()
+    if choose is choose_schedule:
+        check_fits(config, memory, held_by_gpt)
+    return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network), memory)
+
+
+def held_by_gpt(config: Config) -> int:
+    """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    layers = gpt_costs(config)
+    cut = choose_split(config, layers)
+    if pipeline.schedule != "auto":
+        schedule = choose_schedule(config, stage_cost(layers, cut, recompute=pipeline.recompute), Network(), ())
+    elif pipeline.stages_per_rank == 1:
+        schedule = generate("1f1b", pipeline.stages, microbatches, in_flight=1)
+    else:
+        least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
+        per_rank = pipeline.stages_per_rank
+        schedule = generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
+    return most_held(schedule, stages_memory(config, layers.memory, cut))
 
 
 def assumed_network(profile: str | None, connections: int) -> Network:
@@ -90,27 +158,12 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     return given
 
 
-def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    if pipeline.schedule == "auto":
-        limits: dict[str, Any] = {"memory_limit": pipeline.memory_limit, "stages_per_rank": pipeline.stages_per_rank}
-        return search(pipeline.stages, microbatches, cost, network, **limits)
-    return generate(
-        pipeline.schedule,
-        pipeline.stages,
-        microbatches,
-        stages_per_rank=pipeline.stages_per_rank,
-        in_flight=pipeline.in_flight,
-        memory_limit=pipeline.memory_limit,
-    )
-
-
 def gpt_costs(config: Config) -> LayerCosts:
     """Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020)."""
-    model, tokens = config.model, config.train.microbatch_size * config.model.context
+    model, tokens = config.model, config.microbatch_size * config.model.context
     vocab = model.vocab_size or vocabulary(config.data.tokenizer)
     flops = gpt_layer_flops(
-        batch_size=config.train.microbatch_size,
+        batch_size=config.microbatch_size,
         context=model.context,
         width=model.width,
         num_layers=model.num_layers,
@@ -120,21 +173,9 @@ def gpt_costs(config: Config) -> LayerCosts:
     message = wire_bytes(config.pipeline.wire, tokens * model.width)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
-    core = attention_core_flops(batch_size=config.train.microbatch_size, context=model.context, width=model.width)
+    core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s)
-
-
-def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
-    if tokenizer == "bytes":
-        return 256
-    from tokenizers import Tokenizer
-
-    try:
-        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s, gpt_layers(config))
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
@@ -199,6 +240,7 @@ def as_row(found: Forecast) -> dict[str, Any]:
         "layers_per_stage": list(found.split),
         "step_s": summary.pop("step_us") / 1e6,
         **summary,
+        "memory": [asdict(rank) | {"total": rank.total} for rank in found.memory],
     }
 
 
@@ -214,5 +256,11 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
+            *(_memory_line(number, rank) for number, rank in enumerate(row["memory"])),
         )
     )
+
+
+def _memory_line(rank: int, memory: dict[str, int]) -> str:
+    kinds = ", ".join(f"{kind} {memory[kind] / 1e9:.3f}" for kind in memory if kind != "total")
+    return f"{'memory' if rank == 0 else '':<15} rank {rank} at most {memory['total'] / 1e9:.3f} GB: {kinds}"

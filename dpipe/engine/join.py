@@ -45,7 +45,7 @@ def joined(
         security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
         links = _KINDS[config.transport.kind](
             place.rank,
-            bind=node.bind,
+            bind=node.bind or address_toward(place.meeting_host),
             port=node.port,
             security=security,
             connections=config.transport.connections,
@@ -92,11 +92,12 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    host = advertised_host(node.bind, node.advertise, place.meeting_host)
+    bind = node.bind or address_toward(place.meeting_host)
+    host = advertised_host(bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
             place.world_size,
-            bind=node.bind,
+            bind=bind,
             port=place.port,
             security=security,
             heartbeat_s=heartbeat_s,
@@ -123,16 +124,23 @@ def _join(
 def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address. Then it is the one that this machine uses `toward` the coordinator's host: of several
-    interfaces the one that leads to the others. Raises `JoinError` where there is no way there.
+    A wildcard is no address; then it is the one that leads `toward` the coordinator's host.
     """
     if advertise is not None:
         return None if advertise == "none" else advertise
-    if bind not in _WILDCARDS:
-        return bind
+    return address_toward(toward) if bind in _WILDCARDS else bind
+
+
+def address_toward(host: str) -> str:
+    """This machine's address on the way to `host`: of several interfaces the one that leads to the other ranks.
+
+    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing listens where nobody
+    needs it. Raises `JoinError` where there is no way there.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((toward, 9))  # sends nothing: it only chooses a route
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise JoinError(f"no way to {toward}: {error}; check --coordinator, or set node.advertise") from None
+        hint = "check --coordinator, or set node.bind and node.advertise"
+        raise JoinError(f"no way to {host}: {error}; {hint}") from None

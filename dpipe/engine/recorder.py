@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from dpipe.dataparallel.base import Moved
 from dpipe.schedule.action import Action
 from dpipe.timeline.span import Lane, Span
-from dpipe.transport.base import Moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ class Stage:
 
     `recompute` "full" holds only the layers' inputs between forward and backward, "selective" everything but what is
     inside an attention core, "none" everything. `precision` "bf16" and "fp16" run the layers under autocast;
-    parameters, gradients and what crosses a layer's boundary stay fp32.
+    parameters, gradients and what crosses a layer's boundary stay fp32. Micro-batch m draws the random numbers of
+    micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Stage:
         recompute: str = "none",
         precision: str = "fp32",
         seed: int = 0,
+        first_microbatch: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.index = index
+        self.index, self._first_microbatch = index, first_microbatch
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
         self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
         self._half, self._device = _HALF[precision], torch.device(device)
@@ -85,7 +87,8 @@ class Stage:
         targets = None if targets is None else targets.to(self._device)
         passes = []
         for index in self._layers:
-            run = partial(self._run, index, ("draw", self._seed, self._step, microbatch, index), targets)
+            number = self._first_microbatch + microbatch
+            run = partial(self._run, index, ("draw", self._seed, self._step, number, index), targets)
             inputs = self._leaves(index, inputs)
             with torch.set_grad_enabled(self._keeps_graph):
                 outputs = run(inputs)

@@ -3,9 +3,8 @@ import socket
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.blueprint import draft
-from dpipe.engine.build import peers_of, train_rank
-from dpipe.engine.join import advertised_host
+from dpipe.engine.build import train_rank
+from dpipe.engine.join import address_toward, advertised_host
 from dpipe.engine.placement import Placement
 from dpipe.errors import ConfigError, JoinError
 
@@ -27,21 +26,13 @@ def test_wildcard_advertises_the_address_that_leads_to_the_coordinator() -> None
     assert advertised_host("0.0.0.0", None, "127.0.0.1") == "127.0.0.1"
 
 
+def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
+    assert address_toward("localhost") == "127.0.0.1"
+
+
 def test_coordinator_whose_name_is_unknown_is_named() -> None:
     with pytest.raises(JoinError, match="no way to nowhere.invalid"):
         advertised_host("0.0.0.0", None, "nowhere.invalid")
-
-
-@pytest.mark.parametrize(
-    ("tied", "peers"),
-    [
-        (False, [{1}, {0, 2}, {1, 3}, {2}]),
-        (True, [{1, 3}, {0, 2}, {1, 3}, {0, 2}]),  # first and last exchange the gradient of what they share
-    ],
-)
-def test_peers_are_the_neighbours(tiny, tied: bool, peers: list[set[int]]) -> None:
-    blueprint = draft(tiny(pipeline__stages=4, model__tie_embeddings=tied))
-    assert [peers_of(blueprint, rank) for rank in range(4)] == peers
 
 
 def test_another_number_of_processes_than_ranks_says_what_to_set(tmp_path) -> None:
