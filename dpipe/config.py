@@ -123,6 +123,7 @@ class DataParallel(Section):
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
 
     @model_validator(mode="after")
@@ -132,12 +133,17 @@ class DataParallel(Section):
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
             )
+        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
+            )
         return self
 
 
 class Transport(Section):
     kind: Literal["grpc", "tcp"] = "grpc"  # tcp is faster; grpc passes proxies and inspection that speak HTTP/2
-    connections: Count = 1  # TCP connections a link
+    connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back

@@ -201,7 +201,7 @@ class ParameterServer:
         shelf = self._shelf(place)
         caller = _watched(context, shelf)
         factor = wanted.factor if wanted.HasField("factor") else None
-        shelf.decide(place.step, Verdict(wanted.learning_rate, factor))
+        shelf.decide(place.step, place.replica, Verdict(wanted.learning_rate, factor))
         for chunk in range(wanted.first, shelf.master.row.num_chunks, max(1, wanted.stride)):
             given = shelf.give(place.step, chunk, caller)
             yield piece(pb.Piece(chunk=chunk, whole=given.whole), given.wire)

@@ -72,6 +72,12 @@ def check_device(device: str) -> None:
         )
 
 
+def local_device(device: str, local_rank: int) -> str:
+    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as it is."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    return f"cuda:{local_rank % count}" if count else device
+
+
 def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
     """Raises `ConfigError` for attention to be recomputed in a model that shows none."""
     if config.pipeline.recompute == "selective" and not any(cost.attention_cores for cost in probed):

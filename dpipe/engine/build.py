@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
+from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
@@ -38,12 +40,13 @@ from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -125,13 +128,15 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    streams = streams_of(config.node.device)
     peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
     with (
         logging_to(folder, place.rank),
-        joined(config, place, peers, join_s) as (meeting, transport),
+        joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):
         if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
             blueprint = as_rank_0_decides(blueprint, meeting)
@@ -146,7 +151,7 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack)
+            trainer = assemble(blueprint, place.rank, meeting, transport, streams, metrics, wants_stop, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -174,6 +179,7 @@ def assemble(
     rank: int,
     meeting: Coordination,
     transport: Transport,
+    streams: Streams,
     metrics: Metrics | None,
     wants_stop: Callable[[], bool],
     start: checkpoint.Loaded | None,
@@ -183,9 +189,10 @@ def assemble(
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None)
+    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
     stack.callback(agreement.close)
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     update = Update(
         stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
     )
@@ -200,6 +207,7 @@ def assemble(
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
         first_rank=here.row.start,
+        streams=streams,
     )
     if start is not None:
         restore(start, stages, update)
@@ -225,6 +233,12 @@ def assemble(
         metrics=metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
+
+
+def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None:
+        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def stages_at(schedule: Schedule, place: int) -> list[int]:
@@ -329,7 +343,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
     save_plan(folder / "trace", plan)
 
 
@@ -345,5 +359,17 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
         if config.run.sample:
-            text = sample(config, corpus, url, config.run.sample, _SAMPLE_TOKENS)
+            text = written_by(config, corpus, url, config.run.sample)
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text)
+
+
+def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+
+    Each machine's part of a checkpoint may be in a folder of its own: the run itself has then gone well.
+    """
+    try:
+        return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
+    except CheckpointError as error:
+        LOG.warning("run.sample is left out: %s", error)
+        return None

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from dpipe.config import Config, load
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
@@ -113,14 +113,13 @@ def forecast(
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
         stages = stages_memory(config, layers.memory, cut)
-    schedule = lower(
-        choose(config, cost, network, stages), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1
-    )
+    order = choose(config, cost, network, stages)
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
     memory = peak_memory(schedule, stages) if stages else ()
-    if choose is choose_schedule:
+    if choose is not without_search or pipeline.schedule != "auto":
         check_fits(config, memory, held_by_gpt)
     return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network), memory)
 
@@ -141,9 +140,10 @@ def held_by_gpt(config: Config) -> int:
     return most_held(schedule, stages_memory(config, layers.memory, cut))
 
 
-def assumed_network(profile: str | None, connections: int) -> Network:
+def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
-    return (load_network(profile) if profile else Network()).over(connections)
+    network = load_network(profile) if profile else Network()
+    return network.over_enough() if connections == "auto" else network.over(connections)
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from dpipe.engine.folder import keep_upload
 from dpipe.engine.forecast import assumed_network
 from dpipe.engine.placement import Placement
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
+from dpipe.streams import Streams
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
@@ -30,7 +31,7 @@ _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 @contextmanager
 def joined(
-    config: Config, place: Placement, peers: set[int], join_s: float | None
+    config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
 ) -> Iterator[tuple[Coordination, Transport]]:
     """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
 
@@ -48,12 +49,12 @@ def joined(
             bind=node.bind or address_toward(place.meeting_host),
             port=node.port,
             security=security,
-            connections=config.transport.connections,
+            connections=assumed_network(config.network_profile, config.transport.connections).connections,
             chunk_bytes=config.transport.chunk_bytes,
             buffer_bytes=config.transport.buffer_bytes,
             transfer_timeout_s=timeouts.transfer,
             connect_timeout_s=timeouts.connect,
-            device=node.device,
+            streams=streams,
         )
         stack.callback(links.close)
         transport = shaped(config, links)

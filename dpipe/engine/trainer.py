@@ -113,7 +113,8 @@ class Trainer:
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
             self.job.recorder.moved(Lane.REDUCE, action, message.moved)
-            self.job.recorder.sent(message.peer, message.moved.num_bytes)
+            if not message.received:
+                self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""

@@ -50,7 +50,7 @@ def held_out(config: Config) -> list[float]:
     [
         (2, {"pipeline__stages": 2, "train__clip_norm": 0.1}),
         (3, {"kind": "sharded", "train__clip_norm": 0.1}),
-        (4, {"train__clip_norm": 0.0}),
+        (4, {"train__clip_norm": 0.0, "data_parallel__group": "torch"}),
         (2, {"pipeline__stages": 2, "pipeline__schedule": "zero-bubble", "transport__connections": 2}),
         (2, {"pipeline__stages": 4, "pipeline__stages_per_rank": 2, "pipeline__schedule": "interleaved"}),
         (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
