@@ -5,6 +5,7 @@
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
     scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
+    scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
 
 Markdown unless --json, --csv or --png FILE (needs the extra `plot`) is given.
 """

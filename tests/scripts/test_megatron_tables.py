@@ -54,3 +54,47 @@ def test_mode_that_is_not_there_is_refused(table):
     result = run(table, "megatron_memory_time", "--mode", "real")
     assert result.exit_code == 2
     assert "simulated only" in result.output
+
+
+@pytest.fixture
+def scaling(table):
+    from tables import scaling
+
+    return scaling
+
+
+def first(rows, number: int) -> list:
+    return [row for row, _ in zip(rows, range(number), strict=False)]
+
+
+def published(table, name: str):
+    return table.ROOT / f"scripts/published/{name}.csv"
+
+
+def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
+    """All but the run on 16 GPUs, which is six times slower than its neighbours in the source itself."""
+    rows = list(scaling.bert_rows(published(table, "megatron_bert345m_scaling")))
+    errors = {row.gpus: row.error_percent for row in rows}
+    assert [row.gpus for row in rows if row.fitted] == [1, 32]
+    assert abs(errors[1]) < 1
+    assert abs(errors[32]) < 1
+    assert max(abs(errors[gpus]) for gpus in (8, 64, 128)) < 20
+    assert errors[16] < -80
+
+
+def test_fitted_rows_of_gpt3xl_are_met_and_marked(table, scaling):
+    rows = first(scaling.megatron_rows(published(table, "gpt3xl_megatron")), 2)
+    assert [(row.fitted, abs(row.error_percent) < 1) for row in rows] == [(True, True)] * 2
+
+
+def test_blank_table_is_filled_with_predictions_alone(table):
+    text = run(table, "gpt3xl_torch_pipe_fsdp", "--mode", "sim").output
+    assert "left blank in the source" in text
+    assert "a prediction alone" in text
+
+
+def test_scaling_plot_is_drawn(table, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pipe.png"
+    assert run(table, "gpt3xl_torch_pipe", "--mode", "sim", "--png", path).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
