@@ -4,6 +4,8 @@
     scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; five minutes
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
+    scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
+    scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
 
 Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
@@ -15,8 +17,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
+from tables import SIMULATED
+from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.schedule.exchange import exchange
@@ -28,7 +33,7 @@ from dpipe.topology import load_network
 from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = ("gpt3xl_gpipe_network",)
+TABLES = ("gpt3xl_gpipe_network", *SIMULATED)
 
 # GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row alone.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
@@ -193,11 +198,7 @@ def as_json(rows: Iterable[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """A line a system over the networks: what happened where it is known, else what is predicted."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
-    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
+    axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
         axes.plot([row.network for row in ours], [row.seconds for row in ours], marker="o", label=label)
@@ -205,6 +206,27 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def new_figure() -> Any:
+    """Raises `ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
+    return Figure(figsize=(9, 5), layout="constrained")
+
+
+def simulated_text(name: str, mode: str, form: str | None, png: Path | None) -> str:
+    """A table of `tables`, which nothing measures yet."""
+    if mode != "sim":
+        raise ConfigError(f"{name} is simulated only; use --mode sim")
+    table = SIMULATED[name]
+    rows = table.simulated(ROOT / f"scripts/published/{name}.csv")
+    if png is not None:
+        table.draw(rows, figure := new_figure())
+        figure.savefig(png, dpi=120)
+    return as_text(rows, form, table.note(rows))
 
 
 def _cell(value: float | str | None) -> str:
@@ -225,6 +247,9 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
     try:
+        if name in SIMULATED:
+            click.echo(simulated_text(name, mode, form, png))
+            return
         if mode == "sim":
             rows = simulated(name)
         else:
