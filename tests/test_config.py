@@ -79,3 +79,22 @@ def test_configuration_survives_json() -> None:
         section, _, key = name.partition(".")
         table.setdefault(section, {})[key] = value
     assert build(table) == config
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({}, 'node.device must be "cuda"'),
+        ({"node": {"device": "cuda"}, "model": {"layers": "replay"}}, "model.layers"),
+        ({"node": {"device": "cuda"}, "transport": {"shape": "slow.toml"}}, "transport.shape"),
+        (
+            {"node": {"device": "cuda"}, "data_parallel": {"kind": "all-reduce", "replicas": 2}},
+            "data_parallel.replicas",
+        ),
+    ],
+    ids=["cpu", "replay", "shape", "replicas"],
+)
+def test_nccl_is_refused_what_it_cannot_move(table: dict[str, dict[str, object]], named: str) -> None:
+    transport = {"kind": "nccl", **table.get("transport", {})}
+    with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {named}'):
+        build({**table, "transport": transport})
