@@ -90,7 +90,7 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
     in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
     memory_limit: Count | None = None  # micro-batches that a rank may hold at once
-    recompute: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
     wire: Literal["none", "bf16", "fp16", "int8"] = "none"
 
@@ -116,10 +116,12 @@ class Pipeline(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce"] = "none"
+    kind: Literal["none", "all-reduce", "sharded"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
+    delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -128,13 +130,18 @@ class DataParallel(Section):
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
             )
+        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
+            )
         return self
 
 
 class Transport(Section):
     # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
     kind: Literal["grpc", "tcp", "nccl"] = "grpc"
-    connections: Count = 1  # TCP connections a link
+    connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
@@ -219,7 +226,8 @@ class Config(Section):
             'node.device must be "cuda"': not self.node.device.startswith("cuda"),
             "transport.shape must not be set": self.transport.shape is not None,
             'model.layers must not be "replay"': self.model.layers == "replay",
-            "data_parallel.replicas must be 1": self.data_parallel.replicas > 1,
+            'data_parallel.group must be "torch"': self.world_size > self.pipeline.ranks
+            and self.data_parallel.group != "torch",
         }.items():
             if wrong:
                 raise ValueError(f'with transport.kind "nccl" {key}; or take transport.kind "tcp"')

@@ -1,11 +1,9 @@
 """A stage's parameters as one row of fp32 numbers, and where each of them lies in it.
 
-    row        [ layers.2.norm.weight | layers.2.qkv.weight ............... | layers.2.qkv.bias | layers.3 ... ]
-    shards     [ replica 0's .............. | replica 1's ............... | replica 2's .................. ]
-    parts      [ 0 | 1 | 2 | 3              | 0 | 1 | 2 | 3               | 0 | 1 | 2 | 3                  ]
+    row        [ layers.2.norm.weight | layers.2.qkv.weight ............ | layers.2.qkv.bias | layers.3 ... ]
+    shards     [ replica 0's ........... | replica 1's ........... | replica 2's ........................... ]
 
-Each replica owns one shard. Part k of the exchange is the k-th piece of every shard: small enough that the parts of one
-exchange follow each other through their phases, large enough that a message's fixed cost does not matter.
+Each replica owns one shard: it adds it up (`schedule/exchange.py` says in which parts), and may hold its optimizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,32 +65,6 @@ class Row:
                 out.copy_(tensor.detach().reshape(-1)[span.start : span.stop])
         if factor != 1.0:
             row[piece].mul_(factor)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """A row of `length` values cut for `num_replicas`, in parts of about `part_values` over all shards."""
-
-    length: int
-    num_replicas: int
-    part_values: int
-
-    @property
-    def num_parts(self) -> int:
-        return max(1, -(-self.length // self.part_values))
-
-    def shard(self, owner: int) -> slice:
-        return _share(0, self.length, owner, self.num_replicas)
-
-    def piece(self, part: int, owner: int) -> slice:
-        shard = self.shard(owner)
-        return _share(shard.start, shard.stop, part, self.num_parts)
-
-
-def _share(start: int, stop: int, index: int, count: int) -> slice:
-    """The `index`-th of `count` nearly equal shares."""
-    length = stop - start
-    return slice(start + length * index // count, start + length * (index + 1) // count)
 
 
 def parameter_slice(parameter: nn.Parameter, start: int, stop: int) -> nn.Parameter:

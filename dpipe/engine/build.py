@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
+from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
@@ -38,7 +40,7 @@ from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
@@ -190,8 +192,9 @@ def assemble(
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
     recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None)
+    agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
     stack.callback(agreement.close)
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     update = Update(
         stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
     )
@@ -232,6 +235,12 @@ def assemble(
         metrics=metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
+
+
+def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None:
+        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def stages_at(schedule: Schedule, place: int) -> list[int]:
@@ -336,7 +345,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
     save_plan(folder / "trace", plan)
 
 
@@ -352,5 +361,17 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
         if config.run.sample:
-            text = sample(config, corpus, url, config.run.sample, _SAMPLE_TOKENS)
+            text = written_by(config, corpus, url, config.run.sample)
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text)
+
+
+def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+
+    Each machine's part of a checkpoint may be in a folder of its own: the run itself has then gone well.
+    """
+    try:
+        return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
+    except CheckpointError as error:
+        LOG.warning("run.sample is left out: %s", error)
+        return None

@@ -83,7 +83,7 @@ def _links(
         bind=node.bind or address_toward(place.meeting_host),
         port=node.port,
         security=security,
-        connections=chosen.connections,
+        connections=assumed_network(config.network_profile, chosen.connections).connections,
         chunk_bytes=chosen.chunk_bytes,
         buffer_bytes=chosen.buffer_bytes,
         transfer_timeout_s=timeouts.transfer,

@@ -30,7 +30,7 @@ class Recorder:
         self._rank, self._streams = rank, streams
         self._notes: list[_Note] = []
         self._transfers: list[tuple[Lane, Action, Moved]] = []
-        self._sent: dict[int, int] = {}
+        self._sent: dict[int | str, int] = {}
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Recorder:
         if moved is not None:
             self._transfers.append((lane, action, moved))
 
-    def sent(self, peer: int, num_bytes: int) -> None:
+    def sent(self, peer: int | str, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
 
     @property
@@ -58,7 +58,7 @@ class Recorder:
         return sum(ns(note.end) - ns(note.start) for note in self._notes if note.lane is Lane.COMPUTE) / 1e9
 
     @property
-    def sent_bytes(self) -> dict[int, int]:
+    def sent_bytes(self) -> dict[int | str, int]:
         """Bytes queued for each peer in this step so far."""
         return dict(self._sent)
 

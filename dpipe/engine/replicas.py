@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dpipe.config import Config
+from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.group import TorchGroup, open_store
 from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
 
@@ -60,17 +64,61 @@ def seat(config: Config, rank: int) -> Seat:
 
 
 def data_parallel(
-    config: Config, here: Seat, stages: Mapping[int, Layers], links: Transport, tied_copy: str | None
+    config: Config,
+    here: Seat,
+    stages: Mapping[int, Layers],
+    links: Transport,
+    meeting: Coordination,
+    tied_copy: str | None,
 ) -> DataParallel:
     """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
     train, chosen = config.train, config.data_parallel
     adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
+    if chosen.replicas == 1:
+        return Single(stages, adam, tied_copy)
+
+    def exchange(wire_name: str) -> DirectExchange:
+        return DirectExchange(links, here.replica, here.column, wire(wire_name), part_bytes=chosen.chunk_bytes)
+
+    lag = int(chosen.delay)
     match chosen.kind:
         case "none":
-            return Single(stages, adam, tied_copy)
+            raise AssertionError("the configuration lets no replicas through without a kind")
         case "all-reduce":
-            exchange = DirectExchange(
-                links, here.replica, here.column, wire(chosen.wire), part_bytes=chosen.chunk_bytes
-            )
-            return AllReduce(stages, adam, exchange, tied_copy=tied_copy)
+            averaging = torch_group(config, here, meeting) if chosen.group == "torch" else exchange(chosen.wire)
+            return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
+        case "sharded":
+            return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
     assert_never(chosen.kind)
+
+
+def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup:
+    """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
+    timeout_s, first = config.timeouts.transfer, here.column[0]
+    host = _host(meeting.addresses[here.rank], here.rank)
+    store = open_store(host, None, timeout_s) if here.replica == 0 else None
+    port = 0 if store is None else store.port
+    told = meeting.gather("torch group", str(port).encode()).wait(timeout_s)
+    if store is None:
+        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s)
+    group = TorchGroup(
+        store,
+        here.replica,
+        here.num_replicas,
+        host=host,
+        device=config.node.device,
+        wire=config.data_parallel.wire,
+        part_bytes=config.data_parallel.chunk_bytes,
+        timeout_s=timeout_s,
+    )
+    meeting.on_abort(group.fail)
+    return group
+
+
+def _host(address: str | None, rank: int) -> str:
+    if address is None:
+        raise JoinError(
+            f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an address, or leave '
+            "data_parallel.group out"
+        )
+    return address.rpartition(":")[0]

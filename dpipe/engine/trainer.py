@@ -113,7 +113,8 @@ class Trainer:
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
             self.job.recorder.moved(Lane.REDUCE, action, message.moved)
-            self.job.recorder.sent(message.peer, message.moved.num_bytes)
+            if not message.received:
+                self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""
@@ -123,6 +124,7 @@ class Trainer:
             "bubble": 1 - recorder.busy_s / seconds,
             "mb_per_s": {f"{self.job.here.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
+            "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
@@ -151,6 +153,7 @@ class Trainer:
             "bubble": sum(report["bubble"] for report in reports) / len(reports),
             "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
             "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
+            "optimizer_mb": {str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)},
         }
 
     def _is_due(self, every: int | None) -> bool:

@@ -19,8 +19,11 @@ An end is a replica, or the server, which comes after the last one. It sends in 
 it `requires()` has come: the one statement of dependence, for `dataparallel` and the simulator alike.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from dpipe.errors import ScheduleError
 
@@ -53,6 +56,7 @@ class Exchange:
     `owners` are the ends that each add up an equal share. With `steps_between` the optimizer's step lies between REDUCE
     and GATHER, as it does where an owner holds the optimizer's state of its share alone. With `barrier` nothing is
     gathered before an owner has all that it adds up: where the step needs a number of the whole gradient, its norm.
+    It begins as soon as the gradient of the stage is final, or, not `overlapped`, when the pipelines have run dry.
     """
 
     name: str
@@ -62,19 +66,19 @@ class Exchange:
     programs: tuple[tuple[Message, ...], ...]
     steps_between: bool = False
     barrier: bool = False
-    arrivals: tuple[tuple[Message, ...], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        sent = [message for program in self.programs for message in program]
-        ends = range(len(self.programs))
-        arrivals = tuple(tuple(message for message in sent if message.target == end) for end in ends)
-        object.__setattr__(self, "arrivals", arrivals)
+    overlapped: bool = True
 
     @property
     def has_server(self) -> bool:
         return len(self.programs) > self.num_replicas
 
-    @property
+    @cached_property
+    def arrivals(self) -> tuple[tuple[Message, ...], ...]:
+        """What comes to each end."""
+        sent = [message for program in self.programs for message in program]
+        return tuple(tuple(m for m in sent if m.target == end) for end in range(len(self.programs)))
+
+    @cached_property
     def symmetric(self) -> bool:
         """Whether every replica does what replica 0 does, with all replicas counted on from itself."""
         return not self.has_server and all(
@@ -97,11 +101,22 @@ class Exchange:
 
         With a `barrier` an owner waits for every part. What the source itself contributes is not a message.
         """
-        comes = (m for m in self.arrivals[message.source] if m.owner == message.owner)
-        if message.role is Role.REDUCE:
-            return tuple(m for m in comes if m.part == message.part and m.role is Role.REDUCE)
-        waits = self.barrier and message.source == message.owner
-        return tuple(m for m in comes if waits or m.part == message.part)
+        if self.barrier and message.role is Role.GATHER and message.source == message.owner:
+            return self.arrivals[message.source]
+        comes = self._by_part.get((message.source, message.owner, message.part), ())
+        return tuple(m for m in comes if message.role is Role.GATHER or m.role is Role.REDUCE)
+
+    @cached_property
+    def waits(self) -> Mapping[Message, frozenset[Message]]:
+        """`requires` of every message."""
+        return {message: frozenset(self.requires(message)) for program in self.programs for message in program}
+
+    @cached_property
+    def _by_part(self) -> Mapping[tuple[int, int, int], list[Message]]:
+        parts = defaultdict(list)
+        for message in (message for arrivals in self.arrivals for message in arrivals):
+            parts[message.target, message.owner, message.part].append(message)
+        return parts
 
     def piece(self, message: Message, length: int) -> slice:
         """Which of `length` values, or bytes, `message` carries."""
@@ -146,7 +161,7 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     """Replica 0 is the server: a reduce to it and then a broadcast, each passed on from replica to replica.
 
     The arrangement of the published data-parallel rows (central parameter server over NCCL's reduce and broadcast):
-    nothing comes back before everything is reduced.
+    nothing comes back before everything is reduced, and nothing is overlapped.
     """
     _at_least(num_replicas, num_parts)
     parts, last = range(num_parts), num_replicas - 1
@@ -155,7 +170,7 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
         reduces = [Message(Role.REDUCE, part, 0, replica, replica - 1) for part in parts if replica > 0]
         gathers = [Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last]
         programs.append((*reduces, *gathers))
-    return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True)
+    return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False)
 
 
 def draw(exchange: Exchange) -> str:

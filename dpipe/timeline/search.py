@@ -13,6 +13,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.greedy import greedy
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.topology import Network
 
@@ -27,9 +28,11 @@ def search(
     *,
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
+    replicas: Replicas | None = None,
 ) -> Schedule:
     """The compute-only schedule with the shortest simulated step; among equals the one that holds least.
 
+    With `replicas` the step has their exchange in it, so that one is found which leaves the network free for it.
     `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. The name of the result says
     what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where nothing
     fits, saying what would.
@@ -37,7 +40,7 @@ def search(
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
 
     def rating(schedule: Schedule) -> tuple[int, int]:
-        return round(simulate(schedule, cost, network).duration_us), max(peak_in_flight(schedule))
+        return round(simulate(schedule, cost, network, replicas=replicas).duration_us), max(peak_in_flight(schedule))
 
     candidates = chain(
         _candidates(num_stages, num_microbatches, stages_per_rank, least, limit),

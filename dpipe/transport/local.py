@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from dpipe.errors import TransferError
 from dpipe.streams import HOST, Streams
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import byte_view
@@ -61,8 +60,8 @@ def _deliver(sending: Sending, end: LinkEnd) -> None:
     sending.begin()
     try:
         receiving = end.arrive(sending.header)
-    except TransferError as error:
-        end.break_off(error)
+    except Exception as error:
+        end.break_off(error)  # what is wrong there is a lost peer here, once `on_broken` has come round
         return
     if receiving is not None:
         assert receiving.tensor is not None
