@@ -220,7 +220,8 @@ class DataParallel(Section):
 
 
 class Transport(Section):
-    kind: Literal["grpc", "tcp"] = "grpc"  # tcp is faster; grpc passes proxies and inspection that speak HTTP/2
+    # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
+    kind: Literal["grpc", "tcp", "nccl"] = "grpc"
     connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
@@ -290,6 +291,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.transport.kind == "nccl":
+            self._check_nccl()
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
@@ -317,6 +320,18 @@ class Config(Section):
                 'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
+
+    def _check_nccl(self) -> None:
+        """NCCL moves what is on GPUs, and nothing else."""
+        for key, wrong in {
+            'node.device must be "cuda"': not self.node.device.startswith("cuda"),
+            "transport.shape must not be set": self.transport.shape is not None,
+            'model.layers must not be "replay"': self.model.layers == "replay",
+            'data_parallel.group must be "torch"': self.world_size > self.pipeline.ranks
+            and self.data_parallel.group != "torch",
+        }.items():
+            if wrong:
+                raise ValueError(f'with transport.kind "nccl" {key}; or take transport.kind "tcp"')
 
     @property
     def world_size(self) -> int:

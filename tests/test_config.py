@@ -136,3 +136,22 @@ def test_size_that_is_given_overrides_the_preset() -> None:
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of gpt2-345m, gpt3-xl"):
         build({"model": {"preset": "gpt5"}})
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({}, 'node.device must be "cuda"'),
+        ({"node": {"device": "cuda"}, "model": {"layers": "replay"}}, "model.layers"),
+        ({"node": {"device": "cuda"}, "transport": {"shape": "slow.toml"}}, "transport.shape"),
+        (
+            {"node": {"device": "cuda"}, "data_parallel": {"kind": "all-reduce", "replicas": 2}},
+            "data_parallel.group",
+        ),
+    ],
+    ids=["cpu", "replay", "shape", "replicas"],
+)
+def test_nccl_is_refused_what_it_cannot_move(table: dict[str, dict[str, object]], named: str) -> None:
+    transport = {"kind": "nccl", **table.get("transport", {})}
+    with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {named}'):
+        build({**table, "transport": transport})

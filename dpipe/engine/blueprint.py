@@ -18,6 +18,7 @@ from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
 from dpipe.timeline.memory import LayerMemory
 from dpipe.topology import Network
+from dpipe.transport.nccl import load_nccl
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
@@ -50,6 +51,8 @@ def draft(
         boundaries = ((message,),) * (config.pipeline.stages - 1)
         return Blueprint(config, None, None, boundaries, forecast(config, None, network, choose))
     check_device(config.node.device)
+    if config.transport.kind == "nccl":
+        load_nccl()
     model = make_model(config)
     probed = probe(model, _tokens(config), config.train.seed)
     check_recompute(config, probed)

@@ -20,6 +20,7 @@ from dpipe.stage.linear import Product, WeightGradients, defer_weight_gradients
 from dpipe.stage.model import Loss
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
+from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
@@ -84,7 +85,7 @@ class Stage:
         """
         assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
-        targets = None if targets is None else targets.to(self._device)
+        targets = None if targets is None else upload(targets, self._device)
         passes = []
         for index in self._layers:
             number = self._first_microbatch + microbatch
@@ -122,8 +123,8 @@ class Stage:
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         """As `forward`, in evaluation mode, with nothing stashed."""
-        targets = None if targets is None else targets.to(self._device)
-        inputs = tuple(tensor.to(self._device) for tensor in inputs)
+        targets = None if targets is None else upload(targets, self._device)
+        inputs = tuple(upload(tensor, self._device) for tensor in inputs)
         with _evaluation_mode(self._layers.values()):
             for index in self._layers:
                 inputs = self._run(index, ("evaluate", self._seed, index), targets, inputs)
@@ -163,7 +164,7 @@ class Stage:
         passes = self._passes[microbatch]
         if self._loss is not None:
             assert not grads, "the last stage makes its gradient itself"
-            grads = (torch.tensor(self._loss_factor, device=self._device),)
+            grads = (torch.full((), self._loss_factor, device=self._device),)  # made there: a copy would be waited for
         while passes:
             layer_pass = passes.pop()
             outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
@@ -199,7 +200,7 @@ class Stage:
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
         """What a layer's graph starts from; the inputs of the whole model need no gradient."""
-        moved = [tensor.detach().to(self._device) for tensor in inputs]
+        moved = [upload(tensor.detach(), self._device) for tensor in inputs]
         return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
 
     def _differentiate(self, microbatch: int, outputs: Tensors, grads: Tensors) -> None:
