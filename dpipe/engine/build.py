@@ -295,6 +295,7 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
         precision=config.train.precision,
         seed=seed,
         first_microbatch=replica * microbatches,
+        splits_backward=blueprint.forecast.schedule.splits,
         device=device,
     )
 
