@@ -15,6 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 from fleet import cluster as commands
+from fleet.ec2 import ssh_answers
 
 from dpipe.engine.launch import free_port
 
@@ -114,6 +115,9 @@ def keys(tmp_path_factory) -> Keys:
 def sshd(keys) -> Iterator[tuple[Sshd, int]]:
     port = free_port()
     server = keys.serve(port, ["127.0.0.1", "127.0.0.2"])
+    deadline = time.monotonic() + 20
+    while not ssh_answers("127.0.0.2", port) and time.monotonic() < deadline:
+        time.sleep(0.05)
     yield server, port
     server.stop()
 
@@ -148,8 +152,9 @@ class Cloud:
 
     def __call__(self, *words: str | Path, hosts: Path | None = None) -> Result:
         """A command of scripts/cluster."""
+        name, *more = map(str, words)
         given = ["--hosts", str(hosts or self.root / "hosts.toml")]
-        return CliRunner().invoke(commands.main, [*map(str, words), *given])
+        return CliRunner().invoke(commands.main, [name, *given, *more])
 
     def play(self, text: str) -> None:
         """What the ranks do in place of training."""
@@ -230,6 +235,20 @@ def cloud(installed) -> Iterator[Cloud]:
             if path.name in ("cluster", "netem.log", "shaped", "refuse", "off"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(installed.folder(number) / "src/runs", ignore_errors=True)
+
+
+@pytest.fixture
+def command_lines() -> Callable[[], list[list[str]]]:
+    """Of every process of this machine, as any user can read them."""
+
+    def read() -> list[list[str]]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has ended since
+                found.append(path.read_bytes().decode(errors="replace").split("\0"))
+        return found
+
+    return read
 
 
 @pytest.fixture
