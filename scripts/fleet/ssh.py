@@ -45,7 +45,7 @@ class Machine:
 
     def __init__(self, host: Host, socket: Path) -> None:
         self.host = host
-        self._socket = socket
+        self.socket = socket  # of the connection that its commands share
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
 
@@ -114,7 +114,7 @@ class Machine:
             "StrictHostKeyChecking=accept-new",
             "LogLevel=ERROR",
             "ControlMaster=auto",
-            f"ControlPath={self._socket}",
+            f"ControlPath={self.socket}",
             "ControlPersist=60",
         ]
         given = ["-p", str(host.port)] if host.port else []

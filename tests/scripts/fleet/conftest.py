@@ -7,14 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 from click.testing import CliRunner, Result
 from fleet import cluster as commands
+from fleet import ssh
 from fleet.ec2 import ssh_answers
 
 from dpipe.engine.launch import free_port
@@ -137,6 +139,7 @@ class Cloud:
     keys: Keys
     repository: Path
     root: Path
+    sockets: str = ""
 
     def folder(self, number: int) -> Path:
         return self.root / f"host{number}"
@@ -193,11 +196,14 @@ def new_cloud(sshd: tuple[Sshd, int], keys: Keys, root: Path) -> Cloud:
 
 
 def end_all_in(root: Path) -> None:
-    """Kill what was started there."""
+    """Kill what was started there, holders too, and wait: nothing may write there any more."""
+    ended = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cwd().startswith(str(root)):
+            if process.cwd().startswith(str(root)) or f"{root}/host" in " ".join(process.cmdline()):
                 process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, timeout=10)
 
 
 @pytest.fixture
@@ -217,17 +223,21 @@ def fresh(bare) -> Cloud:
 
 
 @pytest.fixture(scope="session")
-def installed(sshd, keys, tmp_path_factory) -> Cloud:
+def installed(sshd, keys, tmp_path_factory) -> Iterator[Cloud]:
     cloud = new_cloud(sshd, keys, tmp_path_factory.mktemp("cloud"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "REPOSITORY", cloud.repository)
         assert (done := cloud("up")).exit_code == 0, done.output
-    return cloud
+    with TemporaryDirectory(prefix="dpipe-") as cloud.sockets:  # short: a socket's path has 108 bytes
+        yield cloud
+        sshd[0].cut_all()
 
 
 @pytest.fixture
-def cloud(installed) -> Iterator[Cloud]:
-    """Machines on which it is installed, and nothing has run. They are shared: change nothing else."""
+def cloud(installed, monkeypatch) -> Iterator[Cloud]:
+    """Machines on which it is installed, and nothing has run. They are shared, as are the connections to them."""
+    monkeypatch.setattr(ssh, "TemporaryDirectory", lambda prefix: nullcontext(installed.sockets))
+    monkeypatch.setattr(ssh.Machine, "disconnect", lambda machine: None)
     yield installed
     end_all_in(installed.root)
     for number in range(2):

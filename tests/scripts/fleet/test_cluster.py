@@ -116,11 +116,6 @@ def test_command_that_hangs_is_ended(cloud):
     assert f"host 127.0.0.2:{cloud.port}: `sleep 60` has not ended after 0.5 s" in done.output
 
 
-def test_no_connection_outlives_its_command(cloud, command_lines):
-    assert cloud("status").exit_code == 0
-    assert [words for words in command_lines() if f"{cloud.keys.folder}/user" in words] == []
-
-
 def test_fleet_needs_no_torch():
     code = "import fleet.cluster, fleet.aws, sys; sys.exit('torch' in sys.modules)"
     assert (
