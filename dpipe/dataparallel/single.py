@@ -1,13 +1,86 @@
-"""One replica: its gradients are already the average."""
+"""One replica: its gradient is already the average."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
+from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
+
 
 class Single:
-    def start(self, stage: int, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """AdamW on the stages of one rank. `tied_copy` names the parameter that the norm must not count twice."""
+
+    independent = False
+
+    def __init__(
+        self,
+        stages: Mapping[int, Layers] | None = None,
+        settings: AdamSettings | None = None,
+        tied_copy: str | None = None,
+    ) -> None:
+        self._stages, self._tied_copy = stages or {}, tied_copy
+        self._optimizers = {
+            index: Optimizer(whole(trained(stage)), settings, whole=True)
+            for index, stage in self._stages.items()
+            if settings is not None
+        }
+        self._rate, self._loss_scale = 0.0, 1.0
+
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+        self._rate, self._loss_scale = learning_rate, loss_scale
+
+    def start(self, stage: int) -> None:
         pass
+
+    def wait(self) -> None:
+        pass
+
+    def report(self, *, measure: bool) -> Report:
+        if not measure:
+            return Report()
+        pairs = [pair for stage in self._stages.values() for pair in stage.layer_parameters().items()]
+        squares = {layer: [(n, squared_norm(p)) for n, p in named if n != self._tied_copy] for layer, named in pairs}
+        sums = {layer: sum(value for _, value in values) / self._loss_scale**2 for layer, values in squares.items()}
+        names = (name for values in squares.values() for name, value in values if not _is_finite(value))
+        return Report(sums, next(names, None))
+
+    def step(self, stage: int, factor: float | None) -> bool:
+        if factor is None:
+            return False
+        factor /= self._loss_scale
+        for _, parameter in trained(self._stages[stage]) if factor != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self._optimizers[stage].step(self._rate)
+        return True
 
     def finish(self, stage: int) -> None:
         pass
+
+    def traffic(self) -> list[Traffic]:
+        return []
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: moment for o in self._optimizers.values() for name, moment in o.state().items()}
+
+    def restore(self, num_updates: int, moments: Moments) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.restore(num_updates, moments)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return sum(optimizer.num_bytes for optimizer in self._optimizers.values())
+
+    def close(self) -> None:
+        pass
+
+
+def squared_norm(parameter: torch.nn.Parameter) -> float:
+    if parameter.grad is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0

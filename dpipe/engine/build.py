@@ -11,6 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,30 +21,34 @@ from torch import nn
 
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
-from dpipe.dataparallel.single import Single
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage
+from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
-from dpipe.engine.join import joined
+from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
+from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, RunAborted
+from dpipe.schedule.plan import Schedule
+from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -64,14 +70,14 @@ def launch_ranks(
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
-    draft(config)
+    draft(config, choose=without_search)
     open_folder(config, resume is not None)
     given = [item for text in overrides for item in ("-o", text)]
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
     logs = Path(config.run.folder) / "logs"
-    return launch(lambda rank: argv, config.pipeline.ranks, logs=logs, on_line=say)
+    return launch(lambda rank: argv, config.world_size, logs=logs, on_line=say)
 
 
 def train_rank(
@@ -88,11 +94,12 @@ def train_rank(
     """One rank, from configuration to summary."""
     place = placement(environment(), rank, world_size, coordinator)
     config = configuration(path, overrides, resume)
-    if place.world_size != config.pipeline.ranks:
+    if place.world_size != config.world_size:
+        (fitting,) = _cut_for(config, place.world_size)
         raise ConfigError(
-            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages} and "
-            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} need {config.pipeline.ranks}; "
-            f"start that many, or set -o pipeline.stages={place.world_size * config.pipeline.stages_per_rank}"
+            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
+            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} and data_parallel.replicas "
+            f"{config.data_parallel.replicas} need {config.world_size}; start that many, or set -o {fitting}"
         )
     run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
 
@@ -102,7 +109,14 @@ def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> 
 
 
 def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
-    return (f"pipeline.stages={num_ranks * config.pipeline.stages_per_rank}",)
+    """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not divide them."""
+    replicas = config.data_parallel.replicas
+    if num_ranks % replicas:
+        raise ConfigError(
+            f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica is a whole pipeline; "
+            f"start a multiple of {replicas}, or set another -o data_parallel.replicas"
+        )
+    return (f"pipeline.stages={num_ranks // replicas * config.pipeline.stages_per_rank}",)
 
 
 def run_rank(
@@ -116,19 +130,25 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
-    blueprint = draft(config)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    streams = streams_of(config.node.device)
+    direct = config.data_parallel.kind != "parameter-server"
+    peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
     with (
         logging_to(folder, place.rank),
-        joined(config, place, peers_of(blueprint, place.rank), join_s) as (meeting, transport),
+        joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):
-        if config.pipeline.split == "measured":
-            blueprint = with_measured_split(blueprint, meeting)
+        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
+            blueprint = as_rank_0_decides(blueprint, meeting)
         if resume:
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
+            here = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *here))
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -136,7 +156,8 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start)
+            around = Surroundings(meeting, transport, streams, servers, metrics, wants_stop)
+            trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -145,57 +166,77 @@ def run_rank(
             finish(blueprint, folder, console or Console(), stopped)
 
 
-def peers_of(blueprint: Blueprint, rank: int) -> set[int]:
-    """The ranks that `rank` exchanges anything with."""
-    schedule = blueprint.forecast.schedule
-    owner, last = schedule.rank_of_stage, schedule.num_stages - 1
-    pairs = {(owner[s], owner[s + 1]) for s in range(last)} | ({(owner[0], owner[last])} if schedule.tied else set())
-    return {a if b == rank else b for a, b in pairs if rank in (a, b) and a != b}
+def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
+    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take its word.
+
+    Ranks that share a machine's cores would search many times as long.
+    """
+    config, word = blueprint.config, b""
+    if meeting.rank == 0:
+        layer_s = measure_layers(blueprint) if config.pipeline.split == "measured" else None
+        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
+    layer_s, programs, name = json.loads(meeting.gather("plan", word).wait(config.timeouts.transfer)[0])
+    return draft(config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name))
 
 
-def with_measured_split(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
-    """Cut again by what rank 0 measures each layer to take; the others take its word."""
-    seconds = measure_layers(blueprint) if meeting.rank == 0 else ()
-    told = meeting.gather("layer seconds", json.dumps(seconds).encode()).wait(blueprint.config.timeouts.transfer)
-    return draft(blueprint.config, layer_s=tuple(json.loads(told[0])))
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank finds when it has joined; `metrics` on rank 0."""
+
+    meeting: Coordination
+    transport: Transport
+    streams: Streams
+    servers: Servers | None
+    metrics: Metrics | None
+    wants_stop: Callable[[], bool]
 
 
 def assemble(
     blueprint: Blueprint,
     rank: int,
-    meeting: Coordination,
-    transport: Transport,
-    metrics: Metrics | None,
-    wants_stop: Callable[[], bool],
+    around: Surroundings,
     start: checkpoint.Loaded | None,
+    stack: ExitStack,
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule = blueprint.config, blueprint.forecast.schedule
-    stages = {s: make_stage(blueprint, s) for s, owner in enumerate(schedule.rank_of_stage) if owner == rank}
-    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
+    here = seat(config, rank)
+    stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
+    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    tied_copy = tied[-1][0] if -1 in tied else None
+    agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
+    stack.callback(agreement.close)
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
+    stack.enter_context(attended(agreement, meeting))
     update = Update(
         stages,
         config.train,
+        agreement,
         gather=meeting.gather,
         timeout_s=config.timeouts.transfer,
-        tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        tied_copy=tied[-1][0] if -1 in tied else None,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
     )
     parts = Parts(
-        rank,
+        here.place,
         stages,
         transport,
         codec(config.pipeline.wire),
         blueprint.boundaries,
-        Single(),
+        agreement,
         recorder,
-        {end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
+        tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
+        tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
+        first_rank=here.row.start,
+        streams=streams,
     )
     if start is not None:
         restore(start, stages, update)
     feeds = blueprint.corpus is not None and (0 in stages or schedule.num_stages - 1 in stages)
     job = Job(
-        rank=rank,
+        here=here,
         train=config.train,
         run=config.run,
         context=config.model.context,
@@ -205,18 +246,29 @@ def assemble(
         stages=stages,
         executor=Executor(parts),
         recorder=recorder,
+        data_parallel=agreement,
         update=update,
-        feed=feed_of(blueprint) if feeds else NoFeed(config.train.num_microbatches),
+        feed=feed_of(blueprint, here) if feeds else NoFeed(config.train.num_microbatches),
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
-        wants_stop=wants_stop,
-        metrics=metrics,
+        wants_stop=around.wants_stop,
+        metrics=around.metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
 
 
-def make_stage(blueprint: Blueprint, index: int) -> Stage | ReplayStage:
+def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None:
+        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
+
+
+def stages_at(schedule: Schedule, place: int) -> list[int]:
+    return [stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == place]
+
+
+def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | ReplayStage:
     config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if blueprint.model is None:
@@ -240,6 +292,7 @@ def make_stage(blueprint: Blueprint, index: int) -> Stage | ReplayStage:
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
         seed=seed,
+        first_microbatch=replica * microbatches,
         device=device,
     )
 
@@ -256,17 +309,18 @@ def tied_weights(
     return {end: (name, here[name]) for end, name in names.items() if name in here}
 
 
-def feed_of(blueprint: Blueprint) -> TextFeed:
+def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
     assert blueprint.corpus is not None
-    return TextFeed(blueprint.corpus, blueprint.config.train, blueprint.config.model.context)
+    config = blueprint.config
+    return TextFeed(blueprint.corpus, config.train, config.model.context, here.replica, here.num_replicas)
 
 
 def find_start(
     config: Config, blueprint: Blueprint, rank: int, *, step: int | None = None, fallback: bool = False
 ) -> checkpoint.Loaded:
     """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
-    owner = blueprint.forecast.schedule.rank_of_stage
-    layers = {layer for s, r in enumerate(owner) if r == rank for layer in blueprint.layers_of(s)}
+    own = stages_at(blueprint.forecast.schedule, seat(config, rank).place)
+    layers = {layer for stage in own for layer in blueprint.layers_of(stage)}
     url = checkpoint_url(config)
     return checkpoint.load(url, lambda name: int(name.split(".")[1]) in layers, step, fallback)
 
@@ -312,7 +366,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
     save_plan(folder / "trace", plan)
 
 

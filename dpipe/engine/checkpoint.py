@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ LOG = logging.getLogger("dpipe")
 
 _INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
+_SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")  # elements of a flattened tensor of which several ranks hold parts
 _KINDS = ("model", "optimizer")
 
 _Names = Callable[[str], bool] | frozenset[str]
@@ -241,7 +243,23 @@ def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]
     )
     for name in () if callable(names) else names:
         model[name]  # raises where it is missing
-    return Loaded(step, index["state"], model, optimizer, skipped)
+    return Loaded(step, index["state"], model, _with_slices_joined(optimizer, store.path(step)), skipped)
+
+
+def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
+    """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12; raises `CheckpointError` where one is missing between."""
+    into, parts = Tensors(f"the checkpoint {where}"), dict[str, dict[int, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        if (match := _SLICE.fullmatch(name)) is None:
+            into[name] = tensor
+        else:
+            parts.setdefault(match[1], {})[int(match[2])] = tensor.reshape(-1)
+    for name, pieces in parts.items():
+        into[name] = torch.cat([pieces[start] for start in sorted(pieces)])
+        ends = [0, *accumulate(pieces[start].numel() for start in sorted(pieces))]
+        if ends[:-1] != sorted(pieces):
+            raise CheckpointError(f"the checkpoint {where} holds {name} in parts from {sorted(pieces)}, not all of it")
+    return into
 
 
 def _read_index(store: _Store, step: int) -> dict[str, Any]:

@@ -18,22 +18,26 @@ class Feed(Protocol):
 
 @dataclass(frozen=True)
 class TextFeed:
-    """Micro-batches of token windows [B, T] and the tokens that follow them."""
+    """Micro-batches of token windows [B, T] and the tokens that follow them.
+
+    A replica takes its share of the batch that one process would have: how many there are changes no sequence.
+    """
 
     corpus: Corpus
     train: Train
     context: int
     replica: int = 0
+    num_replicas: int = 1
 
     def training(self, step: int) -> Batch:
-        size = self.train.batch_size
-        return self._cut(self.corpus.batch(self.train.seed, step, self.replica, size, self.context))
+        return self._cut(self.corpus.batch(self.train.seed, step, 0, self.train.batch_size, self.context))
 
     def held_out(self, index: int) -> Batch:
         return self._cut(self.corpus.held_out_batch(index, self.train.batch_size, self.context))
 
     def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
-        inputs, targets = (tensor.split(self.train.microbatch_size) for tensor in batch)
+        mine = (tensor.chunk(self.num_replicas)[self.replica] for tensor in batch)
+        inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in mine)
         return Batch([(tensor,) for tensor in inputs], list(targets))
 
 

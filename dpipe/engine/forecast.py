@@ -5,8 +5,9 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dpipe.config import Config, load
 from dpipe.errors import ConfigError
@@ -14,9 +15,9 @@ from dpipe.schedule.check import check
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import gpt_layer_flops
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops
 from dpipe.stage.partition import split
-from dpipe.timeline.search import search
+from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
 from dpipe.timeline.summary import summarise
@@ -26,13 +27,17 @@ from dpipe.wire.format import wire_bytes
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it."""
+    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
+
+    `core_s` are the seconds of forward that are its attention cores'; not given, it has none.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
+    core_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,37 @@ class Forecast:
     timeline: Timeline
 
 
-def forecast(config: Config, layers: LayerCosts | None = None, network: Network | None = None) -> Forecast:
+Choice = Callable[[Config, Cost, Network], Schedule]  # of the compute-only schedule
+
+
+def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    if pipeline.schedule == "auto":
+        return search(pipeline.stages, microbatches, cost, network, **_auto_limits(config))
+    return generate(
+        pipeline.schedule,
+        pipeline.stages,
+        microbatches,
+        stages_per_rank=pipeline.stages_per_rank,
+        in_flight=pipeline.in_flight,
+        memory_limit=pipeline.memory_limit,
+    )
+
+
+def without_search(config: Config, cost: Cost, network: Network) -> Schedule:
+    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
+    if config.pipeline.schedule == "auto":
+        return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
+    return choose_schedule(config, cost, network)
+
+
+def _auto_limits(config: Config) -> dict[str, Any]:
+    return {"memory_limit": config.pipeline.memory_limit, "stages_per_rank": config.pipeline.stages_per_rank}
+
+
+def forecast(
+    config: Config, layers: LayerCosts | None = None, network: Network | None = None, choose: Choice = choose_schedule
+) -> Forecast:
     """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone.
 
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
@@ -55,23 +90,29 @@ def forecast(config: Config, layers: LayerCosts | None = None, network: Network 
     """
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(pipeline.ranks)
+    network.check(config.world_size)
     if config.model.layers == "replay":
         cut, cost = (1,) * pipeline.stages, replay_cost(config)
     else:
         layers = layers or gpt_costs(config)
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
-    schedule = lower(choose_schedule(config, cost, network), tied=cost.tied_bytes > 0)
+    schedule = lower(choose(config, cost, network), tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
     return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network))
 
 
-def assumed_network(profile: str | None, connections: int) -> Network:
+def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
-    return (load_network(profile) if profile else Network()).over(connections)
+    network = load_network(profile) if profile else Network()
+    return network.over_enough() if connections == "auto" else network.over(connections)
+
+
+def connections_of(config: Config) -> int:
+    """How many TCP connections a link of the run has."""
+    return assumed_network(config.network_profile, config.transport.connections).connections
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -86,27 +127,12 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     return given
 
 
-def choose_schedule(config: Config, cost: Cost, network: Network) -> Schedule:
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    if pipeline.schedule == "auto":
-        limits: dict[str, Any] = {"memory_limit": pipeline.memory_limit, "stages_per_rank": pipeline.stages_per_rank}
-        return search(pipeline.stages, microbatches, cost, network, **limits)
-    return generate(
-        pipeline.schedule,
-        pipeline.stages,
-        microbatches,
-        stages_per_rank=pipeline.stages_per_rank,
-        in_flight=pipeline.in_flight,
-        memory_limit=pipeline.memory_limit,
-    )
-
-
 def gpt_costs(config: Config) -> LayerCosts:
     """Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020)."""
-    model, tokens = config.model, config.train.microbatch_size * config.model.context
+    model, tokens = config.model, config.microbatch_size * config.model.context
     vocab = model.vocab_size or vocabulary(config.data.tokenizer)
     flops = gpt_layer_flops(
-        batch_size=config.train.microbatch_size,
+        batch_size=config.microbatch_size,
         context=model.context,
         width=model.width,
         num_layers=model.num_layers,
@@ -116,7 +142,9 @@ def gpt_costs(config: Config) -> LayerCosts:
     message = wire_bytes(config.pipeline.wire, tokens * model.width)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied)
+    core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
+    core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s)
 
 
 def vocabulary(tokenizer: str) -> int:
@@ -131,13 +159,14 @@ def vocabulary(tokenizer: str) -> int:
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
 
 
-def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: bool) -> Cost:
-    """Add up the layers of each stage; recomputation runs forward once more before backward."""
+def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
+    """Add up the layers of each stage; recomputation runs forward, or the attention cores, once more in backward."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
     backward = [sum(layers.backward_s[i] for i in r) * 1e6 for r in ranges]
-    again = forward if recompute else [0.0] * len(cut)
+    repeated = {"none": (), "selective": layers.core_s, "full": layers.forward_s}[recompute]
+    again = [sum(repeated[r.start : r.stop]) * 1e6 for r in ranges]
     return Cost(
         forward_us=tuple(forward),
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),

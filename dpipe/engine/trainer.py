@@ -15,16 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dpipe.config import Run, Train
+from dpipe.dataparallel.base import DataParallel
 from dpipe.engine import checkpoint
 from dpipe.engine.executor import Executor
 from dpipe.engine.feed import Feed
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.recorder import Recorder
+from dpipe.engine.replicas import Seat
 from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
+from dpipe.schedule.action import Action, Op
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.timeline.span import Lane
 
 LOG = logging.getLogger("dpipe")
 
@@ -43,7 +47,7 @@ class Meeting(Protocol):
 class Job:
     """What one rank trains, and with what."""
 
-    rank: int
+    here: Seat
     train: Train
     run: Run
     context: int
@@ -53,6 +57,7 @@ class Job:
     stages: Mapping[int, Stage | ReplayStage]
     executor: Executor
     recorder: Recorder
+    data_parallel: DataParallel
     update: Update
     feed: Feed
     meeting: Meeting
@@ -84,7 +89,8 @@ class Trainer:
                 self._evaluate()
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
-        self._tell(job.update.drain())
+        for verdict in job.update.drain():
+            self._tell(verdict)
         if self._traces:
             job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
@@ -96,19 +102,30 @@ class Trainer:
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step, job.wants_stop, lambda: self._report(began))
         job.executor.run(job.schedule, job.feed.training(step), job.update)
+        self._record_exchange()
         self._traces.append(StepSpans(step, job.recorder.take(job.meeting.clock_offset_ns)))
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)
         return verdict is not None and verdict.stop
 
+    def _record_exchange(self) -> None:
+        """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
+        for message in self.job.data_parallel.traffic():
+            action = Action(message.stage, Op.REDUCE_GRAD)
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved)
+            if not message.received:
+                self.job.recorder.sent(message.peer, message.moved.num_bytes)
+
     def _report(self, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""
+        self._record_exchange()
         seconds, recorder = time.perf_counter() - began, self.job.recorder
         return {
             "bubble": 1 - recorder.busy_s / seconds,
-            "mb_per_s": {f"{self.job.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
+            "mb_per_s": {f"{self.job.here.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
+            "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
@@ -137,6 +154,7 @@ class Trainer:
             "bubble": sum(report["bubble"] for report in reports) / len(reports),
             "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
             "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
+            "optimizer_mb": {str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)},
         }
 
     def _is_due(self, every: int | None) -> bool:
@@ -151,7 +169,7 @@ class Trainer:
         losses = [job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches]
         job.recorder.take()
         payloads = job.meeting.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(job.timeout_s)
-        loss = _mean(next(known for known in map(json.loads, payloads) if None not in known))
+        loss = _mean([_mean(known) for known in map(json.loads, payloads) if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
             job.metrics.write({"step": step, "held_out_loss": loss})
@@ -166,8 +184,8 @@ class Trainer:
         checkpoint.save(
             job.checkpoint_url,
             step,
-            job.rank,
-            parameters,
+            job.here.rank,
+            parameters if job.here.replica == 0 else {},
             moments,
             {**numbers, "configuration": job.configuration},
             lambda payload: job.meeting.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),

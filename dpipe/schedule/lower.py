@@ -53,11 +53,13 @@ def _with_tied_sends(schedule: Schedule) -> Schedule:
 def _with_reduce(schedule: Schedule) -> Schedule:
     """Reduce a stage as soon as it is final, under the work of the rank's other stages.
 
-    A tied stage waits for its other half first. That goes last, so that no other work waits with it.
+    A tied stage waits for its other half first, which may be on the same rank. That goes last, so that no other work
+    waits with it.
     """
     alone, tied = {}, []
+    ends = (0, schedule.num_stages - 1) if schedule.tied else ()
     for stage in range(schedule.num_stages):
-        if schedule.tied_partner(stage) is None:
+        if stage not in ends:
             alone[_last_gradient(schedule, stage)] = Action(stage, Op.REDUCE_GRAD)
         else:
             tied.append(Action(stage, Op.REDUCE_GRAD))

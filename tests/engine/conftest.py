@@ -39,7 +39,7 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
 def _run_ranks(
     config: Config, of_rank: Mapping[int, Config] | None = None, **options: Any
 ) -> list[BaseException | None]:
-    world = config.pipeline.ranks
+    world = config.world_size
     address = f"127.0.0.1:{free_port()}" if world > 1 else None
     raised: list[BaseException | None] = [None] * world
 

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from dpipe.config import Train
+from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.single import Single
+from dpipe.engine.replicas import Seat
 from dpipe.engine.update import Update, count, learning_rate
 from dpipe.errors import NumericError
 
@@ -41,7 +44,9 @@ class Heard:
 
 def an_update(stage: OneLayer, **train: Any) -> Update:
     settings = {"steps": 10, "learning_rate": 0.5, "decay": "none", "weight_decay": 0.0} | train
-    return Update({0: stage}, Train(**settings), gather=Heard(), timeout_s=1)
+    chosen = Train(**settings)
+    single = Single({0: stage}, AdamSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas))
+    return Update({0: stage}, chosen, single, gather=Heard(), timeout_s=1)
 
 
 def one_step(update: Update, stage: OneLayer, grad: float, step: int = 0, stop: bool = False) -> Any:
@@ -51,8 +56,9 @@ def one_step(update: Update, stage: OneLayer, grad: float, step: int = 0, stop: 
     return update.end()
 
 
-def ballot(loss: float | None, norms: dict[int, float], stop: bool = False) -> dict[str, Any]:
-    return {"loss": loss, "norms": {str(k): v for k, v in norms.items()}, "stop": stop, "report": {}}
+def ballot(loss: float | None, norms: dict[int, float], stop: bool = False, bad: str | None = None) -> dict[str, Any]:
+    named = {str(layer): square for layer, square in norms.items()}
+    return {"loss": loss, "norms": named, "bad": bad, "stop": stop, "report": {}}
 
 
 @pytest.mark.parametrize(
@@ -80,9 +86,21 @@ def test_verdict_stops_when_one_rank_asks() -> None:
     assert count(0, [ballot(1.0, {}), ballot(None, {}, stop=True)]).stop
 
 
-def test_verdict_names_rank_and_layer_that_overflowed() -> None:
-    verdict = count(0, [ballot(1.0, {0: 1.0}), ballot(None, {1: math.inf})])
-    assert verdict.culprit == "the gradient of layer 1 on rank 1"
+def test_verdict_names_rank_and_parameter_that_overflowed() -> None:
+    verdict = count(0, [ballot(1.0, {0: 1.0}), ballot(None, {1: math.inf}, bad="layers.1.weight")])
+    assert verdict.culprit == "the gradient of layers.1.weight on rank 1"
+
+
+def test_verdict_names_the_layer_whose_average_overflowed() -> None:
+    verdict = count(0, [ballot(1.0, {0: 1.0, 1: math.inf})])
+    assert verdict.culprit == "the gradient of layer 1"
+
+
+def test_verdict_adds_what_replicas_say_of_one_layer_and_takes_the_mean_loss() -> None:
+    here = Seat(rank=2, num_ranks=2, num_replicas=2)
+    ballots = [ballot(None, {0: 1.0}), ballot(3.0, {1: 2.0}), ballot(None, {0: 4.0}), ballot(5.0, {1: 9.0})]
+    assert (count(0, ballots, here).norm, count(0, ballots, here).loss) == (4.0, 4.0)
+    assert count(0, ballots, here, independent=True).norm == math.sqrt(13)
 
 
 def test_gradients_are_clipped_by_the_norm() -> None:
@@ -105,7 +123,7 @@ def test_verdict_comes_one_step_late_when_nobody_needs_it() -> None:
     stage = OneLayer()
     update = an_update(stage, clip_norm=0)
     seen = [one_step(update, stage, 1.0, step) for step in (0, 1)]
-    last = update.drain()
+    (last,) = update.drain()
     assert (seen[0], seen[1].step) == (None, 0)
     assert last is not None
     assert last.step == 1
@@ -132,21 +150,8 @@ def test_loss_scale_is_taken_out_of_the_gradient() -> None:
 
 def test_gradient_that_is_not_finite_ends_the_run_without_loss_scaling() -> None:
     stage = OneLayer()
-    with pytest.raises(NumericError, match="step 0: the gradient of layer 0 on rank 0 is not finite"):
+    with pytest.raises(NumericError, match="step 0: the gradient of layers.0.weight on rank 0 is not finite"):
         one_step(an_update(stage, clip_norm=1.0), stage, math.nan)
-
-
-def test_tied_weights_on_one_rank_get_the_sum_once() -> None:
-    stage = OneLayer()
-    copy = nn.Parameter(torch.ones(2, 2))
-    copy.grad = torch.full((2, 2), 2.0)
-    stage.weight.grad = torch.ones(2, 2)
-    train = Train(steps=1, clip_norm=0)
-    update = Update({0: stage}, train, gather=Heard(), timeout_s=1, tied_here=(stage.weight, copy))
-    update.begin(0, lambda: False, dict)
-    stage.zero_grad = lambda: None  # type: ignore[method-assign]
-    update(0, 1.0)
-    assert stage.weight.grad.tolist() == copy.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def test_state_restores_to_the_same_next_step() -> None:

@@ -1,0 +1,99 @@
+"""Every replica averages the whole gradient of its stages, and takes the whole step."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.flights import Flights, Ready
+from dpipe.dataparallel.optimizer import AdamSettings, trained
+from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.single import Single
+
+
+class Averaging(Protocol):
+    """What averages a row over replicas: `exchange.DirectExchange` or `group.TorchGroup`."""
+
+    replica: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where a row must be."""
+
+    def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]: ...
+    def fail(self, error: Exception) -> None: ...
+
+
+class AllReduce:
+    """`lag` 1 delays the gradient by a step. Replica 0 speaks for all: they hold the same, to the last bit."""
+
+    independent = False
+
+    def __init__(
+        self,
+        stages: Mapping[int, Layers],
+        settings: AdamSettings,
+        averaging: Averaging,
+        *,
+        lag: int = 0,
+        tied_copy: str | None = None,
+    ) -> None:
+        self._averaging, self._speaks = averaging, averaging.replica == 0
+        self._single = Single(stages, settings, tied_copy)
+        self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
+        name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
+        self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
+        self._loss_scale = 1.0
+
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        self._single.begin(step, learning_rate, 1.0)
+
+    def start(self, stage: int) -> None:
+        self._flights.begin(stage, self._loss_scale, self._averaging.average)
+
+    def wait(self) -> None:
+        for stage in self._rows:
+            self._flights.due(stage)
+
+    def report(self, *, measure: bool) -> Report:
+        due = [self._show_average(stage) for stage in self._rows]
+        squares = self._single.report(measure=measure and self._speaks and any(due)).squares
+        return Report(squares, self._flights.bad())
+
+    def step(self, stage: int, factor: float | None) -> bool:
+        flight = self._flights.take(stage)
+        return flight is not None and self._single.step(stage, factor)
+
+    def finish(self, stage: int) -> None:
+        pass
+
+    def traffic(self) -> list[Traffic]:
+        return self._flights.traffic()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        if not self._speaks:
+            return {}
+        state = self._single.state()
+        for stage, row in self._rows.items():
+            state |= self._flights.delayed_state(stage, slice(0, row.length), whole=True)
+        return state
+
+    def restore(self, num_updates: int, moments: Moments) -> None:
+        self._single.restore(num_updates, moments)
+        self._flights.restore(moments)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._single.optimizer_bytes
+
+    def close(self) -> None:
+        self._flights.close()
+
+    def _show_average(self, stage: int) -> bool:
+        """Let the optimizer see the average in place of this replica's own gradient; false where none has come yet."""
+        flight, row = self._flights.due(stage), self._rows[stage]
+        for index, parameter in enumerate(row.parameters if flight is not None else ()):
+            parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here
+        return flight is not None

@@ -1,0 +1,62 @@
+"""What an exchange puts on the wire: numbers as a codec writes them, with or without error feedback.
+
+    send     e = gradient + residual        wire = encode(e)        residual = e - decode(wire)
+
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what rounding took from this step's gradient is added to
+the next one's, so that it is late and not lost. Without it the error of int8 adds up over a run.
+"""
+
+from typing import Protocol
+
+import torch
+
+from dpipe.wire.codec import Codec, codec
+from dpipe.wire.spec import TensorSpec
+
+Key = tuple[object, ...]
+
+
+class Wire(Protocol):
+    """How numbers look between replicas. `key` says which numbers of the model they are, in which direction."""
+
+    @property
+    def lossy(self) -> bool: ...
+    def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor: ...
+    def decode(self, wire: torch.Tensor, like: TensorSpec) -> torch.Tensor: ...
+    def wire_spec(self, like: TensorSpec) -> TensorSpec: ...
+
+
+class PlainWire:
+    def __init__(self, coder: Codec, *, lossy: bool) -> None:
+        self._codec, self.lossy = coder, lossy
+
+    def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor:
+        return self._codec.encode(values)
+
+    def decode(self, wire: torch.Tensor, like: TensorSpec) -> torch.Tensor:
+        return self._codec.decode(wire, like)
+
+    def wire_spec(self, like: TensorSpec) -> TensorSpec:
+        return self._codec.wire_spec(like)
+
+
+class FeedbackWire(PlainWire):
+    """Keeps a residual for each key: in all as many numbers as the row that is exchanged, in fp32."""
+
+    def __init__(self, coder: Codec) -> None:
+        super().__init__(coder, lossy=True)
+        self._residuals: dict[Key, torch.Tensor] = {}
+
+    def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor:
+        owed = self._residuals.get(key)
+        exact = values if owed is None else values + owed
+        wire = self._codec.encode(exact)
+        residual = exact - self._codec.decode(wire, TensorSpec.of(exact))
+        if residual.sum().isfinite():  # else the step will be skipped, and what was owed before still is
+            self._residuals[key] = residual
+        return wire
+
+
+def wire(name: str) -> Wire:
+    """The wire called `name`; raises `ValueError` on an unknown one. Only int8 rounds enough to need feedback."""
+    return FeedbackWire(codec(name)) if name == "int8" else PlainWire(codec(name), lossy=name != "none")

@@ -1,0 +1,143 @@
+"""Each replica holds the optimizer's state of one shard of its stages (ZeRO, Rajbhandari et al. 2020).
+
+    start(s)     reduce-scatter of the gradient         in the background
+    report()     squared norm of the own shard
+    step(s)      AdamW on the own shard; then all-gather of the parameters, in the background
+    finish(s)    the other shards' parameters are here
+
+The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may be rounded on the
+wire; parameters never are, so that nothing is lost that the next step would have to make good.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import torch
+
+from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.flights import Flights
+from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
+from dpipe.dataparallel.row import Row, parameter_slice
+
+
+class Sharded:
+    """`gradients` and `parameters` exchange them. `lag` 1 delays the gradient by a step."""
+
+    independent = False
+
+    def __init__(
+        self,
+        stages: Mapping[int, Layers],
+        settings: AdamSettings,
+        gradients: DirectExchange,
+        parameters: DirectExchange,
+        *,
+        lag: int = 0,
+        tied_copy: str | None = None,
+    ) -> None:
+        self._gradients, self._parameters, self._tied_copy = gradients, parameters, tied_copy
+        self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
+        self._shards = {index: Shard(row, gradients.shard(row.length), settings) for index, row in self._rows.items()}
+        self._flights = Flights(self._rows, gradients.fail, lag=lag, name=f"dpipe-shard-{gradients.replica}")
+        self._gathering: dict[int, Future[None]] = {}
+        self._rate, self._loss_scale = 0.0, 1.0
+
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+        self._rate, self._loss_scale = learning_rate, loss_scale
+
+    def start(self, stage: int) -> None:
+        self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
+
+    def wait(self) -> None:
+        for stage in self._rows:
+            self._flights.due(stage)
+
+    def report(self, *, measure: bool) -> Report:
+        squares: dict[int, float] = {}
+        for stage, shard in self._shards.items():
+            flight = self._flights.due(stage)
+            if measure and flight is not None:
+                squares |= shard.squares(flight.row, self._tied_copy)
+        return Report(squares, self._flights.bad())
+
+    def step(self, stage: int, factor: float | None) -> bool:
+        flight = self._flights.take(stage)
+        if flight is None or factor is None:
+            return False
+        self._shards[stage].step(flight.row, factor, self._rate)
+        self._gathering[stage] = self._flights.submit(lambda: self._gather(stage, flight.row))
+        return True
+
+    def finish(self, stage: int) -> None:
+        if stage in self._gathering:
+            self._gathering.pop(stage).result()  # its messages have deadlines
+
+    def traffic(self) -> list[Traffic]:
+        return self._flights.traffic()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for stage, shard in self._shards.items():
+            state |= shard.optimizer.state() | self._flights.delayed_state(stage, shard.piece, whole=False)
+        return state
+
+    def restore(self, num_updates: int, moments: Moments) -> None:
+        for shard in self._shards.values():
+            shard.optimizer.restore(num_updates, moments)
+        self._flights.restore(moments)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return sum(shard.optimizer.num_bytes for shard in self._shards.values())
+
+    def close(self) -> None:
+        self._flights.close()
+
+    @torch.no_grad()
+    def _gather(self, stage: int, row: torch.Tensor) -> list[Traffic]:
+        """Bring all parameters of `stage` here; `row` is memory that the gradient no longer needs."""
+        shard, of_stage = self._shards[stage], self._rows[stage]
+        of_stage.fill(row, shard.piece, of_stage.parameters, 1.0)
+        traffic = self._parameters.all_gather(row, stage)
+        for piece in (slice(0, shard.piece.start), slice(shard.piece.stop, of_stage.length)):
+            for span in of_stage.spans(piece):
+                of_stage.parameters[span.index].view(-1)[span.start : span.stop] = row[span.here]
+        return traffic
+
+
+class Shard:
+    """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
+
+    def __init__(self, row: Row, piece: slice, settings: AdamSettings) -> None:
+        self.piece, self._row = piece, row
+        self._spans = list(row.spans(piece))
+        self._slices = [
+            Slice(
+                row.names[s.index],
+                s.start,
+                s.stop,
+                parameter_slice(row.parameters[s.index], s.start, s.stop),
+                row.parameters[s.index].ndim >= 2,
+            )
+            for s in self._spans
+        ]
+        self.optimizer = Optimizer(self._slices, settings, whole=False)
+
+    def squares(self, gradient: torch.Tensor, tied_copy: str | None) -> dict[int, float]:
+        """By layer, of what is here."""
+        sums: dict[int, float] = {}
+        for span in self._spans:
+            name = self._row.names[span.index]
+            if name != tied_copy:
+                norm = float(torch.linalg.vector_norm(gradient[span.here], dtype=torch.float64))
+                layer = int(name.split(".")[1])
+                sums[layer] = sums.get(layer, 0.0) + norm**2
+        return sums
+
+    def step(self, gradient: torch.Tensor, factor: float, learning_rate: float) -> None:
+        for span, s in zip(self._spans, self._slices, strict=True):
+            s.values.grad = (gradient[span.here] * factor).to(s.values)
+        self.optimizer.step(learning_rate)
+        for s in self._slices:
+            s.values.grad = None

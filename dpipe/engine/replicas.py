@@ -1,0 +1,136 @@
+"""Where a rank stands among the replicas, and what keeps them in agreement there.
+
+replica 0     rank 0  1  2  3          along a row: the pipeline's links
+replica 1     rank 4  5  6  7          down a column: the links between the replicas of a stage
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from dpipe.config import Config
+from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.allreduce import AllReduce
+from dpipe.dataparallel.base import DataParallel, Layers
+from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.layout import StepRule
+from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.served import ServedStages
+from dpipe.dataparallel.sharded import Sharded
+from dpipe.dataparallel.single import Single
+from dpipe.engine.serving import Servers, chunk_bytes
+from dpipe.errors import JoinError
+from dpipe.schedule.plan import Schedule
+from dpipe.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Rank `rank` among `num_replicas` pipelines of `num_ranks` ranks each."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    num_replicas: int = 1
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.num_ranks
+
+    @property
+    def place(self) -> int:
+        """The rank in the schedule."""
+        return self.rank % self.num_ranks
+
+    @property
+    def row(self) -> range:
+        """The ranks of this replica."""
+        return range(self.replica * self.num_ranks, (self.replica + 1) * self.num_ranks)
+
+    @property
+    def column(self) -> range:
+        """The ranks with the same stages, by replica."""
+        return range(self.place, self.num_ranks * self.num_replicas, self.num_ranks)
+
+    def peers(self, schedule: Schedule, *, column: bool = True) -> set[int]:
+        """The ranks that this one exchanges anything with; the other replicas' only where they talk to each other."""
+        owner, last = schedule.rank_of_stage, schedule.num_stages - 1
+        pairs = {(owner[s], owner[s + 1]) for s in range(last)}
+        pairs |= {(owner[0], owner[last])} if schedule.tied else set()
+        neighbours = {a if b == self.place else b for a, b in pairs if self.place in (a, b) and a != b}
+        others = set(self.column) - {self.rank} if column else set()
+        return {self.row[place] for place in neighbours} | others
+
+
+def seat(config: Config, rank: int) -> Seat:
+    return Seat(rank, config.pipeline.ranks, config.data_parallel.replicas)
+
+
+def data_parallel(
+    config: Config,
+    here: Seat,
+    stages: Mapping[int, Layers],
+    links: Transport,
+    meeting: Coordination,
+    tied_copy: str | None,
+    servers: Servers | None = None,
+) -> DataParallel:
+    """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
+    train, chosen = config.train, config.data_parallel
+    adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
+    if chosen.replicas == 1:
+        return Single(stages, adam, tied_copy)
+
+    def exchange(wire_name: str) -> DirectExchange:
+        return DirectExchange(links, here.replica, here.column, wire(wire_name), part_bytes=chosen.chunk_bytes)
+
+    lag = int(chosen.delay)
+    match chosen.kind:
+        case "none":
+            raise AssertionError("the configuration lets no replicas through without a kind")
+        case "all-reduce":
+            averaging = torch_group(config, here, meeting) if chosen.group == "torch" else exchange(chosen.wire)
+            return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
+        case "sharded":
+            return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
+        case "parameter-server":
+            assert servers is not None, "a parameter server's worker is told where it is"
+            rule = StepRule(tuple(here.column), train.weight_decay, train.betas, chosen.wire, chosen.staleness)
+            workers = {stage: servers.worker(config, stage, here.replica, here.rank) for stage in stages}
+            eager = not (train.clip_norm or train.precision == "fp16")
+            size = chunk_bytes(config)
+            return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+    assert_never(chosen.kind)
+
+
+def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup:
+    """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
+    timeout_s, first = config.timeouts.transfer, here.column[0]
+    host = _host(meeting.addresses[here.rank], here.rank)
+    store = open_store(host, 0, timeout_s, master=True) if here.replica == 0 else None
+    port = 0 if store is None else store.port
+    told = meeting.gather("torch group", str(port).encode()).wait(timeout_s)
+    if store is None:
+        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s, master=False)
+    group = TorchGroup(
+        store,
+        here.replica,
+        here.num_replicas,
+        host=host,
+        device=config.node.device,
+        wire=config.data_parallel.wire,
+        part_bytes=config.data_parallel.chunk_bytes,
+        timeout_s=timeout_s,
+    )
+    meeting.on_abort(group.fail)
+    return group
+
+
+def _host(address: str | None, rank: int) -> str:
+    if address is None:
+        raise JoinError(
+            f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an address, or leave '
+            "data_parallel.group out"
+        )
+    return address.rpartition(":")[0]

@@ -1,0 +1,204 @@
+"""Replicas against one process on the same batch: whole runs, ranks as threads over real links."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpipe.config import Config
+from dpipe.engine import checkpoint
+from dpipe.engine.blueprint import draft
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.replicas import Seat
+from dpipe.engine.trace import load_steps
+from dpipe.errors import NumericError
+from dpipe.timeline.span import Lane
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+Run = Callable[..., list[BaseException | None]]
+
+ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+BATCH = 12  # sequences, which 2, 3 and 4 replicas share
+
+
+@pytest.fixture
+def split(tiny: Make, tmp_path: Path) -> Make:
+    """`split(3, kind="sharded")`: the batch over so many replicas; over one with as many micro-batches."""
+
+    def make(replicas: int, kind: str = "all-reduce", folder: str = "split", **overrides: Any) -> Config:
+        settings = {"data_parallel__kind": kind, "data_parallel__replicas": replicas, "train__batch_size": BATCH}
+        settings |= {"train__num_microbatches": BATCH // replicas, "run__folder": str(tmp_path / folder)}
+        return tiny(**settings | overrides)
+
+    return make
+
+
+def parameters(config: Config) -> dict[str, torch.Tensor]:
+    """As the newest checkpoint has them."""
+    return checkpoint.load(str(Path(config.run.folder) / "checkpoints"), lambda name: True).tensors
+
+
+def held_out(config: Config) -> list[float]:
+    return [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "overrides"),
+    [
+        (2, {"pipeline__stages": 2, "train__clip_norm": 0.1}),
+        (3, {"kind": "sharded", "train__clip_norm": 0.1}),
+        (4, {"train__clip_norm": 0.0, "data_parallel__group": "torch"}),
+        (2, {"pipeline__stages": 2, "pipeline__schedule": "zero-bubble", "transport__connections": 2}),
+        (2, {"pipeline__stages": 4, "pipeline__stages_per_rank": 2, "pipeline__schedule": "interleaved"}),
+        (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
+        (3, {"model__tie_embeddings": True, "kind": "sharded", "transport__kind": "tcp"}),
+        (2, {"pipeline__stages": 2, "kind": "sharded", "pipeline__schedule": "gpipe", "train__clip_norm": 0.0}),
+    ],
+)
+def test_replicas_learn_as_one_process_does_on_their_batch(
+    replicas: int, overrides: dict[str, Any], split: Make, losses: Losses
+) -> None:
+    one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
+    alone = split(1, folder="alone", train__eval_every=2, **{**overrides, **one})
+    shared = split(replicas, train__eval_every=2, **overrides)
+    assert losses(shared) == pytest.approx(losses(alone), rel=ROUNDING)
+    assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
+def test_run_of_replicas_repeats_itself_bit_for_bit(kind: str, split: Make, losses: Losses) -> None:
+    again = {"pipeline__stages": 2, "data_parallel__wire": "int8"}
+    assert losses(split(2, kind, **again)) == losses(split(2, kind, "again", **again))
+
+
+def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
+    steady = {"train__decay": "none", "train__steps": 4}
+    prompt, late = losses(split(2, **steady)), losses(split(2, folder="late", data_parallel__delay=True, **steady))
+    assert late[0] == prompt[0]
+    assert late[1] != prompt[1]
+    assert late[-1] < late[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "delay"),
+    [(("sharded", 3, 1), ("all-reduce", 2, 2), True), (("all-reduce", 2, 1), ("sharded", 4, 1), False)],
+)
+def test_run_goes_on_with_other_replicas_and_stages(
+    before: tuple[str, int, int], after: tuple[str, int, int], delay: bool, split: Make, losses: Losses
+) -> None:
+    """Against a run of one arrangement throughout; a checkpoint has the delayed gradient as well."""
+    steps = {"train__decay": "none", "data_parallel__delay": delay}
+
+    def arranged(arrangement: tuple[str, int, int], folder: str, num_steps: int) -> Config:
+        kind, replicas, stages = arrangement
+        return split(replicas, kind, folder, pipeline__stages=stages, train__steps=num_steps, **steps)
+
+    whole = losses(arranged(before, "whole", 5))
+    losses(arranged(before, "part", 3))
+    assert losses(arranged(after, "part", 5), resume=True) == pytest.approx(whole, rel=ROUNDING)
+
+
+def test_fp16_overflow_on_one_replica_skips_the_step_on_all(split: Make, losses: Losses) -> None:
+    config = split(2, train__precision="fp16", pipeline__stages=2)
+    half = losses(config)
+    assert half == pytest.approx(losses(split(2, folder="full", pipeline__stages=2)), rel=0.02)
+    assert [row["loss_scale"] for row in read_rows(Path(config.run.folder)) if "loss" in row] == [2.0**16] * 3
+
+
+EXPLODING = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Exploding(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, tokens):
+        context.factor = torch.where((tokens[:, 0] == {culprit}).any(), float("inf"), 1.0)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        return grad * context.factor, None
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        return self.head(Exploding.apply(self.embedding(tokens), tokens))
+
+
+def layers():
+    return [Layer()], lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize(("precision", "skips"), [("fp32", False), ("fp16", True)])
+def test_gradient_that_is_not_finite_names_rank_and_parameter(
+    precision: str, skips: bool, split: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second replica alone sees the token that makes its gradient explode."""
+    config = split(2, model__layers=f"exploding_{precision}:layers", train__precision=precision, train__steps=1)
+    corpus = draft(split(2)).corpus
+    assert corpus is not None
+    inputs, _ = corpus.batch(config.train.seed, 0, 0, BATCH, config.model.context)
+    firsts = [set(half[:, 0].tolist()) for half in inputs.chunk(2)]
+    culprit = min(firsts[1] - firsts[0])
+    (tmp_path / f"exploding_{precision}.py").write_text(EXPLODING.format(culprit=culprit))
+    monkeypatch.syspath_prepend(tmp_path)
+    errors = run_ranks(config)
+    if skips:
+        assert errors == [None, None]
+        assert "layers.0.embedding.weight on rank 1" in (Path(config.run.folder) / "logs/rank-0.log").read_text()
+    else:
+        assert all(isinstance(e, NumericError) and "layers.0.embedding.weight on rank 1" in str(e) for e in errors)
+
+
+def test_rows_and_spans_tell_the_exchange(split: Make, losses: Losses) -> None:
+    config = split(2, pipeline__stages=2)
+    losses(config)
+    row = read_rows(Path(config.run.folder))[-1]
+    assert set(row["mb_per_s"]) == {"0->1", "1->0", "2->3", "3->2", "0->2", "2->0", "1->3", "3->1"}
+    spans = load_steps((Path(config.run.folder) / "trace/rank-3.json").read_bytes(), 3)[-1].spans
+    reduced = [span for span in spans if span.lane is Lane.REDUCE]
+    assert {str(span.action) for span in reduced} == {"1REDUCE_GRAD"}
+    last = draft(config)
+    size = sum(p.numel() for name, p in parameters(config).items() if int(name.split(".")[1]) in last.layers_of(1))
+    assert sum(span.num_bytes for span in reduced) == pytest.approx(4 * size, abs=8)  # 2 (R - 1) / R, R = 2
+
+
+def test_sharded_optimizer_takes_less_memory_and_says_so(split: Make, losses: Losses) -> None:
+    held = {}
+    for kind in ("all-reduce", "sharded"):
+        config = split(3, kind, kind)
+        losses(config)
+        held[kind] = read_rows(Path(config.run.folder))[-1]["optimizer_mb"]
+    assert held["sharded"]["0"] == pytest.approx(held["all-reduce"]["0"] / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tied", "peers"),
+    [
+        (False, [{1}, {0, 2}, {1, 3}, {2}]),
+        (True, [{1, 3}, {0, 2}, {1, 3}, {0, 2}]),  # first and last exchange the gradient of what they share
+    ],
+)
+def test_peers_are_the_neighbours(tiny: Make, tied: bool, peers: list[set[int]]) -> None:
+    schedule = draft(tiny(pipeline__stages=4, model__tie_embeddings=tied)).forecast.schedule
+    assert [Seat(rank, num_ranks=4).peers(schedule) for rank in range(4)] == peers
+
+
+def test_peers_of_a_replica_are_the_neighbours_in_its_row_and_its_column(tiny: Make) -> None:
+    """
+    replica 0    0 1 2
+    replica 1    3 4 5
+    """
+    schedule = draft(tiny(pipeline__stages=3)).forecast.schedule
+    peers = [Seat(rank, num_ranks=3, num_replicas=2).peers(schedule) for rank in range(6)]
+    assert peers == [{1, 3}, {0, 2, 4}, {1, 5}, {0, 4}, {1, 3, 5}, {2, 4}]
