@@ -68,7 +68,8 @@ class Machine:
 
     def agent_command(self, verb: str) -> str:
         """Its specification comes on standard input: a command line is seen by every user of the machine."""
-        return shlex.join([self.host.interpreter, f"{self.host.source}/scripts/fleet/agent.py", verb])
+        # -S: it needs no packages, and starts in two thirds of the time.
+        return shlex.join([self.host.interpreter, "-S", f"{self.host.source}/scripts/fleet/agent.py", verb])
 
     @contextmanager
     def process(self, command: str) -> Iterator[subprocess.Popen[bytes]]:

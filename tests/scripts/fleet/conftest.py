@@ -139,7 +139,6 @@ class Cloud:
     keys: Keys
     repository: Path
     root: Path
-    sockets: str = ""
 
     def folder(self, number: int) -> Path:
         return self.root / f"host{number}"
@@ -206,8 +205,18 @@ def end_all_in(root: Path) -> None:
     psutil.wait_procs(ended, timeout=10)
 
 
+@pytest.fixture(scope="session")
+def sockets(sshd) -> Iterator[None]:
+    """Connections outlive the commands: to make one takes longer than most tests."""
+    with TemporaryDirectory(prefix="dpipe-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssh, "TemporaryDirectory", lambda prefix: nullcontext(folder))
+        patch.setattr(ssh.Machine, "disconnect", lambda machine: None)
+        yield
+        sshd[0].cut_all()
+
+
 @pytest.fixture
-def bare(sshd, keys, tmp_path, monkeypatch) -> Iterator[Cloud]:
+def bare(sshd, keys, sockets, tmp_path, monkeypatch) -> Iterator[Cloud]:
     """Machines on which nothing is installed."""
     cloud = new_cloud(sshd, keys, tmp_path)
     monkeypatch.setattr(commands, "REPOSITORY", cloud.repository)
@@ -223,21 +232,17 @@ def fresh(bare) -> Cloud:
 
 
 @pytest.fixture(scope="session")
-def installed(sshd, keys, tmp_path_factory) -> Iterator[Cloud]:
+def installed(sshd, keys, sockets, tmp_path_factory) -> Cloud:
     cloud = new_cloud(sshd, keys, tmp_path_factory.mktemp("cloud"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "REPOSITORY", cloud.repository)
         assert (done := cloud("up")).exit_code == 0, done.output
-    with TemporaryDirectory(prefix="dpipe-") as cloud.sockets:  # short: a socket's path has 108 bytes
-        yield cloud
-        sshd[0].cut_all()
+    return cloud
 
 
 @pytest.fixture
-def cloud(installed, monkeypatch) -> Iterator[Cloud]:
-    """Machines on which it is installed, and nothing has run. They are shared, as are the connections to them."""
-    monkeypatch.setattr(ssh, "TemporaryDirectory", lambda prefix: nullcontext(installed.sockets))
-    monkeypatch.setattr(ssh.Machine, "disconnect", lambda machine: None)
+def cloud(installed) -> Iterator[Cloud]:
+    """Machines on which it is installed, and nothing has run. They are shared: change nothing else."""
     yield installed
     end_all_in(installed.root)
     for number in range(2):

@@ -1,10 +1,14 @@
 """OpenSSH's client as a function call: what it returns, what it raises, and what it leaves behind."""
 
 import time
+from tempfile import TemporaryDirectory
 
 import pytest
+from fleet import ssh
 from fleet.hosts import load_hosts
 from fleet.ssh import HostFailed, HostRefused, Unreachable, connected, each
+
+DISCONNECT = ssh.Machine.disconnect  # not what the tests' shared connections make of it
 
 
 @pytest.fixture
@@ -23,7 +27,9 @@ def test_command_that_fails_is_shown_with_its_words(machines):
     assert str(error.value) == f"host {machines[0].host.name}: `echo out; echo oops >&2; exit 7` failed (7):\nout\noops"
 
 
-def test_commands_on_one_machine_share_a_connection_that_ends_with_the_block(bare, command_lines):
+def test_commands_on_one_machine_share_a_connection_that_ends_with_the_block(bare, command_lines, monkeypatch):
+    monkeypatch.setattr(ssh, "TemporaryDirectory", TemporaryDirectory)
+    monkeypatch.setattr(ssh.Machine, "disconnect", DISCONNECT)
     hosts = load_hosts(bare.root / "hosts.toml").hosts[:1]
     with connected(hosts) as (machine,):
         ports = {machine.run("echo $SSH_CONNECTION") for _ in range(2)}
@@ -60,7 +66,8 @@ def test_mistake_of_ours_is_not_taken_for_a_machine_s(machines):
         each(machines, fail)
 
 
-def test_wrong_host_key_is_refused(bare):
+def test_wrong_host_key_is_refused(bare, monkeypatch):
+    monkeypatch.setattr(ssh, "TemporaryDirectory", TemporaryDirectory)
     path = bare.root / "hosts.toml"
     known = bare.root / "known"
     known.write_text(f"[127.0.0.1]:{bare.port} {(bare.keys.folder / 'user.pub').read_text()}")
