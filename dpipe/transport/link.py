@@ -81,6 +81,7 @@ class Receiving(_Transfer):
         self.expected: Header | None = None
         self.arrived: Header | None = None
         self.tensor: torch.Tensor | None = None
+        self.into: torch.Tensor | None = None  # where it shall be, if it was posted before its bytes came
 
     def done(self) -> bool:
         return super().done() and self.expected in (None, self.arrived)
@@ -89,7 +90,9 @@ class Receiving(_Transfer):
         assert self.expected is not None
         self.end.wait(self, f"for {self.expected.tag} from")
         assert self.tensor is not None
-        return self.tensor.to(self.end.device)
+        if self.into is None:
+            return self.tensor.to(self.end.device)
+        return self.into if self.tensor is self.into else self.into.copy_(self.tensor)
 
     def end_stripe(self) -> None:
         with self.end.changed:
@@ -155,7 +158,7 @@ class LinkEnd:
             enqueue(sending)
         return sending
 
-    def post(self, like: TensorSpec, tag: str) -> Receiving:
+    def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
         """Expect the next tensor. One that has arrived is handed over even if the peer is lost meanwhile."""
         with self.changed:
             receiving = self._entry(self._num_posted)
@@ -163,6 +166,7 @@ class LinkEnd:
                 self._raise_if_broken()
             self._num_posted += 1
             receiving.expected = Header(receiving.sequence, tag, like)
+            receiving.into = into
             if receiving.tensor is not None and receiving.arrived is not None:
                 self._unclaimed_bytes -= receiving.arrived.spec.num_bytes
             self.forget(receiving)
@@ -186,7 +190,7 @@ class LinkEnd:
             if not self._wait_for_room(receiving, header.spec.num_bytes):
                 return None
             if receiving.tensor is None:
-                receiving.tensor = header.spec.empty()
+                receiving.tensor = header.spec.empty() if receiving.into is None else receiving.into
                 self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
         receiving.begin()
         return receiving

@@ -27,7 +27,13 @@ def run(replicas: int, wire: str = "none", dies: int | None = None) -> list[Laye
 
     def replica_main(replica: int) -> Layered:
         group = TorchGroup(
-            open_store(HOST, master.port, 20, master=False), replica, replicas, host=HOST, wire=wire, part_bytes=40, timeout_s=20
+            open_store(HOST, master.port, 20, master=False),
+            replica,
+            replicas,
+            host=HOST,
+            wire=wire,
+            part_bytes=40,
+            timeout_s=20,
         )
         stage = Layered()
         kind = AllReduce({0: stage}, ADAM, group)
