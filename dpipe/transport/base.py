@@ -47,8 +47,8 @@ class Transport(Protocol):
     def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Pending[torch.Tensor]:
         """Expect the next tensor from `peer` and return at once.
 
-        `into` is where it shall be, on the CPU, contiguous and of the spec `like`; then `wait` gives that. Default: memory
-        of its own, on the transport's device.
+        `into` is where it shall be, on the CPU, contiguous and of the spec `like`; then `wait` gives that. Default:
+        memory of its own, on the transport's device.
         """
 
     def fail(self, error: Exception) -> None:
