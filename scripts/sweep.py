@@ -9,13 +9,8 @@ start it again: what is in the results stays, a line that was cut short is measu
 again.
 """
 
-import hashlib
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -24,16 +19,15 @@ from statistics import median
 from typing import Any, Literal
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from table import ROOT, WIRES, Row
+from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
 from venue import Kind, Venue, overrides, venue
 
 from dpipe.baselines import torch_replay
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config import Config, load
 from dpipe.engine.forecast import forecast
-from dpipe.engine.launch import environment, launch
-from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.topology import Link, Network, load_network
 
@@ -86,29 +80,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for runs that would measure the same, wherever their files are, and whatever defaults are added."""
-        files = {"transport": {"shape"}, "predict": {"network"}, "run": {"folder"}, "node": True}
-        given = self.config.model_dump(mode="json", exclude=files, exclude_unset=True)
-        how = (self.engine, self.sweep.venue, self.sweep.sysctl, self.sweep.scale, stated(self.network), given)
-        what = json.dumps(how, sort_keys=True)
-        return hashlib.sha256(what.encode()).hexdigest()[:16]
+        """Equal for runs that would measure the same."""
+        sweep = self.sweep
+        return key_of(self.config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network))
 
     def __str__(self) -> str:
         return f"{self.network.name} {self.engine} {self.schedule} {self.wire}"
-
-
-def read_sweep(path: Path) -> Sweep:
-    """Raises `ConfigError` naming the file and what is wrong in it."""
-    try:
-        return Sweep.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(f"sweep file {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"sweep file {path} is not TOML: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"sweep file {path}: {where}: {first['msg']}, got {first['input']!r}") from None
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
@@ -168,32 +145,13 @@ def as_profile(network: Network) -> str:
 
 
 def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
-    """Seconds a step, the median without the first step, and what the network then gave.
-
-    Raises `RunError` with the end of what a failed run said.
-    """
-    folder = Path(cell.config.run.folder)
-    shutil.rmtree(folder, ignore_errors=True)  # of a cell before, or of a run that was interrupted
+    """Seconds a step, the median without the first step, and what the network then gave."""
     observed = at.become(cell.profile)
-    given = [word for override in cell.overrides for word in ("-o", override)]
-    argv = [sys.executable, "-m", *MODULES[cell.engine], str(cell.config_path), *given]
-    said: list[str] = []
     try:
-        code = launch(
-            lambda rank: at.enter(rank, argv),
-            cell.config.pipeline.ranks,
-            logs=folder / "logs",
-            coordinator=at.coordinator,
-            environ={**environment(), **at.environ},
-            on_line=said.append,
-            timeout_s=timeout_s,
-            quiet=True,
-        )
+        rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=MODULES[cell.engine])
     except RunError as error:
         raise RunError(f"{cell}: {error}") from None
-    if code != 0:
-        raise RunError("\n".join([f"{cell} failed:", *said]))
-    seconds = [row["step_s"] for row in read_rows(folder) if "step_s" in row]
+    seconds = [row["step_s"] for row in rows if "step_s" in row]
     return {"measured_s": round(median(seconds[1:]), 3), "steps_s": seconds, "observed": observed}
 
 
@@ -205,6 +163,7 @@ def difference_of_losses(engine: str, schedule: str) -> float | None:
 def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
     config = cell.config
+    prediction = forecast(config)
     link = None if cell.network.links else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
@@ -213,7 +172,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         engine=cell.engine,
         schedule=cell.schedule,
         wire=cell.wire,
-        predicted_s=round(forecast(config).timeline.duration_us / 1e6, 3),
+        predicted_s=round(prediction.timeline.duration_us / 1e6, 3),
     )
     return {
         **asdict(row),
@@ -224,37 +183,11 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         "sysctl": cell.sweep.sysctl,
         "scale": cell.sweep.scale,
         "transport": config.transport.kind,
-        "connections": config.transport.connections,
+        "connections": prediction.network.connections,
         "digest": config.digest(),
         "commit": commit,
         "key": cell.key,
     }
-
-
-def whole_lines(results: Path) -> list[dict[str, Any]]:
-    """The lines that are there; one that was cut short is taken out of the file."""
-    if not results.exists():
-        return []
-    text = results.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        new = results.with_suffix(".tmp")
-        new.write_text(whole, encoding="utf-8")
-        os.replace(new, results)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def append(results: Path, line: dict[str, Any]) -> None:
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def commit_of_tree() -> str:
-    argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
 
 
 def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
@@ -286,7 +219,7 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
 @click.option("--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop.")
 def main(file: Path, results: Path | None, most: int | None) -> None:
     try:
-        sweep = read_sweep(file)
+        sweep = read_table(Sweep, file)
         where = results or ROOT / f"scripts/results/{sweep.name}.jsonl"
         failed = sweep_missing(sweep, where, ROOT / "runs/sweeps" / sweep.name, most)
     except DpipeError as error:

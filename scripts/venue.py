@@ -18,7 +18,6 @@ from dpipe.topology import load_network
 from netem import lab, measure, shell
 
 Kind = Literal["shaped", "lab"]
-LAB = "sweep"
 _PORT = 7000  # the hosts of a lab have nothing else on it
 
 
@@ -77,15 +76,21 @@ def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
 
 
 @contextmanager
-def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str]) -> Iterator[Venue]:
+def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Venue]:
     """A lab is up for as long as the block runs; raises `NetemError` where it cannot be."""
     if kind == "shaped":
         yield Shaped()
         return
-    made = lab.up(LAB, num_ranks)
+    with lab_up("sweep", num_ranks, sysctl) as at:
+        yield at
+
+
+@contextmanager
+def lab_up(name: str, num_hosts: int, sysctl: Sequence[str] = ()) -> Iterator[InLab]:
+    made = lab.up(name, num_hosts)
     try:
         for host in made.hosts if sysctl else ():
             shell.run(host.enter(["sysctl", "-qw", *sysctl]))
         yield InLab(made)
     finally:
-        lab.down(LAB)
+        lab.down(name)

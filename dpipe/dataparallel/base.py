@@ -63,11 +63,12 @@ class Moved(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One message of an exchange that this rank sent to rank `peer` for `stage`."""
+    """One message of an exchange for `stage`, to `peer` or `received` from it: a rank, or the parameter server."""
 
     stage: int
-    peer: int
+    peer: int | str
     moved: Moved
+    received: bool = False
 
 
 class DataParallel(Protocol):

@@ -9,9 +9,9 @@ a server that is killed and started again is a delay and nothing else. What is w
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +28,7 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
+SERVER = "server"  # what traffic calls the other end
 _RETRY_S = 0.5
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
@@ -39,6 +40,15 @@ _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
 
 Outbox = Callable[[int], torch.Tensor]  # chunk -> what goes on the wire, the same each time
 Put = Callable[[int, bool, memoryview], None]  # (chunk, whole, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A `base.Moved`."""
+
+    start_ns: int
+    end_ns: int
+    num_bytes: int
 
 
 class _Away(Exception):  # noqa: N818 - not an error yet: the server may come back
@@ -53,10 +63,19 @@ class Worker:
     session: str
     replica: int
     rank: int
-    security: Security = Security()
+    security: Security = field(default_factory=Security)
     connections: int = 1
     connect_s: float = 20.0
     timeout_s: float = 300.0
+
+
+def reach(worker: Worker) -> None:
+    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no such worker."""
+    line = ParameterLine(worker, -1, RowSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
+    try:
+        line.reach()
+    finally:
+        line.close()
 
 
 class ParameterLine:
@@ -66,6 +85,7 @@ class ParameterLine:
         self._worker, self.stage, self.row, self.rule = worker, stage, row, rule
         self._step = 0
         self._incarnation = ""
+        self._opened = False
         self._num_updates = 0
         self._kept: dict[int, Outbox] = {}  # by step: gradients that the server may still need
         self._channels: list[grpc.Channel] = []
@@ -73,15 +93,28 @@ class ParameterLine:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._error: Exception | None = None
-        self.traffic: list[Traffic] = []
+        self.traffic: deque[Traffic] = deque()
 
     def open(self, step: int, num_updates: int, rows: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """Attend before `step`; replica 0 brings what to begin with, the others wait for it."""
+        """Attend before `step`; replica 0 brings what to begin with, the others wait for it.
+
+        Raises `JoinError` where there is no server, or one that does not take this worker.
+        """
         self._step, self._num_updates = step, num_updates
+
+        def begin() -> None:
+            self._dial()
+            if self._attend(again=False).empty:
+                self._load(rows())
+
+        self._persist(begin, self._worker.connect_s, "")
+
+        self._opened = True
+
+    def reach(self) -> None:
+        """As `open`, without beginning anything."""
         self._dial()
-        standing = self._persist(partial(self._attend, again=False), self._worker.connect_s, "")
-        if standing.empty:
-            self._persist(lambda: self._load(rows()), self._worker.timeout_s, "sending it what to begin with")
+        self._persist(lambda: self._attend(again=True), self._worker.connect_s, "")
 
     def push(self, step: int, outbox: Outbox) -> None:
         """Send every chunk of the gradient of `step`; it is kept and sent again until `pull` has seen it committed."""
@@ -101,12 +134,7 @@ class ParameterLine:
         """
         pulled = _Pulled(self.row.num_chunks if verdict.factor is not None else 0, put)
 
-        def both() -> None:
-            pushes = self._start_pushes(step) if push else []
-            self._pull(verdict, pulled)
-            self._results(pushes)
-
-        self._repeat(both, f"pulling the parameters after step {step}")
+        self._repeat(lambda: self._pull(step, verdict, pulled, push), f"pulling the parameters after step {step}")
         self._kept = {kept: outbox for kept, outbox in self._kept.items() if kept >= pulled.committed}
 
     def keep(self, step: int, outbox: Outbox) -> None:
@@ -179,8 +207,8 @@ class ParameterLine:
         standing = self._attend(again=True)
         if standing.empty:
             raise PeerLost(
-                f"the parameter server at {self._worker.address} came back without the state of this run; start it with "
-                "the run.folder it had, or go on from the last checkpoint: --resume"
+                f"the parameter server at {self._worker.address} came back without the state of this run; start it "
+                "with the run.folder it had, or go on from the last checkpoint: --resume"
             )
         LOG.info("the parameter server at %s is back, at step %d", self._worker.address, standing.step)
         for step in sorted(self._kept):
@@ -222,11 +250,24 @@ class ParameterLine:
             wire = self._kept[step](chunk)
             began = time.perf_counter_ns()
             yield piece(pb.Piece(chunk=chunk), wire)
-            moved = Moved(began, time.perf_counter_ns(), wire.nbytes)
+            moved = _Moved(began, time.perf_counter_ns(), wire.nbytes)
             self.traffic.append(Traffic(self.stage, SERVER, moved))
 
-    def _pull(self, verdict: Verdict, pulled: "_Pulled") -> None:
-        """Chunks in order, from the connections in turn; what has come before the server went away is not asked for."""
+    def _pull(self, step: int, verdict: Verdict, pulled: "_Pulled", push: bool) -> None:
+        """A push that is refused ends the pull, which would wait for it in vain."""
+        streams = self._start_pulls(verdict, pulled)
+        pushes = self._start_pushes(step) if push else []
+        for call in pushes:
+            call.add_done_callback(lambda done: None if done.code() is grpc.StatusCode.OK else _cancel(streams))
+        try:
+            self._told(lambda: pulled.take(streams, self))
+        except _Away:
+            self._results(pushes)
+            raise
+        self._results(pushes)
+
+    def _start_pulls(self, verdict: Verdict, pulled: "_Pulled") -> list[Any]:
+        """Chunks come in order, over the connections in turn; of what came before the server went away none again."""
         stride = self._worker.connections
         streams = []
         for connection in range(stride):
@@ -235,7 +276,7 @@ class ParameterLine:
             if verdict.factor is None:
                 wanted.first = self.row.num_chunks
             streams.append(self._stream("Pull", wanted.SerializeToString(), connection))
-        self._told(lambda: pulled.take(streams, self))
+        return streams
 
     def _unary(self, method: str, request: bytes) -> bytes:
         call: Any = self._channels[0].unary_unary(f"/{SERVICE}/{method}")
@@ -244,7 +285,8 @@ class ParameterLine:
 
     def _stream(self, method: str, request: bytes, connection: int) -> Iterator[bytes]:
         call: Any = self._channels[connection].unary_stream(f"/{SERVICE}/{method}")
-        return self._begun(call(request, **self._options(self._step)))
+        stream: Iterator[bytes] = self._begun(call(request, **self._options(self._step)))
+        return stream
 
     def _options(self, step: int) -> dict[str, Any]:
         worker = self._worker
@@ -282,6 +324,8 @@ class ParameterLine:
         if code in _AWAY:
             raise _Away(details)
         kind = _ERRORS.get(code, TransferError)
+        if kind is JoinError and self._opened:
+            kind = TransferError  # a run that has begun is not what the user mends by another configuration
         raise kind(f"rank {self._worker.rank}: the parameter server at {self._worker.address} says: {details}")
 
 
@@ -303,20 +347,12 @@ class _Pulled:
             num_bytes += len(body)
             self.next += 1
         if num_bytes:
-            moved = Moved(began, time.perf_counter_ns(), num_bytes)
+            moved = _Moved(began, time.perf_counter_ns(), num_bytes)
             line.traffic.append(Traffic(line.stage, SERVER, moved, received=True))
         ends = [parse(message)[0].committed for stream in streams for message in stream]
         self.committed = max(ends, default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """See `base.Moved`."""
-
-    start_ns: int
-    end_ns: int
-    num_bytes: int
-
-
-SERVER = "server"
-__all__ = ["Future", "ParameterLine", "Worker"]
+def _cancel(calls: list[Any]) -> None:
+    for call in calls:
+        call.cancel()

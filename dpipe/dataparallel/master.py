@@ -79,6 +79,7 @@ class Master:
         self._ledgers: dict[int, Ledger] = {}
         self._spare: deque[torch.Tensor] = deque()
         self._verdicts: dict[int, Verdict] = {}
+        self._decided: dict[int, set[int]] = {}  # by step: the replicas that have brought the verdict
         self._not_finite: dict[tuple[int, int], str] = {}  # by step and chunk: who pushed it
         self._stepped: dict[int, torch.Tensor] = {}  # chunks of the step under way, as they go out
         self._left: dict[int, torch.Tensor] = {}  # chunks of the last committed step, as they went out
@@ -102,8 +103,10 @@ class Master:
         return step < self.step or self._ledger(step).final
 
     def missing(self) -> list[int]:
-        """The replicas that have not pushed all of the step under way."""
-        return self._ledger(self.step).missing()
+        """The ranks that have not pushed all of the step under way, or else those that have not brought a verdict."""
+        late = self._ledger(self.step).missing()
+        late = late or sorted(set(range(self.rule.num_replicas)) - self._decided.get(self.step, set()))
+        return [self.rule.ranks[replica] for replica in late]
 
     def norms(self, step: int) -> dict[int, float]:
         """The squared norm of the mean gradient of each layer; of a whole parameter at a time, so that no cut shows."""
@@ -116,12 +119,15 @@ class Master:
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(self, step: int, verdict: Verdict) -> None:
-        """Take the workers' verdict; each brings it, all the same. Raises `TransferError` where one differs."""
-        self._check_step(step, "a verdict on")
+    def decide(self, step: int, replica: int, verdict: Verdict) -> None:
+        """Take the verdict as a worker brings it: all have the same. Raises `TransferError` where one differs."""
+        self._check_step(step, f"replica {replica}'s verdict on")
+        if step < self.step:
+            return
         known = self._verdicts.setdefault(step, verdict)
         if known != verdict:
-            raise TransferError(f"step {step} was decided as {known}, and now as {verdict}: the replicas disagree")
+            raise TransferError(f"replica {replica} decided step {step} as {verdict}, the others as {known}")
+        self._decided.setdefault(step, set()).add(replica)
 
     def give(self, step: int, chunk: int) -> Given | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing for it.
@@ -144,11 +150,10 @@ class Master:
 
     @property
     def complete(self) -> bool:
-        """Whether `commit` may come."""
-        verdict = self._verdicts.get(self.step)
-        if verdict is None:
+        """Whether `commit` may come: every replica wants it, and every chunk has been stepped."""
+        if len(self._decided.get(self.step, ())) < self.rule.num_replicas:
             return False
-        if verdict.factor is None:
+        if self._verdicts[self.step].factor is None:
             return True
         return self._ledger(self.step).final if self.rule.staleness else len(self._stepped) == self.row.num_chunks
 
@@ -179,7 +184,7 @@ class Master:
         """Take a step again from what a journal wrote down: the same bits."""
         if verdict.factor is not None:
             self._ledger(self.step).settle(average)
-        self.decide(self.step, verdict)
+        self._verdicts[self.step] = verdict
         self.commit()
 
     def _check_step(self, step: int, what: str) -> None:
@@ -200,10 +205,10 @@ class Master:
         return self._ledgers[step]
 
     def _forget(self, step: int) -> None:
-        """The verdict stays for the replica that brings it late: until all have come to the next step."""
         if step in self._ledgers:
             self._spare.append(self._ledgers.pop(step).average)
-        self._verdicts = {s: v for s, v in self._verdicts.items() if s >= step}
+        self._verdicts.pop(step, None)
+        self._decided.pop(step, None)
         self._not_finite = {key: who for key, who in self._not_finite.items() if key[0] > step}
 
     def _can_step(self, step: int, chunk: int) -> bool:

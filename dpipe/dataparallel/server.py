@@ -125,9 +125,9 @@ class ParameterServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        stopped = self._server.stop(None)
+        stopped = self._server.stop(_STOP_S)  # an answer that is on its way, to the last worker's Leave, arrives
         self._close_shelves(_Restarted("the parameter server was closed"))
-        stopped.wait(_STOP_S)
+        stopped.wait(2 * _STOP_S)
 
     def _all_left(self) -> bool:
         shelves = self._shelves.values()
@@ -201,7 +201,7 @@ class ParameterServer:
         shelf = self._shelf(place)
         caller = _watched(context, shelf)
         factor = wanted.factor if wanted.HasField("factor") else None
-        shelf.decide(place.step, Verdict(wanted.learning_rate, factor))
+        shelf.decide(place.step, place.replica, Verdict(wanted.learning_rate, factor))
         for chunk in range(wanted.first, shelf.master.row.num_chunks, max(1, wanted.stride)):
             given = shelf.give(place.step, chunk, caller)
             yield piece(pb.Piece(chunk=chunk, whole=given.whole), given.wire)

@@ -59,8 +59,8 @@ class Shelf:
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
         self._do(lambda: self.master.add(step, replica, chunk, values))
 
-    def decide(self, step: int, verdict: Verdict) -> None:
-        self._do(lambda: self.master.decide(step, verdict))
+    def decide(self, step: int, replica: int, verdict: Verdict) -> None:
+        self._do(lambda: self.master.decide(step, replica, verdict))
 
     def leave(self, replica: int) -> None:
         self._do(lambda: self.left.add(replica))
@@ -137,8 +137,7 @@ class Shelf:
 
     def _who_is_missing(self) -> str:
         missing = self.master.missing()
-        ranks = ", ".join(str(self.master.rule.ranks[replica]) for replica in missing)
-        return f"not all of the gradient has come from ranks {ranks}" if missing else "no verdict came"
+        return f"nothing, or not all, has come from rank {', '.join(map(str, missing))}"
 
     def _raise(self) -> None:
         if self._error is not None:

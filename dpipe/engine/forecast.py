@@ -7,7 +7,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dpipe.config import Config, load
 from dpipe.errors import ConfigError
@@ -15,7 +15,7 @@ from dpipe.schedule.check import check
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import gpt_layer_flops
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops
 from dpipe.stage.partition import split
 from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
@@ -27,13 +27,17 @@ from dpipe.wire.format import wire_bytes
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it."""
+    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
+
+    `core_s` are the seconds of forward that are its attention cores'; not given, it has none.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
+    core_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,15 @@ def forecast(
     return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network))
 
 
-def assumed_network(profile: str | None, connections: int) -> Network:
+def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
-    return (load_network(profile) if profile else Network()).over(connections)
+    network = load_network(profile) if profile else Network()
+    return network.over_enough() if connections == "auto" else network.over(connections)
+
+
+def connections_of(config: Config) -> int:
+    """How many TCP connections a link of the run has."""
+    return assumed_network(config.network_profile, config.transport.connections).connections
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -132,7 +142,9 @@ def gpt_costs(config: Config) -> LayerCosts:
     message = wire_bytes(config.pipeline.wire, tokens * model.width)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied)
+    core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
+    core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s)
 
 
 def vocabulary(tokenizer: str) -> int:
@@ -147,13 +159,14 @@ def vocabulary(tokenizer: str) -> int:
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
 
 
-def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: bool) -> Cost:
-    """Add up the layers of each stage; recomputation runs forward once more before backward."""
+def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
+    """Add up the layers of each stage; recomputation runs forward, or the attention cores, once more in backward."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
     backward = [sum(layers.backward_s[i] for i in r) * 1e6 for r in ranges]
-    again = forward if recompute else [0.0] * len(cut)
+    repeated = {"none": (), "selective": layers.core_s, "full": layers.forward_s}[recompute]
+    again = [sum(repeated[r.start : r.stop]) * 1e6 for r in ranges]
     return Cost(
         forward_us=tuple(forward),
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),

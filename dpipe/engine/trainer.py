@@ -89,7 +89,8 @@ class Trainer:
                 self._evaluate()
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
-        self._tell(job.update.drain())
+        for verdict in job.update.drain():
+            self._tell(verdict)
         if self._traces:
             job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
@@ -113,7 +114,8 @@ class Trainer:
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
             self.job.recorder.moved(Lane.REDUCE, action, message.moved)
-            self.job.recorder.sent(message.peer, message.moved.num_bytes)
+            if not message.received:
+                self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""

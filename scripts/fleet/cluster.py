@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dpipe.errors import DpipeError
@@ -20,11 +20,12 @@ from fleet import collect as collecting
 from fleet import install, job, shaping
 from fleet.hosts import Hosts, HostsError, load_hosts
 from fleet.ssh import COMMAND_S, Machine, connected, each
-from fleet.watch import Line, Watch, attend
+from fleet.watch import Line, Watch, attend, signals
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_WIDE = 250  # characters, where it is no terminal that they must fit
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -117,17 +118,20 @@ def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **giv
     what = job.Job.of(config, hosts=hosts, **given)
     used = machines[: len({seat.host for seat in what.seats})]
     install.require_installed(used)
-    offsets = job.start(what, used)
-    _say(f"run {what.name}: {len(what.seats)} ranks on {len(used)} hosts")
-    if not detach:
-        sys.exit(attend(Watch(what.name, offsets), used, what.name, show=_show, say=_say))
+    with signals() as asked:
+        offsets = job.start(what, used)
+        _say(f"run {what.name}: {len(what.seats)} ranks on {len(used)} hosts")
+        if not detach or asked:
+            sys.exit(attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say))
 
 
 @main.command()
 @_on_machines
 def status(hosts: Hosts, machines: list[Machine]) -> None:
     """What is installed on each host, and how its ranks are; exit code 1 where a host does not answer."""
-    table = Table("host", "commit", "shaped", "run", "rank", "state", "since", "last line", box=None)
+    table = Table(*("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
 
     def ask(machine: Machine) -> dict[str, Any] | str:
         try:
@@ -141,7 +145,8 @@ def status(hosts: Hosts, machines: list[Machine]) -> None:
     for machine, answer in zip(machines, answers, strict=True):
         for row in _rows(answer):
             table.add_row(machine.host.name, *row)
-    Console().print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else _WIDE)
     sys.exit(1 if any(isinstance(answer, str) for answer in answers) else 0)
 
 
@@ -177,7 +182,8 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
     }
     watch = Watch(name, offsets, wait=follow)
     if follow:
-        sys.exit(attend(watch, list(offsets), name, show=_show, say=_say))
+        with signals() as asked:
+            sys.exit(attend(watch, list(offsets), name, asked, show=_show, say=_say))
     with watch:
         for event in watch:
             if isinstance(event, Line):
@@ -230,9 +236,9 @@ def collect(hosts: Hosts, machines: list[Machine], name: str | None, into: Path,
 def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove: bool) -> None:
     """Stop what runs on every host and take profiles off."""
     there = [m for m, commit in zip(machines, each(machines, install.installed), strict=True) if commit is not None]
-    doubts = [] if kill or not there else job.stop(there, None, "TERM", grace)
+    doubts = [] if kill or not there else job.stop(there, None, "SIGTERM", grace)
     if there and (kill or doubts):
-        doubts = job.stop(there, None, "KILL", 5.0)
+        doubts = job.stop(there, None, "SIGKILL", job.KILL_S)
     doubts += shaping.clear_what_answers(there) if there else []
     for doubt in doubts:
         _say(doubt)
@@ -242,8 +248,8 @@ def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove
 
 
 def _progress() -> Progress:
-    columns = (SpinnerColumn(finished_text=""), TextColumn("{task.description}"), TextColumn("{task.fields[what]}"))
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+    words = (TextColumn("{task.description}"), TextColumn("{task.fields[what]}"))
+    return Progress(*words, TimeElapsedColumn(), console=Console(stderr=True))
 
 
 def _show(line: Line) -> None:

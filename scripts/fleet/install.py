@@ -26,9 +26,13 @@ Say = Callable[[Machine, str], None]
 
 # Asks only; a machine that is booting for the first time is given the time to finish.
 _CAN = """
-if command -v cloud-init >/dev/null; then timeout {boot} cloud-init status --wait >/dev/null; fi
+if command -v cloud-init >/dev/null; then timeout {boot:g} cloud-init status --wait >/dev/null; fi
 {python} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || echo "needs Python 3.11 or newer, and {python} is not"
 command -v tar >/dev/null && command -v gzip >/dev/null || echo "needs tar and gzip"
+"""
+
+_MARK = """
+echo {commit} >{folder}/commit
 """
 
 _UNPACK = """set -eu
@@ -40,14 +44,18 @@ tar -xzvf - >../tracked.all
 grep -v '/$' ../tracked.all >../tracked
 """
 
-_SETUP = "cd {source} && PYTHON={python} timeout {limit:g} scripts/setup {extras}"
+_SETUP = """set -eu
+(cd {source} && PYTHON={python} timeout {limit:g} scripts/setup {extras})
+"""
 
 # An environment that somebody else keeps: dpipe runs from its files, so only their generated part is made.
 _SETUP_IN = """set -eu
 python=$(realpath --no-symlinks {interpreter})
-cd {source}
-timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
-timeout {limit:g} "$python" -c 'import dpipe.engine.build'
+(
+    cd {source}
+    timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
+    timeout {limit:g} "$python" -c 'import dpipe.engine.build'
+)
 """
 
 
@@ -86,8 +94,14 @@ def _git(repository: Path, *words: str) -> bytes:
 
 def install(machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S) -> None:
     """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or is busy."""
-    each(machines, lambda machine: _check(machine, say))
-    each(machines, lambda machine: _install(machine, release, say, limit_s))
+    found = dict(zip(machines, each(machines, lambda machine: _check(machine, say)), strict=True))
+
+    def settle(machine: Machine) -> None:
+        if found[machine] != release.commit:
+            _install(machine, release, say, limit_s)
+        say(machine, f"has {release.commit:.12}")
+
+    each(machines, settle)
 
 
 def installed(machine: Machine) -> str | None:
@@ -111,38 +125,38 @@ def copy(machines: Sequence[Machine], archive: bytes) -> None:
     each(machines, lambda machine: machine.run(f"tar -xzf - -C {shlex.quote(machine.host.source)}", stdin=archive))
 
 
-def _check(machine: Machine, say: Say) -> None:
+def _check(machine: Machine, say: Say) -> str | None:
+    """The commit that is there. Raises `HostRefused` where the machine cannot be changed."""
     say(machine, "checking")
     host = machine.host
     words = machine.run(_CAN.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60)
     if words and host.venv is None:
         raise HostRefused(f"host {host.name}: {words.decode().strip()}; set python in the hosts file")
-    if installed(machine) is None:
-        return
-    status: dict[str, Any] = machine.agent("status", run=None, lines=1)
-    if any(rank["state"] == "running" for rank in status["ranks"].values()):
-        raise HostRefused(f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it")
+    commit = installed(machine)
+    if commit is not None:
+        status: dict[str, Any] = machine.agent("status", run=None, lines=1)
+        if any(rank["state"] == "running" for rank in status["ranks"].values()):
+            raise HostRefused(f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it")
+    return commit
 
 
 def _install(machine: Machine, release: Release, say: Say, limit_s: float) -> None:
-    if installed(machine) == release.commit:
-        say(machine, f"has {release.commit:.12}")
-        return
     host = machine.host
     folder, source = shlex.quote(host.folder), shlex.quote(host.source)
     say(machine, "sending")
     machine.run(_UNPACK.format(folder=folder, source=source), stdin=release.archive, timeout_s=limit_s)
     say(machine, "setting up")
-    setup = (_SETUP if host.venv is None else _SETUP_IN).format(
+    script = (_SETUP if host.venv is None else _SETUP_IN) + _MARK
+    command = script.format(
         source=source,
         limit=limit_s,
         python=shlex.quote(host.python),
         extras=shlex.quote(host.extras),
         interpreter=shlex.quote(host.interpreter),
+        commit=release.commit,
+        folder=folder,
     )
-    machine.run(setup, timeout_s=limit_s + 60)
-    machine.run(f"echo {release.commit} >{folder}/commit")
-    say(machine, f"has {release.commit:.12}")
+    machine.run(command, timeout_s=limit_s + 60)
 
 
 def remove(machine: Machine) -> None:

@@ -18,6 +18,7 @@ from fleet.hosts import Hosts, HostsError, Seat
 from fleet.ssh import COMMAND_S, Machine, each
 
 STOP_S = 60.0  # for a step and a checkpoint
+KILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]
     try:
         answers = each(used, lambda m: m.agent("start", **job.spec(of_host[m.host.name], token)))
     except BaseException:
-        stop(used, job.name, "KILL", 5.0)
+        stop(used, job.name, "SIGKILL", KILL_S)
         raise
     offsets = [{int(rank): offset for rank, offset in answer["offsets"].items()} for answer in answers]
     return dict(zip(used, offsets, strict=True))
@@ -112,6 +113,6 @@ def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float =
         except DpipeError as error:  # the others are told all the same
             return str(error)
         late = bool(left) and wait_s > 0
-        return f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after SIG{how}" if late else None
+        return f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}" if late else None
 
     return [doubt for doubt in each(machines, tell) if doubt is not None]

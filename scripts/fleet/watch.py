@@ -21,10 +21,9 @@ from types import FrameType
 from typing import Any
 
 from dpipe.errors import DpipeError
-from fleet.job import stop
+from fleet.job import KILL_S, stop
 from fleet.ssh import Machine, Unreachable, as_line
 
-KILL_S = 5.0
 GRACE_S = 15.0  # for the others to stop by themselves, once a rank has failed
 LOST_S = 60.0  # without a connection, until a machine is given up
 RETRY_S = 1.0
@@ -148,15 +147,17 @@ def _lines(process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
     raise Unreachable(f"no sign of life for {SILENT_S:g} s")
 
 
-def attend(watch: Watch, machines: Sequence[Machine], run: str, *, show: Callable[[Line], None], say: Say) -> int:
+def attend(
+    watch: Watch, machines: Sequence[Machine], run: str, asked: Sequence[int], *, show: Callable[[Line], None], say: Say
+) -> int:
     """Show a run until it has ended; returns its exit code, the first failing rank's.
 
-    Ctrl-C or SIGTERM asks the ranks to stop after this step with a checkpoint, a second one kills them. Where a rank
-    fails, the others hear of it from the coordinator; after a grace they are killed.
+    The first signal in `asked` has the ranks stop after this step with a checkpoint, a second one kills them. Where a
+    rank fails, the others hear of it from the coordinator; after a grace they are killed.
     """
     outcomes: list[Ended] = []
     deadline: float | None = None
-    with watch, _asked() as asked:
+    with watch:
         answered = 0
         for event in watch:
             match event:
@@ -189,13 +190,13 @@ def conclude(outcomes: Sequence[Ended], say: Say) -> int:
 def _obey(machines: Sequence[Machine], run: str, times: int, say: Say) -> None:
     if times == 1:
         say("stopping: the ranks finish their step and write a checkpoint; once more kills them")
-    for doubt in stop(machines, run, "TERM") if times == 1 else stop(machines, run, "KILL", KILL_S):
+    for doubt in stop(machines, run, "SIGTERM") if times == 1 else stop(machines, run, "SIGKILL", KILL_S):
         say(doubt)
 
 
 @contextmanager
-def _asked() -> Iterator[list[int]]:
-    """The signals that have asked for an end, so far."""
+def signals() -> Iterator[list[int]]:
+    """The Ctrl-C and SIGTERM that have come so far. Open it before a run is started: none may leave it unattended."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ def step(master: Master, journal: Journal | None, factor: float | None = 1.0) ->
     values = torch.randn(ROW.length, generator=torch.Generator().manual_seed(number))
     for chunk in range(ROW.num_chunks):
         master.add(number, 0, chunk, values[ROW.chunk(chunk)])
-    master.decide(number, Verdict(1e-2, factor))
+    master.decide(number, 0, Verdict(1e-2, factor))
     for chunk in range(ROW.num_chunks if factor is not None else 0):
         master.give(number, chunk)
     if journal:

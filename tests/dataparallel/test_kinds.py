@@ -1,5 +1,7 @@
 """What every kind promises that steps by the mean gradient: any number of replicas, any wire, a step late or not."""
 
+import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -8,21 +10,44 @@ from layered import ADAM, RATE, Layered, Make, mean_gradients, one_step, train, 
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Links, Report
+from dpipe.dataparallel.client import Worker
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.layout import StepRule
+from dpipe.dataparallel.served import ServedStages
+from dpipe.dataparallel.server import ParameterServer
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
 
+RUNS = itertools.count()
 PART_BYTES = 40  # a few parts in so small a row
 WHOLE_BYTES = 2 * 4 * (5 * 7 + 3 + 11 * 2)  # of the optimizer's state of a stage
-KINDS = ("all-reduce", "sharded")
+DELAYABLE = ("all-reduce", "sharded")
+KINDS = (*DELAYABLE, "parameter-server")
+PORT: list[int] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _server() -> Iterator[None]:
+    """For every test here: each run takes the stage over from the one before."""
+    server = ParameterServer()
+    PORT.append(server.port)
+    yield
+    server.close()
+    PORT.clear()
 
 
 def of_kind(name: str, replicas: int, wire_name: str = "none", lag: int = 0, tied_copy: str | None = None) -> Make:
+    calls = itertools.count(next(RUNS) * 1000 * replicas)
+
     def make(stage: Layered, links: Links, replica: int) -> DataParallel:
         def exchange(wire_name: str) -> DirectExchange:
             return DirectExchange(links, replica, range(replicas), wire(wire_name), part_bytes=PART_BYTES)
 
+        if name == "parameter-server":
+            worker = Worker(f"127.0.0.1:{PORT[0]}", f"{next(calls) // replicas}", replica, replica, connections=2)
+            rule = StepRule(tuple(range(replicas)), ADAM.weight_decay, ADAM.betas, wire_name)
+            return ServedStages({0: stage}, rule, {0: worker}, eager=False, chunk_bytes=PART_BYTES, tied_copy=tied_copy)
         if name == "all-reduce":
             return AllReduce({0: stage}, ADAM, exchange(wire_name), lag=lag, tied_copy=tied_copy)
         return Sharded({0: stage}, ADAM, exchange(wire_name), exchange("none"), lag=lag, tied_copy=tied_copy)
@@ -45,10 +70,9 @@ def equal(one: Layered, other: Layered) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("kind", "lag"), [(kind, 0) for kind in KINDS] + [(kind, 1) for kind in DELAYABLE])
 @pytest.mark.parametrize("wire_name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
 def test_replicas_are_equal_to_the_last_bit(kind: str, replicas: int, wire_name: str, lag: int) -> None:
     first, *others = train(of_kind(kind, replicas, wire_name, lag), replicas)
     assert all(equal(first, other) for other in others)
@@ -61,7 +85,7 @@ def test_replicas_step_by_the_mean_gradient_to_the_last_bit(kind: str, replicas:
     assert equal(train(of_kind(kind, replicas), replicas)[0], alone(replicas, steps=3))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DELAYABLE)
 def test_delayed_replicas_step_by_the_mean_gradient_of_the_step_before(kind: str) -> None:
     assert equal(train(of_kind(kind, 3, lag=1), 3, steps=4)[0], alone(3, steps=3))
 

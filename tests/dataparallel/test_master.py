@@ -48,6 +48,11 @@ def push(to: Master, step: int, replica: int, chunks: range | None = None) -> No
         to.add(step, replica, chunk, gradient(step, replica)[ROW.chunk(chunk)])
 
 
+def decide(to: Master, step: int, verdict: Verdict = GO) -> None:
+    for replica in range(2):
+        to.decide(step, replica, verdict)
+
+
 def take(of: Master, step: int) -> list[torch.Tensor]:
     """Every chunk as a worker gets it."""
     given_out = [of.give(step, chunk) for chunk in range(ROW.num_chunks)]
@@ -57,7 +62,7 @@ def take(of: Master, step: int) -> list[torch.Tensor]:
 def one_step(of: Master, step: int, verdict: Verdict = GO) -> list[torch.Tensor]:
     push(of, step, 0)
     push(of, step, 1)
-    of.decide(step, verdict)
+    decide(of, step, verdict)
     out = take(of, step)
     of.commit()
     return out
@@ -109,10 +114,10 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
     one_step(plain, 0)
     for turn, (replica, chunk) in enumerate([*order, *again]):
         if turn == decided_after:
-            shuffled.decide(0, GO)
+            decide(shuffled, 0, GO)
         shuffled.add(0, replica, chunk, gradient(0, replica)[ROW.chunk(chunk)])
         shuffled.give(0, turn % ROW.num_chunks)
-    shuffled.decide(0, GO)
+    decide(shuffled, 0, GO)
     take(shuffled, 0)
     shuffled.commit()
     assert equal(rows(shuffled), rows(plain))
@@ -120,7 +125,7 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
 
 def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
     served = master()
-    served.decide(0, GO)
+    decide(served, 0, GO)
     push(served, 0, 0)
     push(served, 0, 1, range(1))
     assert [served.give(0, chunk) is not None for chunk in range(ROW.num_chunks)] == [True, False, False]
@@ -130,7 +135,7 @@ def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
 def test_push_that_ends_in_the_middle_changes_nothing() -> None:
     served = master()
     before = rows(served)
-    served.decide(0, GO)
+    decide(served, 0, GO)
     push(served, 0, 0)
     push(served, 0, 1, range(2))
     take(served, 0)
@@ -141,7 +146,7 @@ def test_push_that_ends_in_the_middle_changes_nothing() -> None:
 def test_skipped_step_changes_no_parameter() -> None:
     served = master()
     before = rows(served)
-    served.decide(0, Verdict(1e-2, None))
+    decide(served, 0, Verdict(1e-2, None))
     assert served.complete
     served.commit()
     push(served, 0, 0)
@@ -155,7 +160,7 @@ def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
     for step in range(3):
         push(served, step, 0)
         push(served, step, 1)
-        served.decide(step, GO)
+        decide(served, step, GO)
         for chunk in range(ROW.num_chunks):
             out, part = served.give(step, chunk), worker[ROW.chunk(chunk)]
             assert out is not None
@@ -183,7 +188,7 @@ def test_replayed_steps_are_the_same_to_the_last_bit() -> None:
     for step, verdict in enumerate([GO, Verdict(1e-2, None), Verdict(5e-3, 0.3)]):
         push(lived, step, 0)
         push(lived, step, 1)
-        lived.decide(step, verdict)
+        decide(lived, step, verdict)
         if verdict.factor is not None:
             take(lived, step)
         written, average = lived.due()
@@ -229,7 +234,7 @@ def test_infinite_gradient_stops_the_step_and_is_named() -> None:
     push(served, 0, 0)
     for chunk in range(ROW.num_chunks):
         served.add(0, 1, chunk, bad[ROW.chunk(chunk)])
-    served.decide(0, GO)
+    decide(served, 0, GO)
     with pytest.raises(NumericError, match=r"step 0: the gradient of layers\.0\.bias on rank 4 is not finite"):
         take(served, 0)
     assert equal(rows(served), before)
@@ -243,9 +248,28 @@ def test_wrong_step_is_refused(step: int) -> None:
 
 def test_replicas_that_disagree_are_told() -> None:
     served = master()
-    served.decide(0, GO)
-    with pytest.raises(TransferError, match="the replicas disagree"):
-        served.decide(0, Verdict(1e-2, 0.5))
+    served.decide(0, 0, GO)
+    with pytest.raises(TransferError, match="replica 1 decided step 0 as"):
+        served.decide(0, 1, Verdict(1e-2, 0.5))
+
+
+def test_step_is_complete_only_when_every_replica_wants_it() -> None:
+    served = master()
+    push(served, 0, 0)
+    push(served, 0, 1)
+    served.decide(0, 1, GO)
+    take(served, 0)
+    assert not served.complete
+    assert served.missing() == [0]
+    served.decide(0, 0, GO)
+    assert served.complete
+
+
+def test_rank_that_has_not_pushed_all_of_it_is_missing() -> None:
+    served = master()
+    push(served, 0, 0)
+    push(served, 0, 1, range(2))
+    assert served.missing() == [4]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -257,7 +281,7 @@ def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> Non
     served = master(staleness=staleness)
     for step in range(staleness + 1):
         push(served, step, 0)
-        served.decide(step, GO)
+        decide(served, step, GO)
         assert (served.give(step, 0) is not None) == (step < staleness)
     with pytest.raises(TransferError, match=f"data_parallel.staleness is {staleness}"):
         push(served, staleness + 1, 0)
@@ -271,7 +295,7 @@ def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
     served = master(staleness=2)
     for step in range(3):
         push(served, step, 0)
-        served.decide(step, GO)
+        decide(served, step, GO)
     for step in range(3):
         push(served, step, 1)
         served.commit()

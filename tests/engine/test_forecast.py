@@ -43,8 +43,14 @@ def test_wire_format_decides_the_bytes_of_a_hop() -> None:
 
 def test_recomputation_runs_forward_once_more_before_the_input_gradient() -> None:
     layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0))
-    cost = stage_cost(layers, (1, 1), recompute=True)
+    cost = stage_cost(layers, (1, 1), recompute="full")
     assert (cost.backward_us, cost.input_us, cost.weight_us) == ((3e6, 3e6), (2e6, 2e6), (1e6, 1e6))
+
+
+def test_selective_recomputation_runs_the_attention_cores_once_more() -> None:
+    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0), core_s=(0.0, 0.25))
+    cost = stage_cost(layers, (1, 1), recompute="selective")
+    assert (cost.backward_us, cost.input_us) == ((2e6, 2.25e6), (1e6, 1.25e6))
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
