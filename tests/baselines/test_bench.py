@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.baselines import bench
-from dpipe.errors import RunError
+from dpipe.errors import ConfigError, RunError
 
 
 @pytest.fixture
@@ -28,3 +28,9 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("transport", 0), ("all-reduce", 2)])
+def test_hosts_that_make_no_sense_are_refused(name: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match="--hosts goes with all-reduce and a --rank below 2"):
+        bench.bench_text(name, as_json=False, hosts=("10.0.0.1", "10.0.0.2"), rank=rank)
