@@ -56,6 +56,7 @@ class Replay(Section):
     backward_ms: NotNegative | list[NotNegative] = 20.0
     input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
     message_bytes: Count = 1_000_000
+    parameter_bytes: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0  # what replicas agree on
 
 
 class Data(Section):
@@ -116,7 +117,7 @@ class Pipeline(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce", "sharded", "parameter-server"] = "none"
+    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20  # of a gradient that are exchanged at once
@@ -125,6 +126,11 @@ class DataParallel(Section):
     servers: Literal["one", "per-stage"] = "one"  # parameter servers
     address: tuple[str, ...] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
     staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
+    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Fraction = 0.9
+    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
+    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,6 +138,13 @@ class DataParallel(Section):
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
+            )
+        if self.kind == "local-sgd" and self.delay:
+            raise ValueError('data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead')
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
+                f"data_parallel.inner_steps {self.inner_steps}"
             )
         if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
             raise ValueError(

@@ -88,3 +88,15 @@ def test_configuration_survives_json() -> None:
         section, _, key = name.partition(".")
         table.setdefault(section, {})[key] = value
     assert build(table) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
+        ({"fragments": 5, "inner_steps": 4}, "data_parallel.fragments is 5, but at most one agrees at each"),
+    ],
+)
+def test_local_sgd_refuses_what_it_cannot_do(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build({"data_parallel": {"kind": "local-sgd", "replicas": 2, **given}})

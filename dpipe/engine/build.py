@@ -365,8 +365,8 @@ def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
-    sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
+    network, connections = config.network_profile, found.network.connections
+    plan = Plan(found.schedule, found.cost, network, connections, hosts, found.usual_replicas)
     save_plan(folder / "trace", plan)
 
 

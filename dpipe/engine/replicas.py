@@ -16,6 +16,7 @@ from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.group import TorchGroup, open_store
 from dpipe.dataparallel.layout import StepRule
+from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.sharded import Sharded
@@ -101,6 +102,13 @@ def data_parallel(
             eager = not (train.clip_norm or train.precision == "fp16")
             size = chunk_bytes(config)
             return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+        case "local-sgd":
+            outer = OuterSettings(
+                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
+            )
+            return LocalSgd(
+                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
+            )
     assert_never(chosen.kind)
 
 
