@@ -163,7 +163,7 @@ class DataParallel(Section):
     kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
-    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20  # of a gradient that are exchanged at once
     group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
     servers: Literal["one", "per-stage"] = "one"  # parameter servers

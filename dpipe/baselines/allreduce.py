@@ -3,8 +3,7 @@
     host 0    barrier | all-reduce 64 MB | clock        the slowest process counts: all of them wait for each other
     host 1    barrier | all-reduce 64 MB | clock        before each turn, and tell each other what it took after it
 
-Four processes on this machine, or one on each of four hosts that are told the same addresses:
-`dpipe bench --help`.
+Four processes on this machine, or one on each of several hosts that are told the same addresses (`dpipe bench --help`).
 """
 
 import time
@@ -25,8 +24,10 @@ from dpipe.transport.tcp import TcpTransport
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0
+_PART_BYTES = 16 << 20  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
 _WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {  # connections a link, and wire format
     "tcp x1": (TcpTransport, 1, "none"),
+    "tcp x2": (TcpTransport, 2, "none"),
     "tcp x4": (TcpTransport, 4, "none"),
     "grpc x4": (GrpcTransport, 4, "none"),
     "tcp x4 bf16": (TcpTransport, 4, "bf16"),
@@ -91,7 +92,8 @@ class _Process:
         return transport
 
     def _exchange(self, way: str) -> DirectExchange:
-        return DirectExchange(self._transports[way], self._rank, range(len(self._hosts)), wire(_WAYS[way][2]))
+        ranks, coded = range(len(self._hosts)), wire(_WAYS[way][2])
+        return DirectExchange(self._transports[way], self._rank, ranks, coded, part_bytes=_PART_BYTES)
 
     def _by_gloo(self) -> None:
         self._gloo.average(self._row, 0, lambda piece: None)

@@ -21,7 +21,7 @@ from rich.table import Table
 from dpipe.config import build
 from dpipe.engine.forecast import forecast
 from dpipe.engine.metrics import read_rows
-from dpipe.errors import RunError
+from dpipe.errors import ConfigError, RunError
 from dpipe.topology import Link, Network
 
 Row = dict[str, Any]
@@ -29,8 +29,9 @@ _STEPS = 5  # of a run; the first is left out: it opens buffers
 _ROUNDS = 2
 
 
-def bench_text(name: str, as_json: bool) -> str:
-    rows = _BENCHES[name]()
+def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int = 0) -> str:
+    """`hosts`: one process on each of them instead of all here; only for all-reduce, of which this is `rank`."""
+    rows = _BENCHES[name]() if not hosts else _on_hosts(name, hosts, rank)
     if as_json:
         return json.dumps(rows, indent=2)
     table = Table(*rows[0], title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}")
@@ -119,6 +120,14 @@ def bench_transport() -> list[Row]:
     from dpipe.baselines.gloo import compare_transport
 
     return compare_transport()
+
+
+def _on_hosts(name: str, hosts: tuple[str, ...], rank: int) -> list[Row]:
+    from dpipe.baselines.allreduce import compare_hosts
+
+    if name != "all-reduce" or not rank < len(hosts):
+        raise ConfigError(f"--hosts goes with all-reduce and a --rank below {len(hosts)}, not {name} and {rank}")
+    return compare_hosts(hosts, rank)
 
 
 def bench_all_reduce() -> list[Row]:

@@ -19,8 +19,10 @@ import torch
 
 from dpipe.dataparallel.base import Links, Pending, Traffic
 from dpipe.dataparallel.feedback import Wire
-from dpipe.schedule.exchange import Exchange, Message, Role, direct
+from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
+
+_WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
 
 Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly before it is needed
 
@@ -36,6 +38,7 @@ class DirectExchange:
         self.links, self.replica, self.ranks, self.wire = links, replica, ranks, wire
         self._part_values = max(1, part_bytes // 4)
         self._plans: dict[int, Plan] = {}
+        self.buffers = _Buffers()
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace `row` [N] by its mean over replicas."""
@@ -77,6 +80,7 @@ class Plan:
 
     def __init__(self, exchange: Exchange, replica: int, length: int) -> None:
         self.exchange, self.replica, self.length = exchange, replica, length
+        self.others = [other for other in range(exchange.num_replicas) if other != replica]
         self.sends = [m for m in exchange.programs[replica] if self._has_bytes(m)]
         self.arrivals = [m for m in exchange.arrivals[replica] if self._has_bytes(m)]
 
@@ -96,15 +100,30 @@ def _with(role: Role, messages: Iterable[Message]) -> list[Message]:
     return [message for message in messages if message.role is role]
 
 
+class _Buffers:
+    """Memory for what comes, used again and again: fresh pages cost as much as the bytes that fill them."""
+
+    def __init__(self) -> None:
+        self._free: dict[TensorSpec, list[torch.Tensor]] = {}
+
+    def take(self, spec: TensorSpec) -> torch.Tensor:
+        free = self._free.get(spec)
+        return free.pop() if free else spec.empty()
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault(TensorSpec.of(buffer), []).append(buffer)
+
+
 class _UnderWay:
-    """One exchange of one row."""
+    """One exchange of one row. Of each link, `_WINDOW` messages are expected at a time: as much memory, and no more."""
 
     def __init__(
         self, ends: DirectExchange, plan: Plan, row: torch.Tensor, stage: int, ready: Ready, *, reduced: bool = False
     ) -> None:
         self._ends, self._plan, self._row, self._stage, self._ready = ends, plan, row, stage, ready
+        self._coming: dict[int, deque[Message]] = {}  # by source, what is not expected yet
         self._shares: dict[tuple[int, int], Pending[torch.Tensor]] = {}  # by part and replica
-        self._averages: deque[tuple[slice, Pending[torch.Tensor]]] = deque()
+        self._averages: deque[tuple[Message, Pending[torch.Tensor]]] = deque()
         self._sent: list[tuple[int, Pending[None]]] = []
         self._wires: dict[int, torch.Tensor] = {}  # by part: what goes to everybody
         self._reduced = reduced
@@ -112,7 +131,10 @@ class _UnderWay:
     def run(self, sends: Iterable[Message], arrivals: Iterable[Message]) -> list[Traffic]:
         """Returns when everything has come and everything sent has left: until then the row is read from."""
         for message in arrivals:
-            self._expect(message)
+            self._coming.setdefault(message.source, deque()).append(message)
+        for source in self._coming:
+            for _ in range(_WINDOW):
+                self._expect_next(source)
         for message in sends:
             self._send(message)
             while self._averages and self._averages[0][1].done():
@@ -129,16 +151,22 @@ class _UnderWay:
         piece = self._plan.own(part)
         self._ready(piece)
         mine, total = self._row[piece], None
-        for replica in range(len(self._ends.ranks)):
-            share = mine if replica == self._ends.replica else self._share(part, replica, TensorSpec.of(mine))
-            total = share if total is None else total.add_(share)  # its memory is this exchange's, whichever it is
+        received = {replica: self._share(part, replica) for replica in self._plan.others if mine.numel()}
+        for replica in sorted({*received, self._ends.replica}):
+            wire = received.get(replica)
+            share = mine if wire is None else self._ends.wire.decode(wire, TensorSpec.of(mine))
+            total = share if total is None else total.add_(share)  # a buffer of this exchange, or `mine` itself
         assert total is not None
         torch.div(total, len(self._ends.ranks), out=mine)
+        for wire in received.values():
+            self._ends.buffers.give_back(wire)
 
-    def _share(self, part: int, replica: int, like: TensorSpec) -> torch.Tensor:
-        if not like.num_bytes:
-            return like.empty()
-        return self._ends.wire.decode(self._shares.pop((part, replica)).wait(), like)
+    def _share(self, part: int, replica: int) -> torch.Tensor:
+        while (part, replica) not in self._shares:
+            self._collect()  # what comes before it on its link, so that it is expected
+        wire = self._shares.pop((part, replica)).wait()
+        self._expect_next(replica)
+        return wire
 
     def _send(self, message: Message) -> None:
         piece = self._plan.piece(message)
@@ -160,18 +188,28 @@ class _UnderWay:
                 self._put(piece, self._wires[part])
         return self._wires[part]
 
-    def _expect(self, message: Message) -> None:
-        piece = self._plan.piece(message)
-        like = self._ends.wire.wire_spec(TensorSpec.of(self._row[piece]))
-        pending = self._ends.links.recv(like, self._ends.ranks[message.source], self._tag(message))
+    def _expect_next(self, source: int) -> None:
+        """Expect the next message of a link. An average comes straight into the row where it needs no decoding."""
+        if not self._coming[source]:
+            return
+        message = self._coming[source].popleft()
+        place = self._row[self._plan.piece(message)]
+        like = self._ends.wire.wire_spec(TensorSpec.of(place))
+        straight = message.role is Role.GATHER and not self._ends.wire.lossy
+        into = place if straight else self._ends.buffers.take(like)
+        pending = self._ends.links.recv(like, self._ends.ranks[source], self._tag(message), into)
         if message.role is Role.REDUCE:
-            self._shares[message.part, message.source] = pending
+            self._shares[message.part, source] = pending
         else:
-            self._averages.append((piece, pending))
+            self._averages.append((message, pending))
 
     def _collect(self) -> None:
-        piece, pending = self._averages.popleft()
-        self._put(piece, pending.wait())
+        message, pending = self._averages.popleft()
+        wire = pending.wait()
+        if self._ends.wire.lossy:
+            self._put(self._plan.piece(message), wire)
+            self._ends.buffers.give_back(wire)
+        self._expect_next(message.source)
 
     def _put(self, piece: slice, wire: torch.Tensor) -> None:
         out = self._row[piece]

@@ -50,9 +50,15 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
 
 
 def show_summary(
-    console: Console, run: Path, *, scale: TextScale | None, checkpoint_url: str | None, sample: str | None
+    console: Console,
+    run: Path,
+    *,
+    scale: TextScale | None,
+    checkpoint_url: str | None,
+    sample: str | None,
+    shards: int = 1,
 ) -> None:
-    """Print it; every figure comes from the run's own files."""
+    """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one."""
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
     seconds = sum(row["step_s"] for row in steps)
@@ -66,12 +72,25 @@ def show_summary(
             console.print(_against_bigram(result.held_out_end, scale), highlight=False, soft_wrap=True)
     if (run / "trace" / "plan.json").exists():
         console.print(_prediction(load_trace(run)), highlight=False, soft_wrap=True)
+    if steps and shards > 1:
+        console.print(_sharded(list(steps[-1]["optimizer_mb"].values()), shards), highlight=False, soft_wrap=True)
     if sample is not None:
         console.print("\n[bold]The model writes:[/bold]")
         console.print(sample, highlight=False, markup=False)
     console.print("\n[bold]Where it is[/bold]")
     for what, where in _places(run, checkpoint_url):
         console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
+
+
+def _sharded(held_mb: Sequence[float], shards: int) -> str:
+    """`held_mb` by rank; ranks that are a pipeline's length apart hold shards of the same stages."""
+    length = len(held_mb) // shards
+    largest = max(range(len(held_mb)), key=lambda rank: held_mb[rank])
+    whole = sum(held_mb[largest % length :: length])
+    return (
+        f"optimizer's state: {held_mb[largest]:.2f} MB on rank {largest}, which has most of it; unsharded "
+        f"{whole:.2f} MB, so {whole - held_mb[largest]:.2f} MB are saved"
+    )
 
 
 def _losses(result: Learned, scale: TextScale) -> Table:

@@ -91,6 +91,7 @@ class Receiving(_Transfer):
         self.expected: Header | None = None
         self.arrived: Header | None = None
         self.tensor: torch.Tensor | None = None  # in host memory until it is complete, then on the device
+        self.into: torch.Tensor | None = None  # host memory where it shall stay
         self._landed: Mark = None
 
     def done(self) -> bool:
@@ -99,7 +100,10 @@ class Receiving(_Transfer):
     def wait(self) -> torch.Tensor:
         self.settle()
         assert self.tensor is not None
-        return self.end.staging.use(self.tensor, self._landed)
+        if self.into is not None and self.into is self.tensor:
+            return self.into
+        tensor = self.end.staging.use(self.tensor, self._landed)
+        return tensor if self.into is None else self.into.copy_(tensor)
 
     def settle(self) -> None:
         assert self.expected is not None
@@ -109,7 +113,7 @@ class Receiving(_Transfer):
         with self.end.changed:
             assert self.arrived is not None
             assert self.tensor is not None
-            if self._missing == 1:
+            if self._missing == 1 and self.into is None:
                 self.tensor, self._landed = self.end.staging.land(self.tensor)
             self._end_stripe(self.arrived.spec.num_bytes)
             self.end.forget(self)
@@ -173,7 +177,7 @@ class LinkEnd:
             enqueue(sending)
         return sending
 
-    def post(self, like: TensorSpec, tag: str) -> Receiving:
+    def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
         """Expect the next tensor. One that has arrived is handed over even if the peer is lost meanwhile."""
         with self.changed:
             receiving = self._entry(self._num_posted)
@@ -181,6 +185,7 @@ class LinkEnd:
                 self._raise_if_broken()
             self._num_posted += 1
             receiving.expected = Header(receiving.sequence, tag, like)
+            receiving.into = into
             if receiving.tensor is not None and receiving.arrived is not None:
                 self._unclaimed_bytes -= receiving.arrived.spec.num_bytes
             self.forget(receiving)
@@ -204,7 +209,7 @@ class LinkEnd:
             if not self._wait_for_room(receiving, header.spec.num_bytes):
                 return None
             if receiving.tensor is None:
-                receiving.tensor = self.staging.empty(header.spec)
+                receiving.tensor = self.staging.empty(header.spec) if receiving.into is None else receiving.into
                 self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
         receiving.begin()
         return receiving

@@ -41,8 +41,8 @@ class LocalTransport:
         _deliver(sending, self._hub.ends[peer, self.rank])
         return sending
 
-    def recv(self, like: TensorSpec, peer: int, tag: str) -> Receiving:
-        return self._hub.ends[self.rank, peer].post(like, tag)
+    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Receiving:
+        return self._hub.ends[self.rank, peer].post(like, tag, into)
 
     def fail(self, error: Exception) -> None:
         """Every pending and later wait raises `error`; peers get `PeerLost`."""

@@ -213,8 +213,8 @@ class Mesh(ABC, Generic[ConnectionT]):
         link = self._links[peer]
         return link.end.send(tensor, tag, link.enqueue)
 
-    def recv(self, like: TensorSpec, peer: int, tag: str) -> Receiving:
-        return self._links[peer].end.post(like, tag)
+    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Receiving:
+        return self._links[peer].end.post(like, tag, into)
 
     def bytes_sent(self, peer: int) -> int:
         """Bytes of tensors handed to the network for `peer` so far."""

@@ -98,9 +98,9 @@ class ShapedTransport:
             self.changed.notify_all()
         return held
 
-    def recv(self, like: TensorSpec, peer: int, tag: str) -> "_Expected":
+    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> "_Expected":
         with self.watching(peer):
-            return _Expected(self, self._inner.recv(like, peer, tag), peer)
+            return _Expected(self, self._inner.recv(like, peer, tag, into), peer)
 
     def fail(self, error: Exception) -> None:
         """Every pending and later wait raises `error`; peers get `PeerLost`."""

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.baselines import bench
-from dpipe.errors import RunError
+from dpipe.errors import ConfigError, RunError
 from dpipe.topology import Link
 
 
@@ -38,3 +38,9 @@ def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() ->
     assert row["measured / simulated"] == pytest.approx(1.05)
     assert row["middle half"] == "1.025 to 1.075"
     assert row["link"] == "0.20 ms, 15.0 Gbit/s"
+
+
+@pytest.mark.parametrize(("name", "rank"), [("transport", 0), ("all-reduce", 2)])
+def test_hosts_that_make_no_sense_are_refused(name: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match="--hosts goes with all-reduce and a --rank below 2"):
+        bench.bench_text(name, as_json=False, hosts=("10.0.0.1", "10.0.0.2"), rank=rank)

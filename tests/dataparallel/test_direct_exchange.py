@@ -93,8 +93,8 @@ class Dying:
             raise SystemError("killed")
         return self._inner.send(tensor, peer, tag)
 
-    def recv(self, like, peer, tag):
-        return self._inner.recv(like, peer, tag)
+    def recv(self, like, peer, tag, into=None):
+        return self._inner.recv(like, peer, tag, into)
 
     def fail(self, error):
         self._inner.fail(error)

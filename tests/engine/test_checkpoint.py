@@ -188,6 +188,20 @@ def test_step_may_be_saved_again(url: str) -> None:
     assert same(found.tensors, parameters(range(LAYERS), 3))
 
 
+def test_parts_of_a_moment_are_loaded_as_one(folder: str) -> None:
+    whole, name = torch.arange(12.0), "layers.0.weight.exp_avg"
+    parts = {f"{name}[{start}:{stop}]": whole[start:stop] for start, stop in ((8, 12), (0, 3), (3, 8))}
+    save(folder, 1, 0, parameters([0], 1), parts, {}, alone, keep=2)
+    assert torch.equal(load(folder, everything).optimizer[name], whole)
+
+
+def test_part_of_a_moment_that_is_missing_is_named(folder: str) -> None:
+    parts = {f"layers.0.weight.exp_avg[{start}:{start + 4}]": torch.zeros(4) for start in (0, 8)}
+    save(folder, 1, 0, parameters([0], 1), parts, {}, alone, keep=2)
+    with pytest.raises(CheckpointError, match=r"layers.0.weight.exp_avg in parts from \[0, 8\], not all of it"):
+        load(folder, everything)
+
+
 def test_checkpoint_before_the_first_update_has_no_moments(url: str) -> None:
     save(url, 0, 0, parameters(range(LAYERS), 0), {}, {}, alone, 1)
     assert load(url, everything).optimizer == {}

@@ -16,10 +16,11 @@ ROWS = [
 ]
 
 
-def summary(run: Path, rows: list[dict[str, float]], sample: str | None = None) -> str:
+def summary(run: Path, rows: list[dict[str, float]], sample: str | None = None, shards: int = 1) -> str:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = StringIO()
-    show_summary(Console(file=out, width=200), run, scale=SCALE, checkpoint_url=f"{run}/checkpoints", sample=sample)
+    console, url = Console(file=out, width=200), f"{run}/checkpoints"
+    show_summary(console, run, scale=SCALE, checkpoint_url=url, sample=sample, shards=shards)
     return out.getvalue()
 
 
@@ -53,3 +54,10 @@ def test_summary_says_where_everything_is(tmp_path: Path) -> None:
     assert f"{tmp_path}/checkpoints" in text
     assert "My fellow [bold] citizens" in text
     assert "2 steps in 1 s" in text
+
+
+def test_summary_says_what_sharding_saves(tmp_path: Path) -> None:
+    """Two replicas of two ranks; ranks 1 and 3 hold the larger stage."""
+    held = {"0": 1.0, "1": 2.5, "2": 1.0, "3": 2.0}
+    text = summary(tmp_path, [{"step": 0, "loss": 5.0, "step_s": 0.5, "optimizer_mb": held}], shards=2)
+    assert "2.50 MB on rank 1, which has most of it; unsharded 4.50 MB, so 2.00 MB are saved" in text

@@ -143,6 +143,20 @@ def test_receive_may_be_posted_before_the_send(pair: Pair) -> None:
     assert pending.done()
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_tensor_comes_to_where_the_receive_wants_it(pair: Pair, early: bool) -> None:
+    first, second = pair
+    sent, row = torch.arange(6.0), torch.zeros(10)
+    if early:
+        pending = second.recv(TensorSpec.of(sent), 0, "0F0", row[2:8])
+        first.send(sent, 1, "0F0")
+    else:
+        first.send(sent, 1, "0F0").wait()
+        pending = second.recv(TensorSpec.of(sent), 0, "0F0", row[2:8])
+    assert pending.wait().data_ptr() == row[2:].data_ptr()
+    assert row.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0]
+
+
 def test_receives_get_tensors_in_the_order_sent(pair: Pair) -> None:
     like = TensorSpec((), torch.int64)
     early = [pair[1].recv(like, 0, f"0SEND_F{i}") for i in range(20)]
