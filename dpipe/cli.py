@@ -64,8 +64,8 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 
     \b
     Example, one process on each of two machines:
-      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
-      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
+      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000
+      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000
     \b
     The same under torchrun or Slurm:
       torchrun --nproc-per-node 4 -m dpipe train job.toml
@@ -101,7 +101,7 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 @main.command()
 @_CONFIG
 @_override
-@click.option("--bind", metavar="HOST:PORT", help="Where to listen; default node.bind, port of data_parallel.address.")
+@click.option("--bind", metavar="HOST:PORT", help="Where to listen; default: data_parallel.address.")
 def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
     """Run a parameter server as a process of its own, until all workers have left it.
 

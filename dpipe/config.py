@@ -56,6 +56,7 @@ class Replay(Section):
     backward_ms: NotNegative | list[NotNegative] = 20.0
     input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
     message_bytes: Count = 1_000_000
+    parameter_bytes: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0  # what replicas agree on
 
 
 class Data(Section):
@@ -90,7 +91,7 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
     in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
     memory_limit: Count | None = None  # micro-batches that a rank may hold at once
-    recompute: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
     wire: Literal["none", "bf16", "fp16", "int8"] = "none"
 
@@ -116,14 +117,20 @@ class Pipeline(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce", "sharded", "parameter-server"] = "none"
+    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
+    group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
     servers: Literal["one", "per-stage"] = "one"  # parameter servers
     address: tuple[str, ...] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
     staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
+    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Fraction = 0.9
+    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
+    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -131,6 +138,18 @@ class DataParallel(Section):
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
+            )
+        if self.kind == "local-sgd" and self.delay:
+            raise ValueError('data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead')
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
+                f"data_parallel.inner_steps {self.inner_steps}"
+            )
+        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
             )
         served = self.kind == "parameter-server"
         if not served and (self.address or self.staleness or self.servers != "one"):
@@ -159,7 +178,7 @@ class DataParallel(Section):
 
 class Transport(Section):
     kind: Literal["grpc", "tcp"] = "grpc"  # tcp is faster; grpc passes proxies and inspection that speak HTTP/2
-    connections: Count = 1  # TCP connections a link
+    connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
@@ -195,8 +214,8 @@ class Run(Section):
 class Node(Section):
     """What belongs to this process alone; not part of the digest."""
 
-    bind: str = "127.0.0.1"
-    advertise: str | None = None  # default: what `bind` says, or this host's address if that is a wildcard
+    bind: str | None = None  # default: the one address that this host uses toward the coordinator
+    advertise: str | None = None  # default: what `bind` says, or that same address if `bind` is a wildcard
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     device: str = "cpu"
     threads: Count = 1  # intra-op threads; on CPU a run repeats bit for bit at the same number

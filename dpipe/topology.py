@@ -53,6 +53,18 @@ class Link:
             return self.bandwidth_gbps
         return min(self.bandwidth_gbps, connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6))
 
+    @property
+    def connections(self) -> int:
+        """How many TCP connections fill the link: what is under way in a round trip, a window each."""
+        under_way = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
+        window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
+        return max(1, min(MAX_CONNECTIONS, math.ceil(under_way / window)))
+
+
+# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it. More connections than are needed
+# cost little, fewer cost bandwidth: so this is what one can be counted on to keep under way, not what it may reach.
+SURE_WINDOW_BYTES = 1 << 20
+MAX_CONNECTIONS = 16
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
@@ -88,6 +100,11 @@ class Network:
     def over(self, connections: int) -> "Network":
         """The same network for a run that opens so many connections a link."""
         return replace(self, connections=connections)
+
+    def over_enough(self) -> "Network":
+        """The same network for a run whose connections fill the longest and fattest of its links."""
+        links = [*self.links.values(), *([] if self.default is None else [self.default])]
+        return self.over(max((link.connections for link in links), default=1))
 
     def check(self, num_ranks: int) -> None:
         """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not there."""

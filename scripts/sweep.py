@@ -4,17 +4,13 @@
     scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml         networks x engines x schedules x wire formats
     scripts/table.py gpt3xl_gpipe_network --mode replay               what came out
 
-A cell is a `dpipe launch` on this machine behind the shaped transport. Stop it when you like and start it again: what
-is in the results stays, a line that was cut short is measured anew. Delete a line to measure it again.
+A cell is a run of all ranks on this machine, in a `netem lab` or behind the shaped transport. Stop it when you like and
+start it again: what is in the results stays, a line that was cut short is measured anew. Delete a line to measure it
+again.
 """
 
-import hashlib
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -23,30 +19,44 @@ from statistics import median
 from typing import Any, Literal
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from table import ROOT, WIRES, Row
+from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
+from venue import Kind, Venue, overrides, venue
 
+from dpipe.baselines import torch_replay
+from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config import Config, load
 from dpipe.engine.forecast import forecast
-from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.topology import Link, Network, load_network
 
-_TAIL = 2000  # characters of a failed run's output that are shown
+MODULES = {"dpipe": ("dpipe", "train"), "torch": ("dpipe.baselines.torch_replay",)}  # of the engines, and their command
+
+
+class Runs(BaseModel):
+    """One engine: each schedule with each wire format."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Literal["dpipe", "torch"] = "dpipe"
+    schedules: tuple[str, ...]
+    wires: tuple[Literal["fp32", "bf16", "int8"], ...] = ("fp32",)
 
 
 class Sweep(BaseModel):
-    """A sweep file; its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay: so
-    that one machine carries twelve replay stages and the step still takes as long."""
+    """A sweep file: each of `run` on each of the networks. Its paths are relative to the repository. `scale` divides
+    messages and bandwidths, delays stay: so that one machine carries twelve replay stages and a step takes as long.
+    `sysctl` is how the hosts of a lab have their TCP."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     config: str
+    venue: Kind = "shaped"
+    sysctl: tuple[str, ...] = ()
     networks: tuple[str, ...]
-    engines: tuple[Literal["dpipe"], ...] = ("dpipe",)
-    schedules: tuple[str, ...]
-    wires: tuple[Literal["fp32", "bf16", "int8"], ...]
+    run: tuple[Runs, ...]
     scale: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=1800.0, gt=0)  # a cell
 
@@ -59,9 +69,10 @@ class Cell:
     schedule: str
     wire: str
     network: Network
-    scale: int
+    profile: Path  # of the network as the ranks will see it
     config_path: Path
     overrides: tuple[str, ...]
+    sweep: "Sweep"
 
     @property
     def config(self) -> Config:
@@ -69,27 +80,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for runs that would measure the same, wherever their files are."""
-        shared = {k: v for k, v in self.config.shared().items() if k not in ("transport.shape", "run.folder")}
-        what = json.dumps([self.engine, self.scale, stated(self.network), shared], sort_keys=True)
-        return hashlib.sha256(what.encode()).hexdigest()[:16]
+        """Equal for runs that would measure the same."""
+        sweep = self.sweep
+        return key_of(self.config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network))
 
     def __str__(self) -> str:
         return f"{self.network.name} {self.engine} {self.schedule} {self.wire}"
-
-
-def read_sweep(path: Path) -> Sweep:
-    """Raises `ConfigError` naming the file and what is wrong in it."""
-    try:
-        return Sweep.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(f"sweep file {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"sweep file {path} is not TOML: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"sweep file {path}: {where}: {first['msg']}, got {first['input']!r}") from None
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
@@ -99,26 +95,30 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
     if sweep.scale > 1 and base.model.layers != "replay":
         raise ConfigError(f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it")
     work.mkdir(parents=True, exist_ok=True)
-    for profile in sweep.networks:
+    for runs, profile in product(sweep.run, sweep.networks):
         network = load_network(ROOT / profile)
-        shape = work / Path(profile).name
-        shape.write_text(as_profile(scaled(network, sweep.scale)), encoding="utf-8")
-        for engine, schedule, wire in product(sweep.engines, sweep.schedules, sweep.wires):
-            overrides = (
-                f"transport.shape={json.dumps(str(shape))}",
+        seen = work / Path(profile).name
+        seen.write_text(as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")), encoding="utf-8")
+        for schedule, wire in product(runs.schedules, runs.wires):
+            given = (
+                *overrides(sweep.venue, seen),
                 f"run.folder={json.dumps(str(work / 'run'))}",
                 f"replay.message_bytes={base.replay.message_bytes // sweep.scale}",
                 f"pipeline.schedule={json.dumps(schedule)}",
                 f"pipeline.wire={json.dumps(WIRES[wire])}",
             )
-            cell = Cell(engine, schedule, wire, network, sweep.scale, path, overrides)
+            cell = Cell(runs.engine, schedule, wire, network, seen, path, given, sweep)
             network.check(cell.config.pipeline.ranks)
+            if runs.engine == "torch":
+                torch_replay.check_config(cell.config)
             yield cell
 
 
-def scaled(network: Network, scale: int) -> Network:
+def scaled(network: Network, scale: int, *, windows: bool) -> Network:
+    """`windows` of TCP can be divided where software imitates them; a kernel's own stay as they are."""
+
     def slower(link: Link) -> Link:
-        window = None if link.window_bytes is None else link.window_bytes / scale
+        window = link.window_bytes / scale if link.window_bytes and windows else link.window_bytes
         return replace(link, bandwidth_gbps=link.bandwidth_gbps / scale, window_bytes=window)
 
     default = None if network.default is None else slower(network.default)
@@ -144,24 +144,26 @@ def as_profile(network: Network) -> str:
     return "\n".join([*top, *(["link = [", *rows, "]"] if rows else []), ""])
 
 
-def measure(cell: Cell, timeout_s: float) -> float:
-    """Seconds a step: the median without the first step. Raises `RunError` with the end of what a failed run said."""
-    folder = Path(cell.config.run.folder)
-    shutil.rmtree(folder, ignore_errors=True)  # of a cell before, or of a run that was interrupted
-    given = [word for override in cell.overrides for word in ("-o", override)]
-    argv = [sys.executable, "-m", "dpipe", "launch", str(cell.config_path), *given]
+def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
+    """Seconds a step, the median without the first step, and what the network then gave."""
+    observed = at.become(cell.profile)
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise RunError(f"{cell} took longer than timeout_s {timeout_s:g}") from None
-    if done.returncode != 0:
-        raise RunError(f"{cell} failed:\n{(done.stdout + done.stderr)[-_TAIL:]}")
-    return float(median(row["step_s"] for row in read_rows(folder)[1:] if "step_s" in row))
+        rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=MODULES[cell.engine])
+    except RunError as error:
+        raise RunError(f"{cell}: {error}") from None
+    seconds = [row["step_s"] for row in rows if "step_s" in row]
+    return {"measured_s": round(median(seconds[1:]), 3), "steps_s": seconds, "observed": observed}
 
 
-def as_line(cell: Cell, seconds: float, commit: str) -> dict[str, Any]:
+def difference_of_losses(engine: str, schedule: str) -> float | None:
+    """The largest difference from our losses when that engine trains a small GPT; raises where it learns otherwise."""
+    return compare_pipelining(schedule, SMALL)["loss difference"] if engine == "torch" else None
+
+
+def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
     config = cell.config
+    prediction = forecast(config)
     link = None if cell.network.links else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
@@ -170,73 +172,56 @@ def as_line(cell: Cell, seconds: float, commit: str) -> dict[str, Any]:
         engine=cell.engine,
         schedule=cell.schedule,
         wire=cell.wire,
-        predicted_s=round(forecast(config).timeline.duration_us / 1e6, 3),
-        measured_s=round(seconds, 3),
+        predicted_s=round(prediction.timeline.duration_us / 1e6, 3),
     )
     return {
         **asdict(row),
+        **found,
         "mode": "replay" if config.model.layers == "replay" else "real",
         "network": stated(cell.network),
-        "scale": cell.scale,
-        "connections": config.transport.connections,
+        "venue": cell.sweep.venue,
+        "sysctl": cell.sweep.sysctl,
+        "scale": cell.sweep.scale,
+        "transport": config.transport.kind,
+        "connections": prediction.network.connections,
         "digest": config.digest(),
         "commit": commit,
         "key": cell.key,
     }
 
 
-def whole_lines(results: Path) -> list[dict[str, Any]]:
-    """The lines that are there; one that was cut short is taken out of the file."""
-    if not results.exists():
-        return []
-    text = results.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        new = results.with_suffix(".tmp")
-        new.write_text(whole, encoding="utf-8")
-        os.replace(new, results)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def append(results: Path, line: dict[str, Any]) -> None:
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def commit_of_tree() -> str:
-    argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-def sweep_missing(sweep: Sweep, results: Path, work: Path) -> int:
-    """Measure what is not in `results`; returns how many cells failed. The others are measured all the same."""
-    todo, failed, commit = list(cells(sweep, work)), 0, commit_of_tree()
-    for number, cell in enumerate(todo, 1):
-        if cell.key in {line["key"] for line in whole_lines(results)}:
-            continue
-        click.echo(f"[{number}/{len(todo)}] {cell} ... ", nl=False)
-        try:
-            line = as_line(cell, measure(cell, sweep.timeout_s), commit)
-        except RunError as error:
-            failed += 1
-            click.echo(f"\n{error}", err=True)
-            continue
-        append(results, line)
-        click.echo(f"{line['measured_s']:.2f} s a step, predicted {line['predicted_s']:.2f}")
+def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
+    """Measure what is not in `results`, `most` cells at most; returns how many failed. The others are measured."""
+    every, known = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
+    todo = [(number, cell) for number, cell in enumerate(every, 1) if cell.key not in known][:most]
+    if not todo:
+        return 0
+    failed, commit = 0, commit_of_tree()
+    with venue(sweep.venue, max(cell.config.pipeline.ranks for _, cell in todo), sweep.sysctl) as at:
+        for number, cell in todo:
+            click.echo(f"[{number}/{len(every)}] {cell} ... ", nl=False)
+            try:
+                difference = difference_of_losses(cell.engine, cell.schedule)
+                found = {**measure(cell, at, sweep.timeout_s), "loss_difference": difference}
+            except (RunError, AssertionError) as error:
+                failed += 1
+                click.echo(f"\n{error}", err=True)
+                continue
+            line = as_line(cell, found, commit)
+            append(results, line)
+            click.echo(f"{line['measured_s']:.2f} s a step, predicted {line['predicted_s']:.2f}")
     return failed
 
 
 @click.command(help=__doc__)
 @click.argument("file", type=Path)
 @click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
-def main(file: Path, results: Path | None) -> None:
+@click.option("--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop.")
+def main(file: Path, results: Path | None, most: int | None) -> None:
     try:
-        sweep = read_sweep(file)
+        sweep = read_table(Sweep, file)
         where = results or ROOT / f"scripts/results/{sweep.name}.jsonl"
-        failed = sweep_missing(sweep, where, ROOT / "runs/sweeps" / sweep.name)
+        failed = sweep_missing(sweep, where, ROOT / "runs/sweeps" / sweep.name, most)
     except DpipeError as error:
         click.echo(f"sweep: {error}", err=True)
         sys.exit(error.exit_code)

@@ -1,6 +1,8 @@
 """Fixtures and switches of all tests."""
 
 import datetime
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from dpipe.wire.rpc import TLS_NAME, Security
+from netem.router import MODULES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,6 +34,21 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{name} has changed; if that is right: --rewrite-golden"
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def possible() -> None:
+    """A lab can be made here; where it cannot, that is a failure and not a silence."""
+    if os.environ.get("DPIPE_NO_LAB") == "1":
+        pytest.skip("DPIPE_NO_LAB=1: labs are not tested")
+    missing = ["root"] if os.geteuid() else []
+    programs = ("ip", "tc", "ping", "linux.uml", "insmod", "ethtool", "sshd")
+    missing += [program for program in programs if not shutil.which(program)]
+    missing += [] if list(MODULES.glob("*/kernel/net/sched/sch_netem.ko")) else [str(MODULES)]
+    if missing:
+        pytest.fail(
+            f"a lab needs {', '.join(missing)}: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,15 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ({"trian": {}}, "unknown key 'trian'; did you mean 'train'?"),
         ({"train": {"steps": "many"}}, "train.steps: .* got 'many'"),
         ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
+        (
+            {"data_parallel": {"kind": "all-reduce", "replicas": 3}},
+            "batch_size 16 is not divisible by train.num_microbatches 4 for each of data_parallel.replicas 3",
+        ),
+        ({"data_parallel": {"replicas": 2}}, "replicas is 2, but data_parallel.kind does not say how they agree"),
+        (
+            {"data_parallel": {"kind": "sharded", "group": "torch"}},
+            'group "torch" goes with data_parallel.kind "all-reduce".*not \'sharded\'',
+        ),
         ({"model": {"width": 100, "num_heads": 3}}, "model.width 100 must be a multiple of model.num_heads 3"),
         ({"model": {"layers": "mine"}}, 'must be "gpt", "replay" or "package.module:function"'),
         ({"pipeline": {"stages": 3, "stages_per_rank": 2}}, "stages 3 is not a multiple of"),
@@ -79,3 +88,15 @@ def test_configuration_survives_json() -> None:
         section, _, key = name.partition(".")
         table.setdefault(section, {})[key] = value
     assert build(table) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
+        ({"fragments": 5, "inner_steps": 4}, "data_parallel.fragments is 5, but at most one agrees at each"),
+    ],
+)
+def test_local_sgd_refuses_what_it_cannot_do(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build({"data_parallel": {"kind": "local-sgd", "replicas": 2, **given}})

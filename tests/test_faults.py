@@ -121,6 +121,24 @@ def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -
     assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
 
 
+def test_replica_killed_while_it_pushes_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
+    """Over links so slow that a step is nearly all exchange."""
+    (tmp_path / "slow.toml").write_text("delay_ms = 1\nbandwidth_gbps = 0.001\n")
+    replicas = ("data_parallel.replicas=2", "data_parallel.kind=all-reduce", "run.checkpoint_every=1")
+    settings = [word for text in (*replicas, "transport.shape=slow.toml") for word in ("-o", text)]
+    launcher = start(*DPIPE, "launch", str(job()), *settings)
+    wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
+    rank_process(launcher, 3).send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, err = launcher.communicate(timeout=20)
+    assert time.monotonic() - killed_at < 10
+    assert launcher.returncode != 0
+    assert "rank 3" in err
+    last = checkpoint.load(str(tmp_path / "runs/run/checkpoints"), lambda name: True)
+    assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
+    assert set(last.optimizer) == {f"{name}.{moment}" for name in last.tensors for moment in ("exp_avg", "exp_avg_sq")}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_writes_a_checkpoint_first(number: signal.Signals, job, start, tmp_path: Path) -> None:
     launcher = start(*DPIPE, "launch", str(job()))

@@ -17,6 +17,10 @@ class Averaging(Protocol):
 
     replica: int
 
+    @property
+    def device(self) -> torch.device:
+        """Where a row must be."""
+
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]: ...
     def fail(self, error: Exception) -> None: ...
 
@@ -38,7 +42,8 @@ class AllReduce:
         self._averaging, self._speaks = averaging, averaging.replica == 0
         self._single = Single(stages, settings, tied_copy)
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
-        self._flights = Flights(self._rows, averaging.fail, lag=lag, name=f"dpipe-reduce-{averaging.replica}")
+        name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
+        self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
         self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:

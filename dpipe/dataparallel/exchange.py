@@ -28,6 +28,8 @@ Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly
 class DirectExchange:
     """One replica's end. `ranks[r]` is the rank of replica r; all of them make the same calls in the same order."""
 
+    device = torch.device("cpu")
+
     def __init__(
         self, links: Links, replica: int, ranks: Sequence[int], wire: Wire, *, part_bytes: int = 4 << 20
     ) -> None:

@@ -38,8 +38,16 @@ class Flight:
 class Flights:
     """`rows` says by stage what is exchanged. `fail` is called with what went wrong, from the thread."""
 
-    def __init__(self, rows: Mapping[int, Row], fail: Callable[[Exception], None], *, lag: int, name: str) -> None:
-        self._rows, self._fail, self.lag = rows, fail, lag
+    def __init__(
+        self,
+        rows: Mapping[int, Row],
+        fail: Callable[[Exception], None],
+        *,
+        lag: int,
+        name: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._rows, self._fail, self.lag, self._device = rows, fail, lag, device
         self._thread = ThreadPoolExecutor(1, name)
         self._flying: dict[int, deque[Flight]] = {stage: deque() for stage in rows}
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in rows}
@@ -47,7 +55,7 @@ class Flights:
 
     def begin(self, stage: int, loss_scale: float, exchange: Exchange) -> None:
         """Exchange the gradients of `stage` as they are now, without their loss scale; returns at once."""
-        row = self._spare[stage].pop() if self._spare[stage] else torch.empty(self._rows[stage].length)
+        row = self._spare[stage].pop() if self._spare[stage] else self._new_row(stage)
         flight = Flight(row, Future())
         ready = self._filling(stage, flight, 1.0 / loss_scale)
         flight.landed = self.submit(lambda: exchange(row, stage, ready))
@@ -102,13 +110,16 @@ class Flights:
         """Take up the gradients of a checkpoint that no step has used yet, where there are any and they are wanted."""
         for stage, row in self._rows.items():
             if self.lag and all(f"{name}.{_DELAYED}" in moments for name in row.names):
-                flight = Flight(torch.empty(row.length), Future())
+                flight = Flight(self._new_row(stage), Future())
                 row.fill(flight.row, slice(0, row.length), [moments[f"{name}.{_DELAYED}"] for name in row.names], 1.0)
                 flight.landed.set_result(None)
                 self._flying[stage].append(flight)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+
+    def _new_row(self, stage: int) -> torch.Tensor:
+        return torch.empty(self._rows[stage].length, device=self._device)
 
     def _filling(self, stage: int, flight: Flight, factor: float) -> Ready:
         """Copies a piece of the gradients into the row when its turn comes, and sees whether it is finite."""

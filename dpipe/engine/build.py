@@ -11,6 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +22,15 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
+from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage
+from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
-from dpipe.engine.join import joined, security_of
+from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
@@ -39,11 +42,13 @@ from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
+from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -65,7 +70,7 @@ def launch_ranks(
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
-    draft(config)
+    draft(config, choose=without_search)
     open_folder(config, resume is not None)
     given = [item for text in overrides for item in ("-o", text)]
     given += ["--resume", resume] if resume else []
@@ -125,24 +130,25 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
-    blueprint = draft(config)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
     peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
     with (
         logging_to(folder, place.rank),
-        joined(config, place, peers, join_s) as (meeting, transport),
+        joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):
-        if config.pipeline.split == "measured":
-            blueprint = with_measured_split(blueprint, meeting)
+        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
+            blueprint = as_rank_0_decides(blueprint, meeting)
         if resume:
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
-            servers = stack.enter_context(
-                parameter_servers(config, place.rank, blueprint.forecast.schedule, meeting, security_of(config, place))
-            )
+            here = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *here))
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -150,7 +156,8 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack, servers)
+            around = Surroundings(meeting, transport, streams, servers, metrics, wants_stop)
+            trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -159,31 +166,49 @@ def run_rank(
             finish(blueprint, folder, console or Console(), stopped)
 
 
-def with_measured_split(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
-    """Cut again by what rank 0 measures each layer to take; the others take its word."""
-    seconds = measure_layers(blueprint) if meeting.rank == 0 else ()
-    told = meeting.gather("layer seconds", json.dumps(seconds).encode()).wait(blueprint.config.timeouts.transfer)
-    return draft(blueprint.config, layer_s=tuple(json.loads(told[0])))
+def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
+    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take its word.
+
+    Ranks that share a machine's cores would search many times as long.
+    """
+    config, word = blueprint.config, b""
+    if meeting.rank == 0:
+        layer_s = measure_layers(blueprint) if config.pipeline.split == "measured" else None
+        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
+    layer_s, programs, name = json.loads(meeting.gather("plan", word).wait(config.timeouts.transfer)[0])
+    return draft(config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name))
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank finds when it has joined; `metrics` on rank 0."""
+
+    meeting: Coordination
+    transport: Transport
+    streams: Streams
+    servers: Servers | None
+    metrics: Metrics | None
+    wants_stop: Callable[[], bool]
 
 
 def assemble(
     blueprint: Blueprint,
     rank: int,
-    meeting: Coordination,
-    transport: Transport,
-    metrics: Metrics | None,
-    wants_stop: Callable[[], bool],
+    around: Surroundings,
     start: checkpoint.Loaded | None,
     stack: ExitStack,
-    servers: Servers | None = None,
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, tied[-1][0] if -1 in tied else None, servers)
+    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    tied_copy = tied[-1][0] if -1 in tied else None
+    agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
     stack.callback(agreement.close)
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     stack.enter_context(attended(agreement, meeting))
     update = Update(
         stages,
@@ -205,6 +230,7 @@ def assemble(
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
         first_rank=here.row.start,
+        streams=streams,
     )
     if start is not None:
         restore(start, stages, update)
@@ -226,10 +252,16 @@ def assemble(
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
-        wants_stop=wants_stop,
-        metrics=metrics,
+        wants_stop=around.wants_stop,
+        metrics=around.metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
+
+
+def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None:
+        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def stages_at(schedule: Schedule, place: int) -> list[int]:
@@ -333,8 +365,8 @@ def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
-    sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, config.transport.connections, hosts)
+    network, connections = config.network_profile, found.network.connections
+    plan = Plan(found.schedule, found.cost, network, connections, hosts, found.usual_replicas)
     save_plan(folder / "trace", plan)
 
 
@@ -350,5 +382,17 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
         if config.run.sample:
-            text = sample(config, corpus, url, config.run.sample, _SAMPLE_TOKENS)
+            text = written_by(config, corpus, url, config.run.sample)
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text)
+
+
+def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+
+    Each machine's part of a checkpoint may be in a folder of its own: the run itself has then gone well.
+    """
+    try:
+        return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
+    except CheckpointError as error:
+        LOG.warning("run.sample is left out: %s", error)
+        return None

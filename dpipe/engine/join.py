@@ -13,9 +13,10 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
-from dpipe.engine.forecast import assumed_network
+from dpipe.engine.forecast import assumed_network, connections_of
 from dpipe.engine.placement import Placement
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
+from dpipe.streams import Streams
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
@@ -35,7 +36,7 @@ def security_of(config: Config, place: Placement) -> Security:
 
 @contextmanager
 def joined(
-    config: Config, place: Placement, peers: set[int], join_s: float | None
+    config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
 ) -> Iterator[tuple[Coordination, Transport]]:
     """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
 
@@ -50,15 +51,15 @@ def joined(
         security = security_of(config, place)
         links = _KINDS[config.transport.kind](
             place.rank,
-            bind=node.bind,
+            bind=listening_on(config, place),
             port=node.port,
             security=security,
-            connections=config.transport.connections,
+            connections=connections_of(config),
             chunk_bytes=config.transport.chunk_bytes,
             buffer_bytes=config.transport.buffer_bytes,
             transfer_timeout_s=timeouts.transfer,
             connect_timeout_s=timeouts.connect,
-            device=node.device,
+            streams=streams,
         )
         stack.callback(links.close)
         transport = shaped(config, links)
@@ -97,11 +98,12 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    host = advertised_host(node.bind, node.advertise, place.meeting_host)
+    bind = listening_on(config, place)
+    host = advertised_host(bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
             place.world_size,
-            bind=node.bind,
+            bind=bind,
             port=place.port,
             security=security,
             heartbeat_s=heartbeat_s,
@@ -125,19 +127,31 @@ def _join(
     return meeting
 
 
+def listening_on(config: Config, place: Placement) -> str:
+    """The address that everything of this rank listens on."""
+    return config.node.bind or address_toward(place.meeting_host)
+
+
 def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address. Then it is the one that this machine uses `toward` the coordinator's host: of several
-    interfaces the one that leads to the others. Raises `JoinError` where there is no way there.
+    A wildcard is no address; then it is the one that leads `toward` the coordinator's host.
     """
     if advertise is not None:
         return None if advertise == "none" else advertise
-    if bind not in _WILDCARDS:
-        return bind
+    return address_toward(toward) if bind in _WILDCARDS else bind
+
+
+def address_toward(host: str) -> str:
+    """This machine's address on the way to `host`: of several interfaces the one that leads to the other ranks.
+
+    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing listens where nobody
+    needs it. Raises `JoinError` where there is no way there.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((toward, 9))  # sends nothing: it only chooses a route
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise JoinError(f"no way to {toward}: {error}; check --coordinator, or set node.advertise") from None
+        hint = "check --coordinator, or set node.bind and node.advertise"
+        raise JoinError(f"no way to {host}: {error}; {hint}") from None

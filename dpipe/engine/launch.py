@@ -10,6 +10,7 @@ the launcher dies    the kernel sends each rank SIGTERM
 """
 
 import ctypes
+import math
 import os
 import secrets
 import select
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dpipe.errors import JoinError
+from dpipe.errors import JoinError, RunError
 
 GRACE_S = 10.0
 _TAIL_LINES = 20
@@ -48,8 +49,12 @@ def launch(
     environ: Mapping[str, str] = os.environ,
     on_line: Say = lambda line: None,
     grace_s: float = GRACE_S,
+    timeout_s: float = math.inf,
+    quiet: bool = False,
 ) -> int:
     """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
+
+    Raises `RunError` where they have not ended after `timeout_s`; they are killed. With `quiet` rank 0 has a log, too.
 
     Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment. `on_line` hears what the
     launcher itself has to say, such as the last lines of the rank that failed first. Exit code 2 promises that nothing
@@ -61,13 +66,13 @@ def launch(
         "DPIPE_TOKEN": environ.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
         "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
     }
-    ranks = _Ranks(on_line)
+    ranks = _Ranks(on_line, quiet)
     with ranks.handling_signals():
         try:
             for rank in range(num_ranks):
                 own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
                 ranks.start(rank, argv_of_rank(rank), {**environ, **shared, **own}, logs)
-            failed = ranks.wait(grace_s)
+            failed = ranks.wait(grace_s, timeout_s)
         finally:
             ranks.kill()
     if failed is None:
@@ -93,7 +98,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    log: Path | None  # rank 0 has this terminal
+    log: Path | None  # None: it has this terminal
     log_start: int = 0  # a run that is resumed adds to its logs
 
     @property
@@ -126,9 +131,9 @@ def _tail(log: Path, start: int) -> list[str]:
 class _Ranks:
     """The local processes of one run."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, quiet: bool) -> None:
         self._ranks: list[_Rank] = []
-        self._say = say
+        self._say, self._quiet = say, quiet
         self._stop: signal.Signals | None = None  # what the ranks were last sent
 
     @contextmanager
@@ -153,7 +158,7 @@ class _Ranks:
             rank.signal(number)
 
     def start(self, number: int, argv: list[str], environ: Mapping[str, str], logs: Path) -> None:
-        log = logs / f"rank-{number}.log" if number else None
+        log = logs / f"rank-{number}.log" if number or self._quiet else None
         launcher = os.getpid()
 
         def die_with_the_launcher() -> None:
@@ -177,17 +182,19 @@ class _Ranks:
         if self._stop:  # asked to stop while starting
             self._ranks[-1].signal(self._stop)
 
-    def wait(self, grace_s: float) -> _Rank | None:
+    def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
         """Until all have ended; returns the one that failed first. Then the others have `grace_s`."""
         running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
         poll = select.poll()
         for fd in running:
             poll.register(fd, select.POLLIN)
         failed: _Rank | None = None
-        deadline = float("inf")
+        late = False
+        deadline = time.monotonic() + timeout_s
         while running:
-            # No limit while all is well: a run may take weeks. A signal's handler runs meanwhile.
-            ended = poll.poll(None if failed is None else max(0.0, deadline - time.monotonic()) * 1000)
+            # No limit unless one was given: a run may take weeks. A signal's handler runs meanwhile.
+            left_s = max(0.0, deadline - time.monotonic())
+            ended = poll.poll(None if left_s == math.inf else left_s * 1000)
             for fd, _ in ended:
                 rank = running.pop(fd)
                 poll.unregister(fd)
@@ -195,7 +202,10 @@ class _Ranks:
                 if rank.exit_code and failed is None:
                     failed, deadline = rank, time.monotonic() + grace_s
             if not ended:
+                late = late or failed is None
                 self.kill()
+        if late:
+            raise RunError(f"the ranks have not ended after {timeout_s:g} s and were killed")
         return failed
 
     def kill(self) -> None:

@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dpipe.config import Config
+from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.group import TorchGroup, open_store
 from dpipe.dataparallel.layout import StepRule
+from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
 from dpipe.engine.serving import Servers, chunk_bytes
+from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
 
@@ -69,6 +73,7 @@ def data_parallel(
     here: Seat,
     stages: Mapping[int, Layers],
     links: Transport,
+    meeting: Coordination,
     tied_copy: str | None,
     servers: Servers | None = None,
 ) -> DataParallel:
@@ -86,7 +91,8 @@ def data_parallel(
         case "none":
             raise AssertionError("the configuration lets no replicas through without a kind")
         case "all-reduce":
-            return AllReduce(stages, adam, exchange(chosen.wire), lag=lag, tied_copy=tied_copy)
+            averaging = torch_group(config, here, meeting) if chosen.group == "torch" else exchange(chosen.wire)
+            return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
         case "sharded":
             return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
         case "parameter-server":
@@ -96,4 +102,43 @@ def data_parallel(
             eager = not (train.clip_norm or train.precision == "fp16")
             size = chunk_bytes(config)
             return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+        case "local-sgd":
+            outer = OuterSettings(
+                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
+            )
+            return LocalSgd(
+                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
+            )
     assert_never(chosen.kind)
+
+
+def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup:
+    """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
+    timeout_s, first = config.timeouts.transfer, here.column[0]
+    host = _host(meeting.addresses[here.rank], here.rank)
+    store = open_store(host, 0, timeout_s, master=True) if here.replica == 0 else None
+    port = 0 if store is None else store.port
+    told = meeting.gather("torch group", str(port).encode()).wait(timeout_s)
+    if store is None:
+        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s, master=False)
+    group = TorchGroup(
+        store,
+        here.replica,
+        here.num_replicas,
+        host=host,
+        device=config.node.device,
+        wire=config.data_parallel.wire,
+        part_bytes=config.data_parallel.chunk_bytes,
+        timeout_s=timeout_s,
+    )
+    meeting.on_abort(group.fail)
+    return group
+
+
+def _host(address: str | None, rank: int) -> str:
+    if address is None:
+        raise JoinError(
+            f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an address, or leave '
+            "data_parallel.group out"
+        )
+    return address.rpartition(":")[0]

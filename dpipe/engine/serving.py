@@ -22,6 +22,8 @@ from dpipe.dataparallel.client import Worker, reach
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
+from dpipe.engine.forecast import connections_of
+from dpipe.engine.join import address_toward
 from dpipe.engine.launch import environment
 from dpipe.engine.signals import stop_on_signals
 from dpipe.errors import ConfigError
@@ -50,7 +52,7 @@ class Servers:
             replica,
             rank,
             self.security,
-            config.transport.connections,
+            connections_of(config),
             config.timeouts.connect,
             config.timeouts.transfer,
         )
@@ -63,19 +65,19 @@ def chunk_bytes(config: Config) -> int:
 
 @contextmanager
 def parameter_servers(
-    config: Config, rank: int, schedule: Schedule, meeting: Coordination, security: Security
+    config: Config, schedule: Schedule, meeting: Coordination, bind: str, security: Security
 ) -> Iterator[Servers | None]:
     """The run's parameter servers, up and reached by every rank; None where its replicas need none.
 
     Raises `JoinError` naming one that cannot be reached. One that is embedded here stays until all have left it.
     """
-    chosen = config.data_parallel
+    chosen, rank = config.data_parallel, meeting.rank
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         yield None
         return
     embedded = not chosen.address
     hosts = [0 if chosen.servers == "one" else owner for owner in schedule.rank_of_stage]
-    server = ParameterServer(bind=config.node.bind, security=security) if embedded and rank in hosts else None
+    server = ParameterServer(bind=bind, security=security) if embedded and rank in hosts else None
     try:
         told = {"session": secrets.token_hex(8), "port": None if server is None else server.port}
         gathered = meeting.gather("parameter servers", json.dumps(told).encode()).wait(config.timeouts.join)
@@ -156,7 +158,9 @@ def _bind(config: Config, bind: str | None) -> tuple[str, int]:
         raise ConfigError(
             "no address to listen on: give --bind HOST:PORT, or set data_parallel.address to one HOST:PORT"
         )
-    host, _, port = (f"{config.node.bind}:{addresses[0].rpartition(':')[2]}" if bind is None else bind).rpartition(":")
+    host, _, port = (addresses[0] if bind is None else bind).rpartition(":")
+    if bind is None:
+        host = config.node.bind or address_toward(host)
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--bind {bind!r} must be HOST:PORT, such as 0.0.0.0:7100")
     return host, int(port)

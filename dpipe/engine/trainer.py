@@ -113,7 +113,8 @@ class Trainer:
         """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved)
+            peer = None if message.received else message.peer
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
             if not message.received:
                 self.job.recorder.sent(message.peer, message.moved.num_bytes)
 

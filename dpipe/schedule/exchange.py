@@ -19,11 +19,15 @@ An end is a replica, or the server, which comes after the last one. It sends in 
 it `requires()` has come: the one statement of dependence, for `dataparallel` and the simulator alike.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from dpipe.errors import ScheduleError
 
+NAMES = ("all-reduce", "sharded", "local-sgd", "silent", "parameter-server", "central")
 AHEAD = 8  # parts that are on their way to their owners before the first of them comes back
 
 
@@ -50,9 +54,11 @@ class Message:
 class Exchange:
     """`programs[end]` is what each end sends, in order.
 
-    `owners` are the ends that each add up an equal share. With `steps_between` the optimizer's step lies between REDUCE
-    and GATHER, as it does where an owner holds the optimizer's state of its share alone. With `barrier` nothing is
-    gathered before an owner has all that it adds up: where the step needs a number of the whole gradient, its norm.
+    `owners` are the ends that each add up an equal share. What is of a role in `after_step` waits for the optimizer's
+    step: GATHER where an owner holds the optimizer's state of its share alone, both where replicas step by themselves
+    and agree on parameters. With `barrier` nothing is gathered before an owner has all that it adds up: where the step
+    needs a number of the whole gradient, its norm. All this begins as soon as the gradient of the stage is final, or,
+    not `overlapped`, when the pipelines have run dry.
     """
 
     name: str
@@ -60,21 +66,21 @@ class Exchange:
     num_parts: int
     owners: tuple[int, ...]
     programs: tuple[tuple[Message, ...], ...]
-    steps_between: bool = False
+    after_step: frozenset[Role] = frozenset()
     barrier: bool = False
-    arrivals: tuple[tuple[Message, ...], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        sent = [message for program in self.programs for message in program]
-        ends = range(len(self.programs))
-        arrivals = tuple(tuple(message for message in sent if message.target == end) for end in ends)
-        object.__setattr__(self, "arrivals", arrivals)
+    overlapped: bool = True
 
     @property
     def has_server(self) -> bool:
         return len(self.programs) > self.num_replicas
 
-    @property
+    @cached_property
+    def arrivals(self) -> tuple[tuple[Message, ...], ...]:
+        """What comes to each end."""
+        sent = [message for program in self.programs for message in program]
+        return tuple(tuple(m for m in sent if m.target == end) for end in range(len(self.programs)))
+
+    @cached_property
     def symmetric(self) -> bool:
         """Whether every replica does what replica 0 does, with all replicas counted on from itself."""
         return not self.has_server and all(
@@ -97,11 +103,22 @@ class Exchange:
 
         With a `barrier` an owner waits for every part. What the source itself contributes is not a message.
         """
-        comes = (m for m in self.arrivals[message.source] if m.owner == message.owner)
-        if message.role is Role.REDUCE:
-            return tuple(m for m in comes if m.part == message.part and m.role is Role.REDUCE)
-        waits = self.barrier and message.source == message.owner
-        return tuple(m for m in comes if waits or m.part == message.part)
+        if self.barrier and message.role is Role.GATHER and message.source == message.owner:
+            return self.arrivals[message.source]
+        comes = self._by_part.get((message.source, message.owner, message.part), ())
+        return tuple(m for m in comes if message.role is Role.GATHER or m.role is Role.REDUCE)
+
+    @cached_property
+    def waits(self) -> Mapping[Message, frozenset[Message]]:
+        """`requires` of every message."""
+        return {message: frozenset(self.requires(message)) for program in self.programs for message in program}
+
+    @cached_property
+    def _by_part(self) -> Mapping[tuple[int, int, int], list[Message]]:
+        parts = defaultdict(list)
+        for message in (message for arrivals in self.arrivals for message in arrivals):
+            parts[message.target, message.owner, message.part].append(message)
+        return parts
 
     def piece(self, message: Message, length: int) -> slice:
         """Which of `length` values, or bytes, `message` carries."""
@@ -130,7 +147,18 @@ def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> E
         gathers = [[Message(Role.GATHER, part, replica, replica, o) for o in others] for part in range(num_parts)]
         programs.append(_interleaved(reduces, gathers, num_parts if sharded else AHEAD))
     name = "sharded" if sharded else "all-reduce"
-    return Exchange(name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), steps_between=sharded)
+    after = frozenset({Role.GATHER}) if sharded else frozenset()
+    return Exchange(name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), after_step=after)
+
+
+def local_sgd(num_replicas: int, num_parts: int = 1) -> Exchange:
+    """Replicas have stepped by themselves, and exchange parameters as they would gradients."""
+    return replace(direct(num_replicas, num_parts), name="local-sgd", after_step=frozenset(Role))
+
+
+def silent(num_replicas: int) -> Exchange:
+    """Nothing is exchanged: a step between two at which replicas agree."""
+    return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
 
 
 def parameter_server(num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
@@ -146,7 +174,7 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     """Replica 0 is the server: a reduce to it and then a broadcast, each passed on from replica to replica.
 
     The arrangement of the published data-parallel rows (central parameter server over NCCL's reduce and broadcast):
-    nothing comes back before everything is reduced.
+    nothing comes back before everything is reduced, and nothing is overlapped.
     """
     _at_least(num_replicas, num_parts)
     parts, last = range(num_parts), num_replicas - 1
@@ -155,7 +183,23 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
         reduces = [Message(Role.REDUCE, part, 0, replica, replica - 1) for part in parts if replica > 0]
         gathers = [Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last]
         programs.append((*reduces, *gathers))
-    return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True)
+    return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False)
+
+
+def exchange(name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
+    """The exchange called `name`; raises `ScheduleError` on an unknown one."""
+    match name:
+        case "all-reduce" | "sharded":
+            return direct(num_replicas, num_parts, sharded=name == "sharded")
+        case "local-sgd":
+            return local_sgd(num_replicas, num_parts)
+        case "silent":
+            return silent(num_replicas)
+        case "parameter-server":
+            return parameter_server(num_replicas, num_parts, barrier=barrier)
+        case "central":
+            return chain(num_replicas, num_parts)
+    raise ScheduleError(f"no exchange is called {name!r}; choose one of {', '.join(NAMES)}")
 
 
 def draw(exchange: Exchange) -> str:

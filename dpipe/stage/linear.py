@@ -29,7 +29,8 @@ class WeightGradients:
     def leave(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
         """`input` [tokens, in] and `grad` [tokens, out] are those of the product."""
         if self.filing:
-            self.filed.append(partial(_accumulate, weight, input, grad))
+            # Detached, because a view keeps what it views, and that the whole graph before it.
+            self.filed.append(partial(_accumulate, weight, input.detach(), grad.detach()))
         else:
             _accumulate(weight, input, grad)
 

@@ -56,20 +56,28 @@ class _Track:
 
     def events(self) -> Iterator[Event]:
         num_stages = 1 + max((span.action.stage for span in self.timeline.spans), default=0)
-        receives = {span.action: span for span in self.timeline.spans if span.lane == Lane.RECV}
+        receives = {(self._replica(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:
-                receive = receives.get(counterpart(span.action, num_stages))
+                receive = receives.get((self._replica(span), counterpart(span.action, num_stages)))
                 # The trace of a run that was cut short may hold one end of a message alone.
                 yield from self._arrow(span, receive) if receive else ()
 
+    def _replica(self, span: Span) -> int:
+        return span.rank * self.timeline.num_replicas // self.timeline.num_ranks
+
     def _slice(self, span: Span) -> Event:
-        args = {"stage": span.action.stage, "micro-batch": span.action.microbatch, "bytes": span.num_bytes}
+        args: Event = {
+            "stage": span.action.stage,
+            "micro-batch": span.action.microbatch,
+            "bytes": span.num_bytes,
+        }
+        args |= {} if span.peer is None else {"to rank": span.peer}
         return self._event("X", span, span.start_us) | {"dur": span.duration_us, "args": args}
 
     def _arrow(self, send: Span, receive: Span) -> Iterator[Event]:
-        name = f"{self.number}:{send.action}"
+        name = f"{self.number}:{self._replica(send)}:{send.action}"
         yield self._event("s", send, send.start_us) | {"id": name}
         yield self._event("f", receive, receive.start_us) | {"id": name, "bp": "e"}
 

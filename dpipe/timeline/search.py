@@ -13,6 +13,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.greedy import greedy
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.topology import Network
 
@@ -27,13 +28,38 @@ def search(
     *,
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
+    replicas: Replicas | None = None,
 ) -> Schedule:
     """The compute-only schedule with the shortest simulated step; among equals the one that holds least.
 
+    With `replicas` the step has their exchange in it, so that one is found which leaves the network free for it.
     `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. The name of the result says
     what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where nothing
     fits, saying what would.
     """
+    least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+
+    def rating(schedule: Schedule) -> tuple[int, int]:
+        return round(simulate(schedule, cost, network, replicas=replicas).duration_us), max(peak_in_flight(schedule))
+
+    candidates = chain(
+        _candidates(num_stages, num_microbatches, stages_per_rank, least, limit),
+        _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
+    )
+    return min((c for c in candidates if max(peak_in_flight(c)) <= limit), key=rating)
+
+
+def first_fit(
+    num_stages: int, num_microbatches: int, *, memory_limit: int | None = None, stages_per_rank: int = 1
+) -> Schedule:
+    """Some schedule that `search` would weigh, at once: it raises what `search` would, before the time is spent."""
+    least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    candidates = _candidates(num_stages, num_microbatches, stages_per_rank, least, limit)
+    return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
+
+
+def _bounds(num_stages: int, num_microbatches: int, memory_limit: int | None, stages_per_rank: int) -> tuple[int, int]:
+    """The least activations that a rank must be able to hold, and the most that it may."""
     everything = num_microbatches * stages_per_rank
     limit = everything if memory_limit is None else min(memory_limit, everything)
     generate("gpipe", num_stages, num_microbatches, stages_per_rank=stages_per_rank)  # refuses sizes that make no sense
@@ -44,15 +70,7 @@ def search(
             f" at most {limit} activations a rank; raise the memory limit to {least}"
             + (", or put fewer stages on a rank" if stages_per_rank > 1 else "")
         )
-
-    def rating(schedule: Schedule) -> tuple[int, int]:
-        return round(simulate(schedule, cost, network).duration_us), max(peak_in_flight(schedule))
-
-    candidates = chain(
-        _candidates(num_stages, num_microbatches, stages_per_rank, least, limit),
-        _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
-    )
-    return min((c for c in candidates if max(peak_in_flight(c)) <= limit), key=rating)
+    return least, limit
 
 
 def _candidates(

@@ -8,26 +8,29 @@ The model, event by event:
 - A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
 - Receiving costs the receiver nothing, and a message does not wait for its receive to be posted.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly.
+- Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress (`replicas.py`).
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
             send         [0SEND_F0]                 recv        :[1RECV_F0]
                                                                  ^ the link's delay after the send began
 """
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import Self, assert_never
 
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.schedule.action import RECVS, SENDS, Action, Op
 from dpipe.schedule.check import check
+from dpipe.schedule.exchange import Role
 from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
+from dpipe.timeline.machine import Clock, Cores, Sender
+from dpipe.timeline.replicas import Exchanges, Replicas
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Egress, Host, Network, Sent
+from dpipe.topology import Host, Network
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Cost:
 
     `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule splits it. Hop s is
     between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes` come back (default: as many).
-    `update_us` is the optimizer's step and `reduce_us` the agreement of replicas (defaults: nothing).
+    `update_us` is the optimizer's step (default: nothing). Where there are replicas, the whole gradient of a stage is
+    `reduce_bytes` on the wire, and what is agreed on `gather_bytes` (defaults: nothing; as many).
     Raises `ConfigError` where the lengths do not fit each other.
     """
 
@@ -47,15 +51,18 @@ class Cost:
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...] = ()
     update_us: tuple[float, ...] = ()
-    reduce_us: tuple[float, ...] = ()
+    reduce_bytes: tuple[int, ...] = ()
+    gather_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
         object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
-        object.__setattr__(self, "reduce_us", self.reduce_us or (0.0,) * self.num_stages)
-        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_us"):
+        object.__setattr__(self, "reduce_bytes", self.reduce_bytes or (0,) * self.num_stages)
+        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_bytes"):
             self._expect(name, self.num_stages)
+        if self.gather_bytes:
+            self._expect("gather_bytes", self.num_stages)
         for name in ("activation_bytes", "gradient_bytes"):
             self._expect(name, self.num_stages - 1)
 
@@ -90,7 +97,7 @@ class Cost:
         return len(self.forward_us)
 
     def duration_us(self, action: Action) -> float:
-        """How long `action` keeps its rank, or its reduction the network; moving bytes keeps nobody."""
+        """How long `action` keeps its rank; moving bytes keeps nobody."""
         match action.op:
             case Op.F:
                 return self.forward_us[action.stage]
@@ -102,9 +109,7 @@ class Cost:
                 return self.weight_us[action.stage]
             case Op.STEP:
                 return self.update_us[action.stage]
-            case Op.REDUCE_GRAD:
-                return self.reduce_us[action.stage]
-            case Op.SEND_F | Op.SEND_B | Op.SEND_TIED | Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
+            case Op.REDUCE_GRAD | Op.SEND_F | Op.SEND_B | Op.SEND_TIED | Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
                 return 0.0
         assert_never(action.op)
 
@@ -121,71 +126,87 @@ class Cost:
                 return 0
         assert_never(action.op)
 
+    def exchanged_bytes(self, stage: int, role: Role) -> int:
+        """What all of a stage is on the wire, in one direction of its exchange."""
+        match role:
+            case Role.REDUCE:
+                return self.reduce_bytes[stage]
+            case Role.GATHER:
+                return (self.gather_bytes or self.reduce_bytes)[stage]
+        assert_never(role)
 
-def simulate(schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> Timeline:
+
+def simulate(
+    schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = (), replicas: Replicas | None = None
+) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
 
-    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to oneself.
+    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to oneself. With `replicas`
+    every one of them runs the schedule, and their stages agree at REDUCE_GRAD.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    return Simulation(schedule if schedule.lowered else lower(schedule), cost, network, hosts).run()
-
-
-class _Clock:
-    """Calls what is due, in order of time, and of request among equals."""
-
-    def __init__(self) -> None:
-        self.now_us = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._requests = count()
-
-    def at(self, time_us: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_us, next(self._requests), call))
-
-    def run(self) -> None:
-        while self._events:
-            self.now_us, _, call = heapq.heappop(self._events)
-            call()
+    lowered = schedule if schedule.lowered else lower(schedule, reduce=replicas is not None)
+    return Simulation(lowered, cost, network, hosts, replicas).run()
 
 
 class Simulation:
     """The ranks and their links while a schedule unfolds; makes the spans."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = ()) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        network: Network,
+        hosts: Sequence[Host] = (),
+        replicas: Replicas | None = None,
+    ) -> None:
         if schedule.num_stages != cost.num_stages:
             raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
-        self.schedule, self.cost, self.network = schedule, cost, network
-        self.clock = _Clock()
+        self.schedule, self.cost, self.network, self.replicas = schedule, cost, network, replicas
+        self.clock = Clock()
         self.spans: list[Span] = []
-        self.done: set[Action] = set()
-        ranks = range(schedule.num_ranks)
-        self.position = [0 for _ in ranks]
-        self.idle_since: list[float | None] = [0.0 for _ in ranks]  # None while the rank computes
-        self.senders = [_Sender(self, rank) for rank in ranks]
-        self.cores = {rank: cores for host in hosts for cores in [_Cores(self.clock, host)] for rank in host.ranks}
+        self.mirrored = replicas is not None and not hosts and replicas.alike(network, schedule.num_ranks)
+        simulated = 1 if replicas is None or self.mirrored else replicas.count
+        self.programs = schedule.programs * simulated
+        self.done: list[set[Action]] = [set() for _ in range(simulated)]
+        self.position = [0 for _ in self.programs]
+        self.idle_since: list[float | None] = [0.0 for _ in self.programs]  # None while the rank computes
+        self.cores = {rank: cores for host in hosts for cores in [Cores(self.clock, host)] for rank in host.ranks}
+        self.exchanges = None if replicas is None else Exchanges(self, replicas, mirrored=self.mirrored)
+        self.sending: list[set[Action]] = [set() for _ in self.programs]
+        self._senders: dict[int, Sender] = {}
 
     def run(self) -> Timeline:
-        for rank in range(self.schedule.num_ranks):
+        if self.exchanges is not None:
+            self.exchanges.begin_step()
+        for rank in range(len(self.programs)):
             self.advance(rank)
         self.clock.run()
-        if len(self.done) < len(self.schedule.index):
+        if any(len(done) < len(self.schedule.index) for done in self.done):
             check(self.schedule)  # says which action on which rank waits for what
-        return Timeline(self.schedule.num_ranks, tuple(self.spans))
+        if self.replicas is None:
+            return Timeline(self.schedule.num_ranks, tuple(self.spans))
+        per_replica = self.schedule.num_ranks
+        spans = self.replicas.everyone(self.spans, per_replica) if self.mirrored else self.spans
+        return Timeline(per_replica * self.replicas.count, tuple(spans), self.replicas.count)
 
     def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
         """`action` is over; its rank may have waited for it."""
         self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action)))
-        self.done.add(action)
+        self.complete(rank, action)
+
+    def complete(self, rank: int, action: Action) -> None:
+        self.done[rank // self.schedule.num_ranks].add(action)
         if self.idle_since[rank] is not None:
             self.advance(rank)
 
     def advance(self, rank: int) -> None:
         """Go on with the program of an idle rank until it computes or has to wait."""
-        program = self.schedule.programs[rank]
+        program, done = self.programs[rank], self.done[rank // self.schedule.num_ranks]
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
             action = program[self.position[rank]]
-            if action.op not in RECVS and not self.done.issuperset(self.schedule.requires(action)):
+            if action.op not in RECVS and not done.issuperset(self.schedule.requires(action)):
                 return
             self.position[rank] += 1
             self.start(rank, action)
@@ -194,104 +215,46 @@ class Simulation:
         if action.op in RECVS:
             return  # it is done when its message arrives
         if action.op in SENDS:
-            self.senders[rank].send(action)
-        elif action.op == Op.REDUCE_GRAD:
-            self._run(rank, Lane.REDUCE, action)
+            self._send(rank, action)
+        elif action.op != Op.REDUCE_GRAD:
+            self._run(rank, action)
+        elif self.exchanges is not None:
+            self.exchanges.reduce(rank, action.stage)
         else:
-            self._end_wait(rank, action)
-            self._run(rank, Lane.UPDATE if action.op == Op.STEP else Lane.COMPUTE, action)
+            self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
 
-    def _end_wait(self, rank: int, action: Action) -> None:
-        since, now = self.idle_since[rank], self.clock.now_us
-        if since is not None and since < now:
-            self.spans.append(Span(rank, Lane.WAIT, action, since, now))
+    def sender(self, rank: int) -> Sender:
+        if rank not in self._senders:
+            self._senders[rank] = Sender(self.clock, self.network, rank)
+        return self._senders[rank]
+
+    def _send(self, rank: int, action: Action) -> None:
+        target = rank - rank % self.schedule.num_ranks + peer(self.schedule, action)
+        receive = counterpart(action, self.schedule.num_stages)
+        self.sending[rank].add(action)
+
+        def left(start_us: float) -> None:
+            self.sending[rank].remove(action)
+            if self.exchanges is not None:
+                self.exchanges.sent(rank, action)
+            self.finish(rank, Lane.SEND, action, start_us)
+
+        arrived = partial(self.finish, target, Lane.RECV, receive)
+        self.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
+
+    def _run(self, rank: int, action: Action) -> None:
+        start, since = self.clock.now_us, self.idle_since[rank]
+        if since is not None and since < start:
+            self.spans.append(Span(rank, Lane.WAIT, action, since, start))
         self.idle_since[rank] = None
 
-    def _run(self, rank: int, lane: Lane, action: Action) -> None:
-        start = self.clock.now_us
-
         def over() -> None:
-            if lane != Lane.REDUCE:
-                self.idle_since[rank] = self.clock.now_us
-            self.finish(rank, lane, action, start)
+            self.idle_since[rank] = self.clock.now_us
+            if action.op is Op.STEP and self.exchanges is not None:
+                self.exchanges.stepped(rank, action.stage)
+            self.finish(rank, Lane.UPDATE if action.op == Op.STEP else Lane.COMPUTE, action, start)
 
-        if rank in self.cores and lane != Lane.REDUCE:
+        if rank in self.cores:
             self.cores[rank].run(rank, self.cost.duration_us(action), over)
         else:
             self.clock.at(start + self.cost.duration_us(action), over)
-
-
-class _Cores:
-    """The cores of one host: as many ranks as there are cores compute at full speed, more of them share it."""
-
-    def __init__(self, clock: _Clock, host: Host) -> None:
-        self._clock, self._cores = clock, host.cores
-        self._running: dict[int, tuple[float, Callable[[], None]]] = {}  # by rank: microseconds left on a whole core
-        self._since_us = 0.0
-        self._plans = 0  # as in `_Sender`
-
-    def run(self, rank: int, duration_us: float, over: Callable[[], None]) -> None:
-        self._progress()
-        self._running[rank] = duration_us, over
-        self._plan()
-
-    @property
-    def _speed(self) -> float:
-        return min(1.0, self._cores / max(1, len(self._running)))
-
-    def _progress(self) -> None:
-        done_us = (self._clock.now_us - self._since_us) * self._speed
-        self._running = {rank: (left - done_us, over) for rank, (left, over) in self._running.items()}
-        self._since_us = self._clock.now_us
-
-    def _plan(self) -> None:
-        self._plans += 1
-        if self._running:
-            plan, left_us = self._plans, min(left for left, _ in self._running.values())
-            self._clock.at(self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan))
-
-    def _complete(self, plan: int) -> None:
-        if plan != self._plans:
-            return
-        self._progress()
-        rank = min(self._running, key=lambda rank: self._running[rank][0])
-        _, over = self._running.pop(rank)
-        self._plan()
-        over()
-
-
-class _Sender:
-    """The egress of one rank on the simulation's clock."""
-
-    def __init__(self, simulation: Simulation, rank: int) -> None:
-        self.simulation, self.rank = simulation, rank
-        self.egress = Egress[Action](simulation.network, rank)
-        self.plans = 0  # the completion that is due belongs to the latest plan; earlier ones are void
-
-    def send(self, action: Action) -> None:
-        simulation = self.simulation
-        target = peer(simulation.schedule, action)
-        self.egress.offer(target, action, simulation.cost.num_bytes(action), simulation.clock.now_us)
-        self._plan()
-
-    def _plan(self) -> None:
-        self.plans += 1
-        due_us, plan = self.egress.due_us, self.plans
-        assert due_us is not None
-        self.simulation.clock.at(due_us, lambda: self._complete(plan))
-
-    def _complete(self, plan: int) -> None:
-        if plan != self.plans:
-            return
-        sent = self.egress.complete()
-        if self.egress.due_us is not None:
-            self._plan()
-        self._deliver(sent)
-
-    def _deliver(self, sent: Sent[Action]) -> None:
-        simulation, target = self.simulation, sent.target
-        delay_us = simulation.network.link(self.rank, target).delay_us
-        receive = counterpart(sent.item, simulation.schedule.num_stages)
-        first_byte_us, arrival_us = sent.start_us + delay_us, sent.end_us + delay_us
-        simulation.clock.at(arrival_us, lambda: simulation.finish(target, Lane.RECV, receive, first_byte_us))
-        simulation.finish(self.rank, Lane.SEND, sent.item, sent.start_us)

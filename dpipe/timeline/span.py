@@ -22,6 +22,7 @@ class Span:
     """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
 
     `cpu_us` is the processor time that a measured span of compute took: less than its duration where ranks share cores.
+    A REDUCE span is one message of the exchange that its action stands for, to `peer`: a rank, or a server by its name.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Span:
     end_us: float
     num_bytes: int = 0
     cpu_us: float = 0.0
+    peer: int | str | None = None
 
     @property
     def duration_us(self) -> float:
@@ -39,10 +41,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step on all ranks, in no particular order."""
+    """The spans of one step on all ranks, of every replica of the pipeline, in no particular order.
+
+    A server that is not in a rank has spans behind the last rank, and is not counted.
+    """
 
     num_ranks: int
     spans: tuple[Span, ...]
+    num_replicas: int = 1
 
     @property
     def duration_us(self) -> float:

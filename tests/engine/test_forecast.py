@@ -43,8 +43,14 @@ def test_wire_format_decides_the_bytes_of_a_hop() -> None:
 
 def test_recomputation_runs_forward_once_more_before_the_input_gradient() -> None:
     layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0))
-    cost = stage_cost(layers, (1, 1), recompute=True)
+    cost = stage_cost(layers, (1, 1), recompute="full")
     assert (cost.backward_us, cost.input_us, cost.weight_us) == ((3e6, 3e6), (2e6, 2e6), (1e6, 1e6))
+
+
+def test_selective_recomputation_runs_the_attention_cores_once_more() -> None:
+    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0), core_s=(0.0, 0.25))
+    cost = stage_cost(layers, (1, 1), recompute="selective")
+    assert (cost.backward_us, cost.input_us) == ((2e6, 2.25e6), (1e6, 1.25e6))
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
@@ -79,7 +85,7 @@ def test_auto_keeps_the_memory_limit() -> None:
 
 def test_replay_with_another_number_of_times_than_stages_is_refused() -> None:
     config = build({"model": {"layers": "replay"}, "replay": {"forward_ms": [1, 2, 3]}, "pipeline": {"stages": 2}})
-    with pytest.raises(ConfigError, match=r"lists 3 stage times, but pipeline.stages is 2"):
+    with pytest.raises(ConfigError, match=r"lists 3 values, but pipeline.stages is 2"):
         forecast(config)
 
 
@@ -101,3 +107,63 @@ def test_network_is_loopback_unless_a_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
     assert assumed_network(str(tmp_path / "slow.toml"), 1).link(0, 1).delay_ms == 50
     assert assumed_network(None, 1).name == "loopback"
+
+
+SLOW = Network("slow", Link(delay_ms=1, bandwidth_gbps=1))
+ONE_GB = 125_000  # bytes that 1 Gbit/s carries in a millisecond
+
+
+def replicated(kind: str, **data_parallel: object) -> Config:
+    """Two stages whose gradients take 40 ms and 20 ms to leave a rank as a whole."""
+    train = {"batch_size": 16, "num_microbatches": 8}
+    replay = {"forward_ms": 10, "backward_ms": 20, "message_bytes": 1000, "parameter_bytes": [40 * ONE_GB, 20 * ONE_GB]}
+    chosen = {"kind": kind, "replicas": 2, **data_parallel}
+    pipeline = {"stages": 2, "schedule": "gpipe"}
+    return build(
+        {"model": {"layers": "replay"}, "replay": replay, "train": train, "pipeline": pipeline, "data_parallel": chosen}
+    )
+
+
+def reduce_ms(config: Config) -> float:
+    """What the replicas' agreement adds to a step on the slow network, on average."""
+    alone = config.with_(data_parallel__replicas=1, train__batch_size=8)
+    return (forecast(config, network=SLOW).step_us - forecast(alone, network=SLOW).step_us) / 1e3
+
+
+def test_all_reduce_adds_what_the_first_stage_sends() -> None:
+    # Half of it to the other replica and half of the average back, in two parts of which one hides the other's delay;
+    # the second stage is through before.
+    assert reduce_ms(replicated("all-reduce")) == pytest.approx(40 + 1, abs=0.1)
+
+
+def test_wire_of_the_gradient_decides_its_bytes() -> None:
+    assert reduce_ms(replicated("all-reduce", wire="bf16")) == pytest.approx(20 + 1, abs=0.1)
+
+
+def test_sharded_optimizer_gives_back_unrounded_parameters() -> None:
+    assert reduce_ms(replicated("sharded", wire="bf16")) == pytest.approx(10 + 20 + 2, abs=1.1)
+
+
+def test_delay_hides_the_exchange() -> None:
+    assert reduce_ms(replicated("all-reduce", delay=True)) == pytest.approx(0, abs=0.1)
+
+
+def test_local_sgd_pays_once_in_so_many_steps() -> None:
+    assert reduce_ms(replicated("local-sgd", inner_steps=10)) == pytest.approx((40 + 2) / 10, rel=0.1)
+    assert reduce_ms(replicated("local-sgd", inner_steps=10, overlap=True)) == pytest.approx(0, abs=0.1)
+
+
+def test_fragments_exchange_as_much_in_smaller_pieces() -> None:
+    whole, parts = (forecast(replicated("local-sgd", inner_steps=10, fragments=n), network=SLOW) for n in (1, 4))
+    assert parts.timeline.duration_us < whole.timeline.duration_us
+    assert parts.step_us == pytest.approx(whole.step_us, rel=0.01)
+    assert (whole.agreeing_share, parts.agreeing_share) == (0.1, 0.4)
+
+
+def test_text_tells_the_mean_step_and_the_one_at_which_replicas_agree(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[data_parallel]\nkind = "local-sgd"\nreplicas = 2\ninner_steps = 50\n')
+    row = json.loads(forecast_text(str(path), (), None, as_json=True))
+    text = forecast_text(str(path), (), None, as_json=False)
+    assert f"{row['step_s']:.4f} s on average, {row['agreeing_step_s']:.4f} s where replicas agree" in text
+    assert row["link_bytes"]["0->1"] == row["link_bytes"]["1->0"] == row["reduce_bytes"][0] > 0

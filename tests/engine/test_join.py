@@ -3,9 +3,11 @@ import socket
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.build import train_rank
-from dpipe.engine.join import advertised_host
+from dpipe.coordinator.alone import Alone
+from dpipe.engine.build import launch_ranks, train_rank
+from dpipe.engine.join import address_toward, advertised_host
 from dpipe.engine.placement import Placement
+from dpipe.engine.replicas import Seat, torch_group
 from dpipe.errors import ConfigError, JoinError
 
 
@@ -26,6 +28,10 @@ def test_wildcard_advertises_the_address_that_leads_to_the_coordinator() -> None
     assert advertised_host("0.0.0.0", None, "127.0.0.1") == "127.0.0.1"
 
 
+def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
+    assert address_toward("localhost") == "127.0.0.1"
+
+
 def test_coordinator_whose_name_is_unknown_is_named() -> None:
     with pytest.raises(JoinError, match="no way to nowhere.invalid"):
         advertised_host("0.0.0.0", None, "nowhere.invalid")
@@ -37,6 +43,24 @@ def test_another_number_of_processes_than_ranks_says_what_to_set(tmp_path) -> No
     flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
     with pytest.raises(ConfigError, match="2 processes were started.*-o pipeline.stages=2"):
         train_rank(str(path), (), rank=0, world_size=2, **flags)
+
+
+def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[pipeline]\nstages = 4\n[data_parallel]\nkind = "all-reduce"\nreplicas = 2\n')
+    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
+    with pytest.raises(ConfigError, match=r"6 processes were started.*replicas 2 need 8.*-o pipeline.stages=3"):
+        train_rank(str(path), (), rank=0, world_size=6, **flags)
+    with pytest.raises(ConfigError, match="replicas 2 do not divide 5 processes"):
+        train_rank(str(path), (), rank=0, world_size=5, **flags)
+    with pytest.raises(ConfigError, match="replicas 2 do not divide 3 processes"):
+        launch_ranks(str(path), (), num_ranks=3, resume=None, fallback=False, say=lambda line: None)
+
+
+def test_torch_group_needs_addresses(tiny) -> None:
+    config: Config = tiny(data_parallel__kind="all-reduce", data_parallel__replicas=2, data_parallel__group="torch")
+    with pytest.raises(JoinError, match="rank 0 has node.advertise"):
+        torch_group(config, Seat(0, 1, 2), Alone())
 
 
 def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_ranks) -> None:

@@ -1,7 +1,9 @@
 """The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
 
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from dpipe.config import Config
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
-from dpipe.engine.trace import load_trace, write_chrome
+from dpipe.engine.trace import load_plan, load_trace, write_chrome
 from dpipe.errors import CheckpointError, ConfigError, DataError
+from dpipe.schedule.generate import generate
+from dpipe.schedule.plan import Schedule
 from dpipe.timeline.span import Lane
 
 Make = Callable[..., Config]
@@ -33,8 +37,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "two stages, auto": {"pipeline__stages": 2, "pipeline__schedule": "auto"},
     "uneven split": {"pipeline__stages": 2, "pipeline__split": (1, 3)},
     "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
-    "recompute": {"pipeline__recompute": True},
-    "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": True},
+    "recompute": {"pipeline__recompute": "full"},
+    "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": "full"},
+    "recompute attention, two stages": {"pipeline__stages": 2, "pipeline__recompute": "selective"},
     "two connections": {"pipeline__stages": 2, "transport__connections": 2},
     "two connections, tcp": {"pipeline__stages": 2, "transport__connections": 2, "transport__kind": "tcp"},
 }
@@ -58,6 +63,21 @@ def test_tied_embeddings_are_the_same_bit_for_bit(stages: int, tiny: Make, losse
 def test_dropout_changes_the_result(tiny: Make, losses: Losses, tmp_path: Path) -> None:
     """Else the bit-for-bit tests above would prove nothing about it."""
     assert losses(tiny(model__dropout=0.1)) != losses(tiny(run__folder=str(tmp_path / "other")))
+
+
+def test_rank_0_alone_searches_the_schedule_that_all_run(
+    tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = []
+
+    def search(*sizes: Any, **limits: Any) -> Schedule:
+        searched.append(threading.current_thread().name)
+        return replace(generate("zero-bubble", 2, 4), name="found once")
+
+    monkeypatch.setattr("dpipe.engine.forecast.search", search)
+    losses(tiny(pipeline__stages=2, pipeline__schedule="auto"))
+    assert searched == ["rank 0"]
+    assert load_plan(tmp_path / "run/trace").schedule.name == "found once"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,29 +1,9 @@
-"""What tests marked `lab` need."""
+"""What the tests of netem share."""
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from netem.router import MODULES
-
-
-@pytest.fixture(scope="session")
-def possible() -> None:
-    """A lab can be made here; where it cannot, that is a failure and not a silence."""
-    if os.environ.get("DPIPE_NO_LAB") == "1":
-        pytest.skip("DPIPE_NO_LAB=1: labs are not tested")
-    missing = ["root"] if os.geteuid() else []
-    missing += [
-        program for program in ("ip", "tc", "ping", "linux.uml", "insmod", "ethtool") if not shutil.which(program)
-    ]
-    missing += [] if list(MODULES.glob("*/kernel/net/sched/sch_netem.ko")) else [str(MODULES)]
-    if missing:
-        pytest.fail(
-            f"a lab needs {', '.join(missing)}: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without"
-        )
 
 
 @pytest.fixture

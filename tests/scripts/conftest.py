@@ -16,5 +16,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     yield import_module
-    for name in {"table", "sweep", "aws_profiles"} & (set(sys.modules) - before):
+    for name in {"table", "trials", "venue", "sweep", "convergence", "link", "aws_profiles"} & (
+        set(sys.modules) - before
+    ):
         del sys.modules[name]

@@ -1,4 +1,5 @@
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -130,3 +131,14 @@ def test_weight_made_from_other_parameters_is_left_to_autograd() -> None:
     defer_weight_gradients(pruned, WeightGradients())
     pruned(batch()).sum().backward()
     assert pruned.weight_orig.grad is not None
+
+
+def test_waiting_weight_gradient_keeps_nothing_but_its_factors() -> None:
+    """A product holds its input through a view; a view of a tensor with a graph would keep that graph alive."""
+    linear, store = deferring(seeded_linear(), filing=True)
+    leaf = batch().requires_grad_()
+    linear(leaf * 1.0).sum().backward()
+    gone = weakref.ref(leaf)
+    del leaf
+    assert gone() is None
+    assert len(store.take()) == 1

@@ -1,7 +1,10 @@
 import json
+from dataclasses import replace
 
+from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import gpipe
 from dpipe.timeline.chrome import chrome_trace
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.topology import Link, Network
@@ -42,8 +45,8 @@ def test_trace_draws_an_arrow_from_each_send_to_its_receive():
     trace = chrome_trace([(0.0, STEP), (1000.0, STEP)])
     starts = {e["id"]: (e["pid"], e["ts"]) for e in events(trace, "s")}
     ends = {e["id"]: (e["pid"], e["ts"]) for e in events(trace, "f")}
-    assert (starts["0:0SEND_F0"], ends["0:0SEND_F0"]) == ((0, 10.0), (2, 11.0))
-    assert (starts["1:1SEND_B0"], ends["1:1SEND_B0"]) == ((2, 1045.0), (0, 1046.0))
+    assert (starts["0:0:0SEND_F0"], ends["0:0:0SEND_F0"]) == ((0, 10.0), (2, 11.0))
+    assert (starts["1:0:1SEND_B0"], ends["1:0:1SEND_B0"]) == ((2, 1045.0), (0, 1046.0))
     assert len(starts) == len(ends) == 4
 
 
@@ -55,3 +58,19 @@ def test_trace_of_a_run_that_was_cut_short_leaves_arrows_out():
 def test_trace_of_a_prediction_alone_survives_json():
     trace = json.loads(json.dumps(chrome_trace([], predicted=STEP)))
     assert min(e["ts"] for e in events(trace, "X")) == 0.0
+
+
+def test_trace_draws_arrows_within_each_replica():
+    cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 1000))
+    step = simulate(gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
+    trace = chrome_trace([(0.0, step)])
+    ends = {e["id"]: e["pid"] // 2 for e in events(trace, "f")}
+    arrows = sorted((e["pid"] // 2, ends[e["id"]]) for e in events(trace, "s"))
+    assert arrows == [(0, 1), (1, 0), (2, 3), (3, 2)]
+
+
+def test_trace_says_to_which_replica_a_part_went():
+    cost = replace(Cost.uniform(1, 10, 20, message_bytes=0), reduce_bytes=(1000,))
+    step = simulate(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2)))
+    parts = [e["args"] for e in events(chrome_trace([(0.0, step)]), "X") if e["cat"] == "REDUCE_GRAD"]
+    assert {(part["to rank"], part["bytes"]) for part in parts} == {(0, 500), (1, 500)}

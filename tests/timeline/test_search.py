@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from dpipe.errors import ScheduleError
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
-from dpipe.timeline.search import search
+from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.topology import Link, Network
 
@@ -48,8 +48,11 @@ def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
     limit = least_in_flight(ranks, per_rank, microbatches) + more
     stages = ranks * per_rank
     found = search(stages, microbatches, cost(stages), SLOW, memory_limit=limit, stages_per_rank=per_rank)
-    check(found)
-    assert max(peak_in_flight(found)) <= limit
+    assumed = first_fit(stages, microbatches, memory_limit=limit, stages_per_rank=per_rank)
+    for schedule in (found, assumed):
+        check(schedule)
+        assert max(peak_in_flight(schedule)) <= limit
+    assert assumed.rank_of_stage == found.rank_of_stage
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,8 @@ def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
 def test_search_says_what_would_fit(stages, per_rank, limit, message):
     with pytest.raises(ScheduleError, match=message):
         search(stages, 8, cost(stages), FAST, memory_limit=limit, stages_per_rank=per_rank)
+    with pytest.raises(ScheduleError, match=message):
+        first_fit(stages, 8, memory_limit=limit, stages_per_rank=per_rank)
 
 
 def test_search_refuses_sizes_that_make_no_sense():

@@ -107,17 +107,6 @@ def test_simulate_runs_weight_gradients_where_it_would_wait():
     """)
 
 
-def test_simulate_reduces_beside_compute_and_steps_after_it():
-    cost = replace(Cost.uniform(2, 10, 20, message_bytes=0, update_us=1), reduce_us=(30.0, 30.0))
-    timeline = simulate(lower(gpipe(2, 1, stages_per_rank=2), reduce=True), cost, network(delay_us=0))
-    assert spans(timeline) == lines("""
-        0 compute: 0F0 0-10  1F0 10-20  1B0 20-40  0B0 40-60
-        0 reduce: 1REDUCE_GRAD 40-70  0REDUCE_GRAD 60-90
-        0 update: 0STEP 90-91  1STEP 91-92
-        0 wait: 0STEP 60-90
-    """)
-
-
 def test_simulate_exchanges_a_tied_gradient_before_the_step():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=0), tied_bytes=7 * BYTES_PER_US)
     timeline = simulate(lower(gpipe(2, 1), tied=True), cost, network(delay_us=0))
@@ -252,6 +241,7 @@ def test_simulate_says_where_a_schedule_is_stuck():
         ({"backward_us": (1.0,)}, "backward_us must have 2 values for 2 stages"),
         ({"update_us": (1.0,)}, "update_us must have 2 values for 2 stages"),
         ({"activation_bytes": (1, 1)}, "activation_bytes must have 1 values for 2 stages"),
+        ({"gather_bytes": (1,)}, "gather_bytes must have 2 values for 2 stages"),
     ],
 )
 def test_cost_refuses_lengths_that_do_not_fit(change, message):

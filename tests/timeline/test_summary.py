@@ -1,10 +1,13 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from dpipe.schedule.action import parse_action
+from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import gpipe
 from dpipe.schedule.lower import lower
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.summary import compare, summarise
@@ -38,6 +41,27 @@ def test_summary_of_a_predicted_step():
     assert summary.link_bytes == {(0, 1): 1000, (1, 0): 1000}
     assert summary.sent_bytes == (1000, 1000)
     assert summary.peak_in_flight == (2, 2)
+
+
+def test_summary_of_replicas_counts_what_they_exchange():
+    cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 600))
+    step = simulate(gpipe(2, 2), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
+    summary = summarise(step, lower(gpipe(2, 2), reduce=True))
+    # ranks 0 and 2 are the first stage of the two replicas, 1 and 3 the second
+    assert summary.reduce_bytes == (1000, 600, 1000, 600)
+    assert summary.sent_bytes == (2000, 1600, 2000, 1600)
+    assert summary.link_bytes[0, 1] == summary.link_bytes[3, 2] == 1000
+    assert summary.link_bytes[0, 2] == 1000
+    assert summary.link_bytes[3, 1] == 600
+    assert summary.peak_in_flight == (2, 2, 2, 2)
+
+
+def test_traffic_of_a_parameter_server_is_counted_where_it_is_sent():
+    push = Span(0, Lane.REDUCE, parse_action("0REDUCE_GRAD"), 0, 4, 100, peer="server")
+    pull = Span(0, Lane.REDUCE, parse_action("0REDUCE_GRAD"), 4, 8, 300)
+    summary = summarise(Timeline(2, (push, pull)), SCHEDULE)
+    assert summary.reduce_bytes == (100, 0)
+    assert summary.link_bytes == {(0, "server"): 100}
 
 
 def test_bubble_is_the_time_without_compute_or_update():

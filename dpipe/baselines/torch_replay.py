@@ -1,0 +1,141 @@
+"""`torch.distributed.pipelining` over gloo on a replay configuration: another engine with our waits and our messages.
+
+    python -m dpipe.baselines.torch_replay CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+
+It leaves the rows of a run behind (`metrics.jsonl`), so whatever reads ours reads it too. That both engines learn the
+same on a real model is for `torch_pipelining` to say.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from dpipe.config import Config, load
+from dpipe.engine.folder import open_folder
+from dpipe.engine.forecast import per_stage
+from dpipe.engine.launch import environment
+from dpipe.engine.metrics import Metrics
+from dpipe.engine.placement import Placement, placement
+from dpipe.errors import ConfigError, DpipeError
+from dpipe.stage.replay import wait
+
+SCHEDULES: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class _Wait(torch.autograd.Function):
+    """Takes `forward_s` there and `backward_s` back. The weight is what makes autograd come back at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: "ReplayModule") -> torch.Tensor:
+        ctx.stage = stage
+        wait(stage.forward_s)
+        return stage.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+        wait(ctx.stage.backward_s)
+        grad = ctx.stage.input.detach() if ctx.needs_input_grad[0] else None
+        return grad, torch.zeros(()), None
+
+
+class ReplayModule(nn.Module):
+    """`stage.ReplayStage` as a module. Every message is the same tensor: nobody writes to it."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__()
+        replay, stages = config.replay, config.pipeline.stages
+        message = torch.zeros(1, replay.message_bytes // 4)
+        self.forward_s = per_stage(replay.forward_ms, stages)[index] / 1e3
+        self.backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
+        self.input = torch.zeros(1, 1) if index == 0 else message
+        self.output = torch.zeros(1, 1) if index == stages - 1 else message
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Wait.apply(x, self.weight, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def check_config(config: Config) -> None:
+    """Raises `ConfigError` for what this engine is not run on here."""
+    pipeline = config.pipeline
+    refused = {
+        'model.layers must be "replay"': config.model.layers != "replay",
+        f"pipeline.schedule must be one of {', '.join(SCHEDULES)}": pipeline.schedule not in SCHEDULES,
+        'pipeline.wire must be "none"': pipeline.wire != "none",
+        "pipeline.stages must be above 1": pipeline.stages < 2,
+        "pipeline.in_flight must be left out": pipeline.in_flight is not None,
+    }
+    if reasons := [reason for reason, holds in refused.items() if holds]:
+        raise ConfigError(f"torch.distributed.pipelining is replayed as it is: {'; '.join(reasons)}")
+
+
+def train_rank(config: Config, place: Placement) -> None:
+    """One rank, `train.steps` long; rank 0 writes a row a step."""
+    check_config(config)
+    torch.set_num_threads(config.node.threads)
+    metrics = None
+    if place.rank == 0:
+        metrics = Metrics(open_folder(config, resume=False), first_step=0, tensorboard=False, show=lambda row: None)
+    timeout = timedelta(seconds=config.timeouts.join)
+    first = place.rank == 0
+    store = TCPStore(place.meeting_host, place.port, place.world_size, is_master=first, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    step = _step(config, place.rank)
+    for number in range(config.train.steps):
+        began = time.perf_counter()
+        loss = step()
+        if metrics is not None:
+            metrics.write({"step": number, "loss": loss, "step_s": time.perf_counter() - began})
+    dist.barrier()
+    dist.destroy_process_group()
+    if metrics is not None:
+        metrics.close()
+
+
+def _step(config: Config, rank: int) -> Callable[[], float]:
+    """One step of torch's own schedule; the loss of a replay is 0."""
+    microbatches, last = config.train.num_microbatches, rank == config.pipeline.stages - 1
+    module = ReplayModule(config, rank)
+    stage = PipelineStage(
+        module,
+        rank,
+        config.pipeline.stages,
+        torch.device("cpu"),
+        # As tensors that require grad: else torch takes the boundary for one that no gradient crosses.
+        input_args=torch.empty_like(module.input, requires_grad=True),
+        output_args=torch.empty_like(module.output, requires_grad=True),
+    )
+    plan = SCHEDULES[config.pipeline.schedule](stage, microbatches, loss_fn=lambda output, target: output.sum())
+    inputs = (torch.zeros(microbatches, 1),) if rank == 0 else ()
+    target = torch.zeros(microbatches) if last else None
+
+    def step() -> float:
+        plan.step(*inputs, target=target)
+        module.zero_grad()
+        return 0.0
+
+    return step
+
+
+@click.command(help=__doc__)
+@click.argument("config", type=click.Path(dir_okay=False))
+@click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
+def main(config: str, overrides: tuple[str, ...]) -> None:
+    try:
+        train_rank(load(config, overrides), placement(environment()))
+    except DpipeError as error:
+        click.echo(f"dpipe: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

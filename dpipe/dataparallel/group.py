@@ -1,0 +1,109 @@
+"""A `torch.distributed` group between the replicas of a stage: gloo on CPU, NCCL between GPUs.
+
+For networks on which those are at home (NVLink, InfiniBand, a rack). Replicas stay equal to the last bit and a run
+repeats itself, but the order of the sum is the library's: not the bits of `exchange.DirectExchange`.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpipe.dataparallel.base import Traffic
+from dpipe.dataparallel.flights import Ready
+from dpipe.errors import PeerLost
+
+_AHEAD = 8  # parts under way at once
+_HALF = {"none": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    start_ns: int
+    end_ns: int
+    num_bytes: int
+
+
+class TorchGroup:
+    """One replica's end. `store` is where the ends meet, `host` the address that this one talks from (gloo)."""
+
+    def __init__(
+        self,
+        store: Any,
+        replica: int,
+        num_replicas: int,
+        *,
+        host: str,
+        device: torch.device | str = "cpu",
+        wire: str = "none",
+        part_bytes: int = 4 << 20,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.replica, self.device = replica, torch.device(device)
+        self._num_replicas, self._half, self._part_values = num_replicas, _HALF[wire], part_bytes // 4
+        self._group: Any = _group(self.device, store, replica, num_replicas, host, timedelta(seconds=timeout_s))
+
+    def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone."""
+        parts = [slice(start, start + self._part_values) for start in range(0, row.numel(), self._part_values)]
+        under_way: deque[_Part] = deque()
+        traffic: list[Traffic] = []
+        try:
+            for piece in parts:
+                ready(slice(piece.start, min(piece.stop, row.numel())))
+                under_way.append(self._begin(row[piece]))
+                if len(under_way) > _AHEAD:
+                    traffic.append(self._end(under_way.popleft(), stage))
+            traffic += [self._end(part, stage) for part in under_way]
+        except RuntimeError as error:  # the only kind that torch raises here
+            raise PeerLost(
+                f"replica {self.replica} lost the torch.distributed group of the {self._num_replicas} replicas of "
+                f"stage {stage}: {error}"
+            ) from error
+        return traffic
+
+    def fail(self, error: Exception) -> None:
+        """End what is under way here; the other replicas lose this one."""
+        self._group.abort()
+
+    def _begin(self, values: torch.Tensor) -> "_Part":
+        wire = values if self._half is None else values.to(self._half)
+        return _Part(values, wire, self._group.allreduce([wire]), time.perf_counter_ns())
+
+    def _end(self, part: "_Part", stage: int) -> Traffic:
+        part.work.wait()
+        torch.div(part.wire.to(part.values.dtype), self._num_replicas, out=part.values)
+        share = 2 * (self._num_replicas - 1) / self._num_replicas
+        moved = _Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
+        return Traffic(stage, (self.replica + 1) % self._num_replicas, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    values: torch.Tensor
+    wire: torch.Tensor
+    work: Any
+    start_ns: int
+
+
+def _group(device: torch.device, store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    """A group of its own, apart from any default group of the process."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, size, options)
+
+
+def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
+    """Where a group meets: its `master` opens it at `host`, on a free port where `port` is 0; the others find it."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -1,0 +1,374 @@
+"""The other end of `scripts/cluster`: runs on each machine, from the project's files there. Standard library alone.
+
+    ssh HOST .venv/bin/python src/scripts/fleet/agent.py VERB        one line of JSON in, JSON out
+
+FOLDER/
+    commit                  what is installed; absent while it is not whole
+    src/                    the project
+    shaped                  the profile and the device that netem has shaped
+    cluster/current         the name of the newest run here
+    cluster/RUN/            job.toml  run.json  rank-N.log  rank-N.pid  rank-N.exit
+
+A rank is held by a process in a session of its own, which waits for it and writes how it ended:
+
+    sshd ── agent start ──► hold ──► dpipe train          agent and sshd may go; hold and the rank stay
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[2]
+FOLDER = SOURCE.parent
+RUNS = FOLDER / "cluster"
+SHAPED = FOLDER / "shaped"
+LOOK_S = 0.2
+SIGN_OF_LIFE_S = 5.0
+START_S = 20.0
+COMMAND_S = 60.0
+TAIL_BYTES = 1 << 20
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not a failure
+    """What is asked cannot be done here; the message becomes the answer."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of one run, as its files tell."""
+
+    run: str
+    number: int
+
+    def file(self, kind: str) -> Path:
+        return RUNS / self.run / f"rank-{self.number}.{kind}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the rank's process where it is alive."""
+        return self._alive("rank")
+
+    @property
+    def holder(self) -> int | None:
+        return self._alive("holder")
+
+    def _alive(self, who: str) -> int | None:
+        """A number alone may have gone to another process since."""
+        known = (_read(self.file("pid")) or {}).get(who)
+        return known["pid"] if known and born(known["pid"]) == known["born"] else None
+
+    @property
+    def exit_code(self) -> int | None:
+        ended = _read(self.file("exit"))
+        return None if ended is None else ended["code"]
+
+    @property
+    def log_bytes(self) -> int:
+        return self.file("log").stat().st_size if self.file("log").exists() else 0
+
+    def state(self) -> dict[str, Any]:
+        """`running`, `ended` with an exit code, or `lost`: gone without one, as when the machine was started anew."""
+        alive = self.pid or self.holder  # before the exit code: the holder writes it and goes
+        code = self.exit_code
+        state = "ended" if code is not None else "running" if alive else "lost"
+        return {"state": state, "code": code, "since": _changed(self.file("exit" if code is not None else "pid"))}
+
+
+def born(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None where it is no more."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def ranks_of(run: str) -> list[Rank]:
+    numbers = (path.stem.partition("-")[2] for path in (RUNS / run).glob("rank-*.pid"))
+    return [Rank(run, number) for number in sorted(map(int, numbers))]
+
+
+def current() -> str | None:
+    return (RUNS / "current").read_text(encoding="utf-8") if (RUNS / "current").exists() else None
+
+
+def status(spec: dict[str, Any]) -> dict[str, Any]:
+    """What is installed, and the state of the ranks of a run (the newest) with the end of what each has printed."""
+    run = spec["run"] or current()
+    return {
+        "commit": (FOLDER / "commit").read_text(encoding="utf-8").strip() if (FOLDER / "commit").exists() else None,
+        "run": run,
+        "ranks": {rank.number: rank.state() | _tail(rank, spec["lines"]) for rank in ranks_of(run)} if run else {},
+        "shaped": _read(SHAPED),
+    }
+
+
+def _tail(rank: Rank, lines: int) -> dict[str, Any]:
+    """The last line of a log, and the offset of the last `lines` within the last megabyte; of all with 0."""
+    if not rank.log_bytes:
+        return {"last": "", "offset": 0}
+    with rank.file("log").open("rb") as log:
+        first = log.seek(max(0, rank.log_bytes - TAIL_BYTES))
+        tail = log.read().splitlines(keepends=True)
+    offset = first + sum(map(len, tail[:-lines])) if lines else 0
+    return {"last": tail[-1].decode(errors="replace").strip(), "offset": offset}
+
+
+def start(spec: dict[str, Any]) -> dict[str, Any]:
+    """Start this machine's ranks of a run and return; tells where in their logs it begins."""
+    run = spec["run"]
+    if (now := current()) and any(rank.pid for rank in ranks_of(now)):
+        raise Refused(f"run {now} is still going here; scripts/cluster down stops it")
+    folder = RUNS / run
+    if folder.exists() and not spec["resume"]:
+        raise Refused(f"a run {run} was here before; choose another --name, or --resume {run}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("rank-*.pid"), *folder.glob("rank-*.exit")):
+        old.unlink()
+    (folder / "job.toml").write_text(spec["config"], encoding="utf-8")
+    _write(folder / "run.json", {"folder": spec["folder"]})
+    (RUNS / "current").write_text(run, encoding="utf-8")
+    ranks = [Rank(run, each["rank"]) for each in spec["ranks"]]
+    offsets = {rank.number: rank.log_bytes for rank in ranks}
+    for rank, each in zip(ranks, spec["ranks"], strict=True):
+        _start_holder(rank, each["argv"], each["environ"])
+    _await(lambda: all(rank.file("pid").exists() for rank in ranks), START_S)
+    for rank in ranks:
+        if not rank.file("pid").exists():
+            raise Refused(f"rank {rank.number} has not started within {START_S:g} s: {_tail(rank, 1)['last']}")
+    return {"offsets": offsets}
+
+
+def _start_holder(rank: Rank, argv: list[str], environ: dict[str, str]) -> None:
+    with rank.file("log").open("ab") as log:
+        holder = subprocess.Popen(
+            [sys.executable, __file__, "hold"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    assert holder.stdin is not None
+    holder.stdin.write(json.dumps({**asdict(rank), "argv": argv, "environ": environ}).encode() + b"\n")
+    holder.stdin.close()
+
+
+def hold(spec: dict[str, Any]) -> None:
+    """Run one rank and write how it ended; 128 + n where signal n ended it, as a shell has it."""
+    rank = Rank(spec["run"], spec["number"])
+    environ = {**os.environ, **spec["environ"], "PYTHONUNBUFFERED": "1"}  # else a killed rank's last words are lost
+    process = subprocess.Popen(
+        [sys.executable, *spec["argv"]], cwd=SOURCE, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    pids = {"rank": process.pid, "holder": os.getpid()}
+    _write(rank.file("pid"), {who: {"pid": pid, "born": born(pid)} for who, pid in pids.items()})
+    code = process.wait()
+    _write(rank.file("exit"), {"code": code if code >= 0 else 128 - code})
+
+
+def follow(spec: dict[str, Any]) -> None:
+    """Print each rank's log from an offset on, a line of JSON each, and its state once it has ended.
+
+    {"rank": 2, "line": "...", "offset": 812}     offset: where the next line begins
+    {"rank": 2, "state": "ended", "code": 0}      nothing comes after it
+    {}                                            a sign of life; the write fails where nobody listens any more
+    """
+    offsets = {Rank(spec["run"], int(number)): offset for number, offset in spec["offsets"].items()}
+    spoke = time.monotonic()
+    while offsets:
+        for rank in list(offsets):
+            now = rank.state()  # before the log: what is written until the end is then in it
+            for line, after in _lines(rank, offsets[rank], whole=now["state"] == "running"):
+                _say({"rank": rank.number, "line": line, "offset": after})
+                offsets[rank], spoke = after, time.monotonic()
+            if now["state"] != "running" or not spec["wait"]:
+                del offsets[rank]
+                _say({"rank": rank.number, **now})
+        if time.monotonic() - spoke > SIGN_OF_LIFE_S:
+            spoke = time.monotonic()
+            _say({})
+        if offsets:
+            time.sleep(LOOK_S)
+
+
+def _lines(rank: Rank, offset: int, *, whole: bool) -> Iterator[tuple[str, int]]:
+    """The lines from `offset` on, each with where the next begins; one that is not whole yet can be left for later."""
+    if not rank.file("log").exists():
+        return
+    with rank.file("log").open("rb") as log:
+        log.seek(offset)
+        for line in log:
+            if whole and not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield line.decode(errors="replace").rstrip("\r\n"), offset
+
+
+def stop(spec: dict[str, Any]) -> dict[str, Any]:
+    """Send a signal to the ranks that are alive, wait for them, and tell which are alive still.
+
+    A request goes to the rank alone, a kill to whatever it started, too: each rank is a process group.
+    """
+    number = signal.Signals[spec["signal"]]
+    alive = [rank for rank in ranks_of(spec["run"] or current() or "-") if rank.pid]
+    for rank in alive:
+        if pid := rank.pid:
+            with suppress(ProcessLookupError):
+                (os.killpg if number is signal.SIGKILL else os.kill)(pid, number)
+    _await(lambda: not any(rank.pid for rank in alive), spec["wait_s"])
+    return {"told": [rank.number for rank in alive], "alive": [rank.number for rank in alive if rank.pid]}
+
+
+def pack(spec: dict[str, Any]) -> None:
+    """A run's files as a tar on standard output: what its ranks printed, its folder, an index of its checkpoints."""
+    run = spec["run"]
+    folder = _folder_of(run)
+    with tarfile.open(mode="w|gz", fileobj=sys.stdout.buffer) as tar:
+        for rank in ranks_of(run):
+            tar.add(rank.file("log"), f"output/rank-{rank.number}.log")
+        for path in sorted(folder.rglob("*")):
+            tensors = path.suffix == ".safetensors"
+            if path.is_file() and (spec["checkpoints"] or not tensors):
+                tar.add(path, str(path.relative_to(folder)))
+
+
+def checkpoints(spec: dict[str, Any]) -> dict[str, Any]:
+    """The files of a run's checkpoints on this machine, and their sizes."""
+    folder = _folder_of(spec["run"])
+    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    return {"files": {str(path.relative_to(folder)): path.stat().st_size for path in files}}
+
+
+def _folder_of(run: str) -> Path:
+    return SOURCE / str((_read(RUNS / run / "run.json") or {}).get("folder", "-"))
+
+
+def shape(spec: dict[str, Any]) -> dict[str, Any]:
+    """Put a profile on the device that leads to `toward`; taken off again where `keep` does not come in time."""
+    profile = FOLDER / spec["name"]
+    profile.write_text(spec["profile"], encoding="utf-8")
+    device = spec["device"] or _device_toward(spec["toward"])
+    words = ["apply", str(profile), "--device", device, "--node", str(spec["node"]), "--detach"]
+    _netem(*words, *(["--addresses", ",".join(spec["addresses"])] if spec["addresses"] else []))
+    _write(SHAPED, {"profile": profile.stem, "device": device, "kept": False})
+    subprocess.Popen(
+        [sys.executable, __file__, "doubt", json.dumps(spec["doubt_s"])],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    return {"device": device}
+
+
+def keep(spec: dict[str, Any]) -> dict[str, Any]:
+    """Whoever says so still reaches this machine: its shaping may stay."""
+    shaped = _read(SHAPED)
+    if shaped is None:
+        raise Refused("the profile has been taken off again, because nobody reached this machine through it in time")
+    _write(SHAPED, {**shaped, "kept": True})
+    return {}
+
+
+def doubt(spec: float) -> None:
+    """Wait for `keep`, else take the shaping off: a profile must not lock its user out."""
+    _await(lambda: (_read(SHAPED) or {"kept": True})["kept"], spec)
+    if not (_read(SHAPED) or {"kept": True})["kept"]:
+        unshape({})
+
+
+def unshape(spec: dict[str, Any]) -> dict[str, Any]:
+    """Take our shaping off; a machine that has none of ours stays as it is."""
+    shaped = _read(SHAPED)
+    if shaped is not None:
+        _netem("clear", "--device", shaped["device"])
+        SHAPED.unlink(missing_ok=True)
+    return {"cleared": shaped and shaped["device"]}
+
+
+def verify(spec: dict[str, Any]) -> dict[str, Any]:
+    """Hold the link to a peer, where `answer` runs, against the profile."""
+    words = ["verify", str(FOLDER / spec["name"]), "--node", str(spec["node"]), "--peer", str(spec["peer"])]
+    done = _run([sys.executable, "-m", "netem", *words, spec["address"]], 2 * COMMAND_S)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise Refused(done.stderr.strip())
+    return {"rows": done.stdout.splitlines(), "close": done.returncode == 0}
+
+
+def answer(spec: dict[str, Any]) -> None:
+    """Answer a peer's `verify` for as long as standard input is open."""
+    with subprocess.Popen([sys.executable, "-m", "netem", "answer"], cwd=SOURCE) as answering:
+        sys.stdin.read()
+        answering.kill()
+
+
+def _netem(*words: str) -> None:
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    done = _run([*sudo, sys.executable, "-m", "netem", *words], COMMAND_S)
+    if done.returncode != 0:
+        raise Refused((done.stderr or done.stdout).strip())
+
+
+def _run(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, cwd=SOURCE, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+def _device_toward(address: str) -> str:
+    done = _run(["ip", "-j", "route", "get", address], COMMAND_S)
+    if done.returncode != 0:
+        raise Refused(f"no way to {address}: {done.stderr.strip()}; set interface in the hosts file")
+    return str(json.loads(done.stdout)[0]["dev"])
+
+
+def _await(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(LOOK_S / 4)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, value: Any) -> None:
+    """Whole or not at all: others read it at any time."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(new, path)
+
+
+def _changed(path: Path) -> float | None:
+    return path.stat().st_mtime if path.exists() else None
+
+
+def _say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+ANSWERS = {verb.__name__: verb for verb in (status, start, stop, checkpoints, shape, keep, unshape, verify)}
+STREAMS = {verb.__name__: verb for verb in (hold, follow, pack, answer)}
+
+
+def main(verb: str, *words: str) -> None:
+    if verb == doubt.__name__:
+        doubt(json.loads(words[0]))
+        return
+    spec = json.loads(sys.stdin.readline())
+    if verb in STREAMS:
+        STREAMS[verb](spec)
+        return
+    try:
+        _say(ANSWERS[verb](spec))
+    except Refused as refusal:
+        _say({"refused": str(refusal)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,263 @@
+"""The commands of `scripts/cluster`: each parses, then calls one or two functions of the files beside this one."""
+
+import io
+import shlex
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dpipe.errors import DpipeError
+from fleet import collect as collecting
+from fleet import install, job, shaping
+from fleet.hosts import Hosts, HostsError, load_hosts
+from fleet.ssh import COMMAND_S, Machine, connected, each
+from fleet.watch import Line, Watch, attend, signals
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_WIDE = 250  # characters, where it is no terminal that they must fit
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+class _Commands(click.Group):
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for what has failed."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DpipeError as error:
+            _say(str(error))
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Commands)
+def main() -> None:
+    """Train on many machines over SSH: one `dpipe train` a slot of the hosts file."""
+
+
+def _on_machines(command: F) -> F:
+    """Opens the connections that the hosts file names, for the time of the command."""
+    text = "The hosts file."
+
+    @click.option(
+        "--hosts", "path", type=click.Path(path_type=Path), default="hosts.toml", show_default=True, help=text
+    )
+    @wraps(command)
+    def connecting(path: Path, **given: Any) -> None:
+        hosts = load_hosts(path)
+        with connected(hosts.hosts) as machines:
+            command(hosts, machines, **given)
+
+    return connecting  # type: ignore[return-value]  # click reads the parameters from its own decorators
+
+
+@main.command()
+@click.option("--commit", default="HEAD", show_default=True, help="What to install: a commit, a branch or a tag.")
+@click.option("--timeout", default=install.SETUP_S, show_default=True, help="Seconds that one host may take.")
+@_on_machines
+def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> None:
+    """Install the project at a commit on every host; a host that has it is left alone."""
+    release = install.Release.of(REPOSITORY, commit)
+    if changed := install.uncommitted(REPOSITORY):
+        _say(f"note: {len(changed)} files differ from their last commit; what is installed is {release.commit:.12}")
+    with _progress() as progress:
+        tasks = {machine: progress.add_task(machine.host.name, what="") for machine in machines}
+        install.install(machines, release, say=lambda m, what: progress.update(tasks[m], what=what), limit_s=timeout)
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@_on_machines
+def put(hosts: Hosts, machines: list[Machine], paths: tuple[Path, ...]) -> None:
+    """Copy files or folders beside the project's on every host, where a configuration's relative paths begin."""
+    install.require_installed(machines)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for path in paths:
+            tar.add(path, path.name)
+    install.copy(machines, archive.getvalue())
+
+
+@main.command("exec")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--timeout", default=COMMAND_S, show_default=True, help="Seconds that one host may take.")
+@_on_machines
+def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeout: float) -> None:
+    """Run a command on every host: `exec -- nvidia-smi`."""
+    for machine, said in zip(
+        machines, each(machines, lambda m: m.run(shlex.join(words), timeout_s=timeout)), strict=True
+    ):
+        for line in said.decode(errors="replace").splitlines():
+            click.echo(f"{machine.host.name} | {line}")
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="As for dpipe train.")
+@click.option("--name", help="Of the run and its folder, runs/NAME; default CONFIG's name and the time.")
+@click.option("--resume", metavar="NAME", help="Continue a run from its newest checkpoint.")
+@click.option("--fallback", is_flag=True, help="With --resume: if that is damaged, use the one before.")
+@click.option("--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down.")
+@_on_machines
+def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **given: Any) -> None:
+    """Train: one process a slot, in the order of the hosts file, and follow them all.
+
+    The exit code is the run's. Ctrl-C asks all ranks for a checkpoint and ends them, a second one kills them. A run
+    goes on when this command dies or its connections are lost: `logs -f` takes it up again.
+    """
+    what = job.Job.of(config, hosts=hosts, **given)
+    used = machines[: len({seat.host for seat in what.seats})]
+    install.require_installed(used)
+    with signals() as asked:
+        offsets = job.start(what, used)
+        _say(f"run {what.name}: {len(what.seats)} ranks on {len(used)} hosts")
+        if not detach or asked:
+            sys.exit(attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say))
+
+
+@main.command()
+@_on_machines
+def status(hosts: Hosts, machines: list[Machine]) -> None:
+    """What is installed on each host, and how its ranks are; exit code 1 where a host does not answer."""
+    table = Table(*("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+
+    def ask(machine: Machine) -> dict[str, Any] | str:
+        try:
+            if install.installed(machine) is None:
+                return "nothing is installed"
+            return dict(machine.agent("status", run=None, lines=1))
+        except DpipeError as error:
+            return str(error)
+
+    answers = each(machines, ask)
+    for machine, answer in zip(machines, answers, strict=True):
+        for row in _rows(answer):
+            table.add_row(machine.host.name, *row)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else _WIDE)
+    sys.exit(1 if any(isinstance(answer, str) for answer in answers) else 0)
+
+
+def _rows(answer: dict[str, Any] | str) -> list[list[str]]:
+    if isinstance(answer, str):
+        return [["", "", "", "", answer]]
+    shaped = answer["shaped"]
+    first = [answer["commit"][:12], f"{shaped['profile']} on {shaped['device']}" if shaped else "", answer["run"] or ""]
+    rows = []
+    for number, rank in answer["ranks"].items():
+        state = rank["state"] if rank["code"] is None else f"exit code {rank['code']}"
+        since = time.strftime("%H:%M:%S", time.localtime(rank["since"])) if rank["since"] else ""
+        rows.append([*first, number, state, since, rank["last"][:100]])
+    return rows or [first]
+
+
+@main.command()
+@click.option("-f", "--follow", is_flag=True, help="Until the run has ended; Ctrl-C then ends it, as in run.")
+@click.option("-n", "--lines", default=20, show_default=True, help="Of each rank's log to begin with; 0 is all.")
+@click.option("--run", "name", help="Default: the newest.")
+@_on_machines
+def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: str | None) -> None:
+    """What all ranks have printed, in one view."""
+    install.require_installed(machines)
+    answers = each(machines, lambda m: m.agent("status", run=name, lines=lines))
+    states = dict(zip(machines, answers, strict=True))
+    known = {m: s for m, s in states.items() if s["ranks"]}
+    if not known:
+        raise HostsError(f"no host knows of {f'run {name}' if name else 'any run'}")
+    name = name or next(iter(known.values()))["run"]
+    offsets = {
+        m: {int(r): rank["offset"] for r, rank in s["ranks"].items()} for m, s in known.items() if s["run"] == name
+    }
+    watch = Watch(name, offsets, wait=follow)
+    if follow:
+        with signals() as asked:
+            sys.exit(attend(watch, list(offsets), name, asked, show=_show, say=_say))
+    with watch:
+        for event in watch:
+            if isinstance(event, Line):
+                _show(event)
+
+
+@main.command()
+@click.argument("profile")
+@click.option("--verify", is_flag=True, help="Then measure each host's link to the next one against the profile.")
+@_on_machines
+def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> None:
+    """Shape every host's egress by PROFILE (a file; host i of the hosts file is node i), or `clear` them all.
+
+    A run may be going meanwhile. It stays on until `netem clear` or `down`; a host that cannot be reached any more
+    through its new shape takes it off within a minute.
+    """
+    install.require_installed(machines)
+    if profile == "clear":
+        for machine, device in zip(machines, shaping.clear(machines), strict=True):
+            click.echo(f"{machine.host.name}: {f'cleared {device}' if device else 'was not shaped'}")
+        return
+    shape = shaping.Shape.of(Path(profile), machines)
+    for machine, device in zip(machines, shaping.apply(machines, shape), strict=True):
+        click.echo(f"{machine.host.name}: {device} is shaped as {profile}")
+    if verify:
+        seen = shaping.verify(machines, shape)
+        for node, measured in enumerate(seen):
+            click.echo(f"host {node} to {(node + 1) % len(machines)}:")
+            click.echo("\n".join(f"  {row}" for row in measured["rows"]))
+        sys.exit(0 if all(measured["close"] for measured in seen) else 1)
+
+
+@main.command()
+@click.option("--run", "name", help="Default: the newest.")
+@click.option("--into", type=click.Path(path_type=Path), default="collected", show_default=True, help="A folder here.")
+@click.option(
+    "--checkpoints", is_flag=True, help="The tensors as well: all machines' together make a whole checkpoint."
+)
+@_on_machines
+def collect(hosts: Hosts, machines: list[Machine], name: str | None, into: Path, checkpoints: bool) -> None:
+    """Bring a run's metrics, traces and logs to INTO/RUN, and an index of its checkpoints."""
+    click.echo(collecting.collect(machines, name, into, checkpoints=checkpoints))
+
+
+@main.command()
+@click.option("--kill", is_flag=True, help="At once, without a checkpoint.")
+@click.option("--grace", default=job.STOP_S, show_default=True, help="Seconds for a step and a checkpoint.")
+@click.option("--remove", is_flag=True, help="Remove the project, its environment, runs and checkpoints, too.")
+@_on_machines
+def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove: bool) -> None:
+    """Stop what runs on every host and take profiles off."""
+    there = [m for m, commit in zip(machines, each(machines, install.installed), strict=True) if commit is not None]
+    doubts = [] if kill or not there else job.stop(there, None, "SIGTERM", grace)
+    if there and (kill or doubts):
+        doubts = job.stop(there, None, "SIGKILL", job.KILL_S)
+    doubts += shaping.clear_what_answers(there) if there else []
+    for doubt in doubts:
+        _say(doubt)
+    if remove and not doubts:
+        each(there, install.remove)
+    sys.exit(1 if doubts else 0)
+
+
+def _progress() -> Progress:
+    words = (TextColumn("{task.description}"), TextColumn("{task.fields[what]}"))
+    return Progress(*words, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+def _show(line: Line) -> None:
+    click.echo(click.style(f"rank {line.rank} | ", fg=_COLORS[line.rank % len(_COLORS)]) + line.text)
+
+
+_say = partial(click.echo, err=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="scripts/cluster")

@@ -1,0 +1,67 @@
+"""What a run has left on its machines, brought into one folder that `dpipe trace` and `dpipe generate` read.
+
+INTO/RUN/
+    metrics.jsonl  config.json  trace/  logs/  tensorboard/       the run's own folder, of rank 0's machine
+    output/rank-N.log                                             what each rank has printed
+    checkpoints/step-N/index.json                                 tensors only if asked for: every machine has its own
+    checkpoints.json                                              which machine has which files
+"""
+
+import json
+import tarfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fleet.ssh import HostFailed, HostRefused, Machine, as_line, each
+
+PACK_S = 3600.0
+
+
+def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpoints: bool) -> Path:
+    """Returns the folder. Raises `HostRefused` where no machine knows of a run."""
+    states: list[dict[str, Any]] = each(machines, lambda machine: machine.agent("status", run=run, lines=1))
+    name = run or _newest(states)
+    having = [
+        machine for machine, state in zip(machines, states, strict=True) if state["run"] == name and state["ranks"]
+    ]
+    if name is None or not having:
+        raise HostRefused(
+            f"no host knows of {f'a run {name}' if name else 'any run'}; scripts/cluster status shows the newest"
+        )
+    folder = into / name
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def bring(machine: Machine) -> dict[str, Any]:
+        _unpack(machine, {"run": name, "checkpoints": checkpoints}, folder)
+        return dict(machine.agent("checkpoints", run=name)["files"])
+
+    found = {machine.host.name: files for machine, files in zip(having, each(having, bring), strict=True)}
+    (folder / "checkpoints.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return folder
+
+
+def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
+    """As it comes: checkpoints may be larger than memory."""
+    command = machine.agent_command("pack")
+    with machine.process(command) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        limit = threading.Timer(PACK_S, process.kill)
+        limit.start()
+        try:
+            process.stdin.write(as_line(spec))
+            process.stdin.close()
+            with tarfile.open(fileobj=process.stdout, mode="r|gz") as tar:
+                tar.extractall(folder, filter="data")
+        except (OSError, tarfile.TarError) as error:
+            process.kill()
+            complaint = process.stderr.read().decode(errors="replace").strip()
+            raise HostFailed(f"host {machine.host.name} has not sent its files whole: {error}\n{complaint}") from None
+        finally:
+            limit.cancel()
+
+
+def _newest(states: Sequence[dict[str, Any]]) -> str | None:
+    """The run that the machines had last; where they differ, that of the first with one."""
+    return next((state["run"] for state in states if state["run"]), None)

@@ -1,0 +1,178 @@
+"""The hosts file: which machines a run has, and which ranks run where.
+
+user = "ubuntu"             # said once, it holds for every host
+key = "~/.ssh/cloud.pem"
+[[host]]
+address = "18.185.3.4"      # rank 0, where the ranks meet
+advertise = "10.0.0.4"
+[[host]]
+address = "18.185.3.5"      # ranks 1 and 2
+advertise = "10.0.0.5"
+slots = 2
+"""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from dpipe.errors import InputError
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class HostsError(InputError):
+    """The hosts file cannot be used; the message says what to change in it."""
+
+
+def _no_option(text: str) -> str:
+    if not text or text.startswith("-") or any(letter.isspace() for letter in text):
+        raise ValueError("must be a name or an address, without blanks and not starting with a hyphen")
+    return text
+
+
+def _from_home(text: str) -> str:
+    """A path on the host; a relative one starts where SSH does, in the home folder."""
+    folder = text.removeprefix("~/").rstrip("/")
+    if folder in ("", "~", "."):
+        raise ValueError("must be a folder of its own")
+    return folder
+
+
+Name = Annotated[str, AfterValidator(_no_option)]
+RemotePath = Annotated[str, AfterValidator(_from_home)]
+
+
+class Host(BaseModel):
+    """One machine. Everything but `address` and `advertise` may also be said once for all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Name  # what ssh connects to: a name of ~/.ssh/config will do if `advertise` is given
+    advertise: Name | None = None  # where the other hosts reach it; default: address; "none": it only dials
+    user: Name | None = None  # like port and key: default is what ssh is configured to
+    port: Port | None = None
+    key: Path | None = None
+    ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
+    slots: Annotated[int, Field(ge=1)] = 1  # ranks on this host
+    interface: Name | None = None  # what netem shapes; default: the one that leads to the next host
+    folder: RemotePath = "dpipe"  # where all goes
+    python: str = "python3"  # with which scripts/setup makes the environment
+    extras: str = ""  # of setup.py, such as "plot"
+    venv: RemotePath | None = None  # an environment that is there already: scripts/setup is not run then
+
+    @property
+    def name(self) -> str:
+        return self.address if self.port is None else f"{self.address}:{self.port}"
+
+    @property
+    def reached_at(self) -> str:
+        return self.advertise or self.address
+
+    @property
+    def source(self) -> str:
+        """The project's files on the host, where its commands run."""
+        return f"{self.folder}/src"
+
+    @property
+    def interpreter(self) -> str:
+        return f"{self.venv or f'{self.source}/.venv'}/bin/python"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs; `local_rank` counts the ranks of its host."""
+
+    rank: int
+    local_rank: int
+    host: Host
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All machines, in the order of their ranks."""
+
+    path: Path
+    hosts: tuple[Host, ...]
+    meeting_port: int
+
+    @property
+    def coordinator(self) -> str:
+        return f"{self.hosts[0].reached_at}:{self.meeting_port}"
+
+    def seats(self, num_ranks: int) -> list[Seat]:
+        """Raises `HostsError` where there are fewer slots than ranks."""
+        every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
+        if len(every) < num_ranks:
+            raise HostsError(
+                f"{num_ranks} ranks need as many slots; {self.path} has {len(every)} on {len(self.hosts)} hosts: "
+                f"add hosts or slots, or give the run fewer ranks (pipeline.stages)"
+            )
+        return [Seat(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    meeting_port: Port = 7000  # of rank 0, where the ranks meet
+    host: Annotated[tuple[Host, ...], Field(min_length=1)]
+
+
+def load_hosts(path: Path) -> Hosts:
+    """Raises `HostsError` naming the file, the host and the key."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HostsError(f"hosts file {path} does not exist; scripts/aws up writes one, the README shows one") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise HostsError(f"hosts file {path} is not TOML: {error}") from None
+    try:
+        file = _File.model_validate(_spread(table))
+    except ValidationError as error:
+        raise HostsError("\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors())) from None
+    _check(path, file.host)
+    return Hosts(path, file.host, file.meeting_port)
+
+
+def _spread(table: dict[str, Any]) -> dict[str, Any]:
+    """Write what is said once for all into every host that does not say otherwise."""
+    own = {"address", "advertise"}
+    shared = {key: table.pop(key) for key in list(table) if key in Host.model_fields.keys() - own}
+    hosts = table.get("host")
+    if isinstance(hosts, list):
+        table["host"] = [{**shared, **host} if isinstance(host, dict) else host for host in hosts]
+    return table
+
+
+def _check(path: Path, hosts: Sequence[Host]) -> None:
+    for what, values in {
+        "address and port": [host.name for host in hosts],
+        "advertise": [host.reached_at for host in hosts if host.reached_at != "none" and host.port is None],
+    }.items():
+        if twice := sorted({value for value in values if values.count(value) > 1}):
+            raise HostsError(
+                f"hosts file {path}: two hosts have the same {what}, {twice[0]}; slots = 2 gives one two ranks"
+            )
+    if hosts[0].reached_at == "none":
+        raise HostsError(f'hosts file {path}: host 0 is where the ranks meet; it cannot have advertise = "none"')
+    for number, host in enumerate(hosts):
+        if host.key is not None and not host.key.expanduser().is_file():
+            raise HostsError(f"hosts file {path}: host {number} ({host.name}): key {host.key} does not exist")
+
+
+def _explain(error: Any) -> str:
+    where = list(error["loc"])
+    at = f"host {where[1]}: " if where[:1] == ["host"] and len(where) > 1 else ""
+    key = str(where[-1])
+    if error["type"] == "extra_forbidden":
+        known = list(Host.model_fields) + ([] if at else ["meeting_port", "host"])
+        close = difflib.get_close_matches(key, known, n=1)
+        return f"{at}unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
+    if error["type"] == "missing":
+        return f"{at}{key!r} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{at}{key}: {message}, got {error['input']!r}"

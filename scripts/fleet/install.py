@@ -1,0 +1,165 @@
+"""The project on every machine, at one commit: a git archive over SSH, then scripts/setup there.
+
+    all answer? ── all can? ──► on each: files that are no longer tracked go, the others come, scripts/setup, `commit`
+       │ no          │ no
+       └─────────────┴──► nothing has been changed anywhere
+
+What is not tracked stays: the environment, runs, data.
+"""
+
+import gzip
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpipe.errors import InputError
+from fleet.ssh import HostRefused, Machine, each
+
+SETUP_S = 1800.0
+_LOCAL_S = 60.0
+_BOOT_S = 300.0
+
+Say = Callable[[Machine, str], None]
+
+# Asks only; a machine that is booting for the first time is given the time to finish.
+_CAN = """
+if command -v cloud-init >/dev/null; then timeout {boot:g} cloud-init status --wait >/dev/null; fi
+{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || echo "needs Python 3.11 or newer, and {python} is not"
+command -v tar >/dev/null && command -v gzip >/dev/null || echo "needs tar and gzip"
+"""
+
+_MARK = """
+echo {commit} >{folder}/commit
+"""
+
+_UNPACK = """set -eu
+mkdir -p {source}
+rm -f {folder}/commit
+cd {source}
+if [ -e ../tracked ]; then xargs -d '\\n' rm -f -- <../tracked; fi
+tar -xzvf - >../tracked.all
+grep -v '/$' ../tracked.all >../tracked
+"""
+
+_SETUP = """set -eu
+(cd {source} && PYTHON={python} timeout {limit:g} scripts/setup {extras})
+"""
+
+# An environment that somebody else keeps: dpipe runs from its files, so only their generated part is made.
+_SETUP_IN = """set -eu
+python=$(realpath --no-symlinks {interpreter})
+(
+    cd {source}
+    timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
+    timeout {limit:g} "$python" -c 'import dpipe.engine.build'
+)
+"""
+
+
+@dataclass(frozen=True)
+class Release:
+    """The project at a commit, ready to be sent."""
+
+    commit: str
+    archive: bytes
+
+    @classmethod
+    def of(cls, repository: Path, revision: str) -> "Release":
+        """Raises `InputError` where git knows no such revision."""
+        commit = (
+            _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+        )
+        return cls(commit, gzip.compress(_git(repository, "archive", "--format=tar", commit), 6))
+
+
+def uncommitted(repository: Path) -> list[str]:
+    """What is changed here and will not be there."""
+    return _git(repository, "status", "--porcelain", "--untracked-files=no").decode().splitlines()
+
+
+def _git(repository: Path, *words: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(repository), *words], capture_output=True, timeout=_LOCAL_S, check=False
+        )
+    except FileNotFoundError:
+        raise InputError("git is not here; it makes the archive that is sent to the hosts") from None
+    if done.returncode != 0:
+        raise InputError(f"git {words[0]}: {done.stderr.decode().strip()}")
+    return done.stdout
+
+
+def install(machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S) -> None:
+    """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or is busy."""
+    found = dict(zip(machines, each(machines, lambda machine: _check(machine, say)), strict=True))
+
+    def settle(machine: Machine) -> None:
+        if found[machine] != release.commit:
+            _install(machine, release, say, limit_s)
+        say(machine, f"has {release.commit:.12}")
+
+    each(machines, settle)
+
+
+def installed(machine: Machine) -> str | None:
+    """The commit that is whole on a machine."""
+    interpreter, commit = (shlex.quote(path) for path in (machine.host.interpreter, f"{machine.host.folder}/commit"))
+    return machine.run(f"test ! -x {interpreter} || cat {commit} 2>/dev/null || true").decode().strip() or None
+
+
+def require_installed(machines: Sequence[Machine]) -> None:
+    """Raises `HostRefused` where machines do not answer, have nothing, or have different commits."""
+    commits = dict(zip(machines, each(machines, installed), strict=True))
+    if missing := [machine.host.name for machine, commit in commits.items() if commit is None]:
+        raise HostRefused(f"nothing is installed on {', '.join(missing)}; run scripts/cluster up")
+    if len(set(commits.values())) > 1:
+        found = ", ".join(f"{machine.host.name} has {commit:.12}" for machine, commit in commits.items() if commit)
+        raise HostRefused(f"the hosts have different commits: {found}; run scripts/cluster up")
+
+
+def copy(machines: Sequence[Machine], archive: bytes) -> None:
+    """Unpack a tar.gz beside the project's files on every machine."""
+    each(machines, lambda machine: machine.run(f"tar -xzf - -C {shlex.quote(machine.host.source)}", stdin=archive))
+
+
+def _check(machine: Machine, say: Say) -> str | None:
+    """The commit that is there. Raises `HostRefused` where the machine cannot be changed."""
+    say(machine, "checking")
+    host = machine.host
+    words = machine.run(_CAN.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60)
+    if words and host.venv is None:
+        raise HostRefused(f"host {host.name}: {words.decode().strip()}; set python in the hosts file")
+    commit = installed(machine)
+    if commit is not None:
+        status: dict[str, Any] = machine.agent("status", run=None, lines=1)
+        if any(rank["state"] == "running" for rank in status["ranks"].values()):
+            raise HostRefused(f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it")
+    return commit
+
+
+def _install(machine: Machine, release: Release, say: Say, limit_s: float) -> None:
+    host = machine.host
+    folder, source = shlex.quote(host.folder), shlex.quote(host.source)
+    say(machine, "sending")
+    machine.run(_UNPACK.format(folder=folder, source=source), stdin=release.archive, timeout_s=limit_s)
+    say(machine, "setting up")
+    script = (_SETUP if host.venv is None else _SETUP_IN) + _MARK
+    command = script.format(
+        source=source,
+        limit=limit_s,
+        python=shlex.quote(host.python),
+        extras=shlex.quote(host.extras),
+        interpreter=shlex.quote(host.interpreter),
+        commit=release.commit,
+        folder=folder,
+    )
+    machine.run(command, timeout_s=limit_s + 60)
+
+
+def remove(machine: Machine) -> None:
+    """Take everything off a machine; a folder that holds no installation is left alone."""
+    folder = shlex.quote(machine.host.folder)
+    machine.run(f"test ! -e {folder}/commit || rm -rf {folder}", timeout_s=SETUP_S)

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe, one connection and as many as
+`transport.connections = "auto"` opens. Needs root.
+
+    scripts/link.py                                  the five published networks, about three minutes
+    scripts/link.py netem/profiles/50ms-1gbps.toml --sysctl net.ipv4.tcp_congestion_control=reno
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from venue import InLab, lab_up
+
+from dpipe.errors import DpipeError, RunError
+from dpipe.topology import Link, load_network
+from netem import shell
+from netem.measure import Host
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ("0.1ms-10gbps", "1ms-5gbps", "5ms-2gbps", "10ms-1gbps", "50ms-1gbps")
+_SECONDS = 5
+_START_S = 60.0
+
+
+def measure(at: InLab, profile: Path) -> dict[str, Any]:
+    """One row: Gbit/s of payload, all on the same link, one after the other."""
+    observed = at.become(profile)
+    link = load_network(profile).link(0, 1)
+    row: dict[str, Any] = {
+        "network": load_network(profile).name,
+        "asked": link.bandwidth_gbps,
+        "on the wire": observed["bandwidth_gbps"],
+        "connections": link.connections,
+        "window MB": 0.0,
+    }
+    for name, count in {"x1": 1, "auto": link.connections}.items():
+        row[f"iperf3 {name}"] = iperf3(at.lab.hosts, count, link)
+        row[f"dpipe {name}"] = dpipe(at.lab.hosts, count, link)
+    row["window MB"] = row["iperf3 x1"] * 1e3 / 8 * 2 * link.delay_ms * 1e-3
+    row["auto / asked"] = row["dpipe auto"] / link.bandwidth_gbps
+    row["auto / iperf3"] = row["dpipe auto"] / row["iperf3 auto"]
+    return row
+
+
+def iperf3(hosts: Sequence[Host], connections: int, link: Link) -> float:
+    with _program(hosts[1], ["iperf3", "--server", "--one-off", "--forceflush"]) as server:
+        _until_it_listens(server)
+        words = ["--time", str(_SECONDS), "--omit", str(round(warm_up_s(link))), "--parallel", str(connections)]
+        said = shell.run(hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *words]), _START_S)
+        server.wait(_START_S)
+    return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) * 1e-9
+
+
+def dpipe(hosts: Sequence[Host], connections: int, link: Link) -> float:
+    addresses = [host.address for host in hosts]
+    how = ["--connections", str(connections), "--seconds", str(_SECONDS), "--warm-up", str(warm_up_s(link))]
+    argv = [[sys.executable, "-m", "dpipe.baselines.rate", str(rank), *addresses, *how] for rank in (0, 1)]
+    with _program(hosts[1], argv[1]) as receiver:
+        _until_it_listens(receiver)
+        shell.run(hosts[0].enter(argv[0]), _START_S)
+        said, complaint = receiver.communicate(timeout=_START_S)
+    if receiver.returncode != 0:
+        raise RunError(f"dpipe between two hosts of the lab has failed:\n{complaint}")
+    return float(said)
+
+
+def warm_up_s(link: Link) -> float:
+    """A slow start's doublings, and their echo."""
+    return 1.0 + 30 * link.delay_ms * 1e-3
+
+
+@contextmanager
+def _program(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A program on a host of the lab, killed at the end of the block."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(host.enter(argv), cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _until_it_listens(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    while "listening" not in (line := process.stdout.readline()):
+        if not line:
+            raise RunError(f"{process.args} has ended: {process.communicate()[1]}")
+
+
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [[*rows[0]], ["---"] * len(rows[0]), *cells])
+
+
+@click.command(help=__doc__)
+@click.argument("profiles", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--sysctl", multiple=True, metavar="KEY=VALUE", help="How the two hosts have their TCP.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of rows.")
+def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], as_json: bool) -> None:
+    try:
+        with lab_up("link", 2, sysctl) as at:
+            every = profiles or tuple(ROOT / f"netem/profiles/{name}.toml" for name in PUBLISHED)
+            rows = [measure(at, profile) for profile in every]
+    except DpipeError as error:
+        click.echo(f"link: {error}", err=True)
+        sys.exit(error.exit_code)
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    click.echo(
+        json.dumps(rows, indent=2) if as_json else f"{as_markdown(rows)}\n\nGbit/s of payload; load average {load}"
+    )
+
+
+if __name__ == "__main__":
+    main()
