@@ -111,7 +111,7 @@ def forecast(
     """
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(max(config.world_size, *(server + 1 for server in server_ranks(config))))
+    network.check(max([config.world_size, *(server + 1 for server in server_ranks(config))]))
     if config.model.layers == "replay":
         cut, cost = (1,) * pipeline.stages, replay_cost(config)
     else:
