@@ -181,10 +181,11 @@ class ParameterLine:
                     self._come_back()
                 return call()
             except _Away as why:
-                away_since = away_since or time.monotonic()
+                if away_since is None:
+                    away_since = time.monotonic()
+                    LOG.info("the parameter server at %s is away (%s)", self._worker.address, why)
                 if time.monotonic() - away_since > patience_s:
                     self._give_up(patience_s, what, str(why))
-                LOG.info("the parameter server at %s is away (%s)", self._worker.address, why)
             if self._failed.wait(_RETRY_S):
                 assert self._error is not None
                 raise self._error

@@ -249,7 +249,7 @@ class ParameterServer:
 
     def _shelf(self, place: pb.Place) -> Shelf:
         if place.incarnation != self._incarnation:
-            raise _Restarted
+            raise _Restarted("it was started again")
         with self._changed:
             if not self._has(Session(place.session, place.stage)):
                 raise JoinError(f"it holds no stage {place.stage} of run {place.session}; has another run taken over?")

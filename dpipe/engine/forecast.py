@@ -125,7 +125,7 @@ def forecast(
     """
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(config.world_size)
+    network.check(max([config.world_size, *(server + 1 for server in server_ranks(config))]))
     stages: Stages
     if config.model.layers == "replay":
         cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
@@ -154,11 +154,13 @@ def forecast(
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
     """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters: rounded as configured,
-    and where fragments take turns, as much as one of them. What a sharded optimizer gives back is not rounded."""
+    and where fragments take turns, as much as one of them. What a sharded optimizer or a stale server gives back
+    is not rounded."""
     chosen = config.data_parallel
     plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
     rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
-    return replace(cost, reduce_bytes=rounded, gather_bytes=plain if chosen.kind == "sharded" else rounded)
+    whole = chosen.kind == "sharded" or chosen.staleness > 0
+    return replace(cost, reduce_bytes=rounded, gather_bytes=plain if whole else rounded)
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
@@ -170,7 +172,19 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
     if chosen.kind == "local-sgd" and chosen.overlap:
         return Replicas(direct(chosen.replicas, num_parts), delayed=True)
-    return Replicas(exchange(chosen.kind, chosen.replicas, num_parts), delayed=chosen.delay)
+    waits = config.train.clip_norm > 0 or config.train.precision == "fp16"  # for the norm, before anything goes back
+    found = exchange(chosen.kind, chosen.replicas, num_parts, barrier=waits)
+    return Replicas(found, server_ranks(config), delayed=chosen.delay)
+
+
+def server_ranks(config: Config) -> tuple[int, ...]:
+    """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind all others."""
+    chosen, stages = config.data_parallel, range(config.pipeline.stages)
+    if chosen.kind != "parameter-server" or chosen.replicas == 1:
+        return ()
+    if chosen.address:
+        return tuple(config.world_size + (0 if chosen.servers == "one" else stage) for stage in stages)
+    return tuple(0 if chosen.servers == "one" else stage % config.pipeline.ranks for stage in stages)
 
 
 def agreeing_share(config: Config) -> float:

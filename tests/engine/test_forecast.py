@@ -10,10 +10,11 @@ from dpipe.engine.forecast import (
     forecast,
     forecast_text,
     gpt_costs,
+    server_ranks,
     stage_cost,
     vocabulary,
 )
-from dpipe.errors import ConfigError, ScheduleError
+from dpipe.errors import ConfigError, ProfileError, ScheduleError
 from dpipe.topology import Link, Network
 
 FREE = Network("free", Link(delay_ms=0, bandwidth_gbps=1000))
@@ -219,3 +220,41 @@ def test_sharded_replicas_hold_a_share_of_the_optimizer_state() -> None:
 def test_memory_limit_of_replay_is_refused() -> None:
     with pytest.raises(ConfigError, match="replay stages hold no model"):
         forecast(a_replay(stages=2, memory_gb=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, (0, 0)),
+        ({"servers": "per-stage"}, (0, 1)),
+        ({"address": "server:7100"}, (4, 4)),
+        ({"servers": "per-stage", "address": ["server:7100", "other:7100"]}, (4, 5)),
+    ],
+)
+def test_parameter_servers_are_ranks_of_the_first_replica_or_behind_all(
+    settings: dict[str, object], ranks: tuple[int, ...]
+) -> None:
+    assert server_ranks(replicated("parameter-server", **settings)) == ranks
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_embedded_servers_are_where_the_schedule_places_the_stages(schedule: str) -> None:
+    config = build(
+        {
+            "pipeline": {"stages": 4, "stages_per_rank": 2, "schedule": schedule},
+            "data_parallel": {"kind": "parameter-server", "replicas": 2, "servers": "per-stage"},
+        }
+    )
+    assert server_ranks(config) == forecast(config).schedule.rank_of_stage
+
+
+def test_parameter_server_sends_back_to_every_replica() -> None:
+    # Its own link carries both stages' parameters to both replicas, 2 x 60 ms; an all-reduce shares that out.
+    served = reduce_ms(replicated("parameter-server", address="server:7100"))
+    assert served > 80 > reduce_ms(replicated("all-reduce"))
+
+
+def test_network_without_a_link_to_the_server_is_refused() -> None:
+    known = {(a, b): Link(1, 1) for a in range(4) for b in range(4) if a != b}
+    with pytest.raises(ProfileError, match="no link from rank 0 to 4"):
+        forecast(replicated("parameter-server", address="server:7100"), network=Network("four", None, known))
