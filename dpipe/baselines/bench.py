@@ -97,6 +97,12 @@ def bench_transport() -> list[Row]:
     return compare_transport()
 
 
+def bench_all_reduce() -> list[Row]:
+    from dpipe.baselines.allreduce import compare_here
+
+    return compare_here()
+
+
 def bench_pipelining() -> list[Row]:
     from dpipe.baselines.torch_pipelining import compare_pipelining
 
@@ -110,5 +116,6 @@ def bench_pipelining() -> list[Row]:
 _BENCHES: dict[str, Callable[[], list[Row]]] = {
     "engine": bench_engine,
     "transport": bench_transport,
+    "all-reduce": bench_all_reduce,
     "pipelining": bench_pipelining,
 }

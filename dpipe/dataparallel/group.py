@@ -103,7 +103,7 @@ def _group(device: torch.device, store: Any, rank: int, size: int, host: str, ti
     return gloo(store, rank, size, options)
 
 
-def open_store(host: str, port: int | None, timeout_s: float) -> Any:
-    """Where a group meets: opened at `host` on a free port where `port` is None, else found there."""
-    master, timeout = port is None, timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port or 0, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
+    """Where a group meets: its `master` opens it at `host`, on a free port where `port` is 0; the others find it."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -50,6 +50,7 @@ def draft(
     check_device(config.node.device)
     model = make_model(config)
     probed = probe(model, _tokens(config), config.train.seed)
+    check_recompute(config, probed)
     found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
     corpus = read_text(config)  # last, because the first time it writes a cache
@@ -66,6 +67,21 @@ def check_device(device: str) -> None:
         raise ConfigError(
             f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch "
             'and a driver (nvidia-smi must list the GPU), or set node.device = "cpu"'
+        )
+
+
+def local_device(device: str, local_rank: int) -> str:
+    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as it is."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    return f"cuda:{local_rank % count}" if count else device
+
+
+def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
+    """Raises `ConfigError` for attention to be recomputed in a model that shows none."""
+    if config.pipeline.recompute == "selective" and not any(cost.attention_cores for cost in probed):
+        raise ConfigError(
+            f'pipeline.recompute = "selective" runs attention cores again, but no layer of {config.model.layers} has '
+            'one: set attention_core = True on the module between q, k, v and the output, or use "none" or "full"'
         )
 
 
@@ -110,8 +126,9 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
     gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
+    core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, core, parameters)
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import nn
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import Blueprint, draft, measure_layers
+from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
@@ -29,13 +30,14 @@ from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
-from dpipe.engine.join import joined
+from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
@@ -46,6 +48,7 @@ from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -127,13 +130,16 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
-    peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
+    streams = streams_of(config.node.device)
+    direct = config.data_parallel.kind != "parameter-server"
+    peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
     with (
         logging_to(folder, place.rank),
-        joined(config, place, peers, join_s) as (meeting, transport),
+        joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):
         if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
             blueprint = as_rank_0_decides(blueprint, meeting)
@@ -141,6 +147,8 @@ def run_rank(
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
+            here = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *here))
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -148,7 +156,8 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, metrics, wants_stop, start, stack)
+            around = Surroundings(meeting, transport, streams, servers, metrics, wants_stop)
+            trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -171,26 +180,44 @@ def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
     return draft(config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name))
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank finds when it has joined; `metrics` on rank 0."""
+
+    meeting: Coordination
+    transport: Transport
+    streams: Streams
+    servers: Servers | None
+    metrics: Metrics | None
+    wants_stop: Callable[[], bool]
+
+
 def assemble(
     blueprint: Blueprint,
     rank: int,
-    meeting: Coordination,
-    transport: Transport,
-    metrics: Metrics | None,
-    wants_stop: Callable[[], bool],
+    around: Surroundings,
     start: checkpoint.Loaded | None,
     stack: ExitStack,
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
+    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    tied_copy = tied[-1][0] if -1 in tied else None
+    agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
+    stack.enter_context(attended(agreement, meeting))
     update = Update(
-        stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
     )
     parts = Parts(
         here.place,
@@ -203,6 +230,7 @@ def assemble(
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
         first_rank=here.row.start,
+        streams=streams,
     )
     if start is not None:
         restore(start, stages, update)
@@ -224,8 +252,8 @@ def assemble(
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
-        wants_stop=wants_stop,
-        metrics=metrics,
+        wants_stop=around.wants_stop,
+        metrics=around.metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
 

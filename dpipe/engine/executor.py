@@ -6,7 +6,8 @@
     sends      ----------[1SEND_F4]--------------------`--[1SEND_F5]
 
 A receive is posted where the program says and filed under its action. A compute action asks `requires()` what it
-needs and waits for that alone. A send is queued and the host moves on.
+needs and waits for that alone. A send is queued and the host moves on. On a GPU each row is a stream, which the host
+only fills (`streams.py`); at STEP it waits until all that was waited for there has really come.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import draw
+from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane
 from dpipe.transport.base import Pending, Transport
 from dpipe.wire.codec import Codec
@@ -75,6 +77,7 @@ class Parts:
     tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
     tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
     first_rank: int = 0
+    streams: Streams = HOST
 
 
 class Executor:
@@ -124,9 +127,10 @@ class _Run:
         on_step: Callable[[int, float | None], None] | None,
     ) -> None:
         self._parts, self._schedule, self._batch, self._on_step = parts, schedule, batch, on_step
-        self._made: dict[Action, Tensors] = {}
+        self._made: dict[Action, tuple[Tensors, Mark]] = {}
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
+        self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
         self._losses: list[torch.Tensor] = []
         self._tied_added = False
 
@@ -146,11 +150,11 @@ class _Run:
                     stage.backward_weight(action.microbatch)
             case Op.SEND_F | Op.SEND_B:
                 (source,) = self._schedule.requires(action)
-                self._send(action, [parts.codec.encode(t) for t in self._made.pop(source)])
+                self._send(action, *self._made.pop(source), parts.codec.encode)
             case Op.RECV_F | Op.RECV_B:
                 self._post(action, [parts.codec.wire_spec(spec) for spec in self._specs(action)])
             case Op.SEND_TIED:
-                self._send(action, [_gradient(parts.tied[action.stage])])
+                self._send(action, (_gradient(parts.tied[action.stage]),), parts.streams.mark())
             case Op.RECV_TIED:
                 self._post(action, [TensorSpec.of(parts.tied[action.stage])])
             case Op.REDUCE_GRAD:
@@ -163,8 +167,9 @@ class _Run:
 
     def finish(self) -> None:
         """Wait until what was sent has left, so that an error of this step shows in this step."""
+        self._settle()
         for action, pending in self._leaving:
-            pending.wait()
+            pending.settle()
             self._parts.recorder.moved(Lane.SEND, action, pending.moved)
         held = {index: stage.held for index, stage in self._parts.stages.items() if stage.held}
         assert not held, f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
@@ -184,7 +189,7 @@ class _Run:
         if last:
             self._losses += outputs
         else:
-            self._made[action] = outputs
+            self._made[action] = outputs, self._parts.streams.mark()
 
     def _backward(self, action: Action, backward: Callable[[int, Tensors], Tensors]) -> None:
         assert action.microbatch is not None
@@ -192,12 +197,12 @@ class _Run:
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
         if action.stage > 0:
-            self._made[action] = input_grads
+            self._made[action] = input_grads, self._parts.streams.mark()
 
     def _take(self, source: Action) -> Tensors:
         """What `source` made: here, or on another rank, then as soon as it has arrived."""
         if source in self._made:
-            return self._made.pop(source)
+            return self._made.pop(source)[0]
         wires = self._wait(source)
         return tuple(self._parts.codec.decode(w, spec) for w, spec in zip(wires, self._specs(source), strict=True))
 
@@ -206,8 +211,18 @@ class _Run:
         with self._parts.recorder.span(Lane.WAIT, recv):
             tensors = [p.wait() for p in pending]
         for p in pending:
-            self._parts.recorder.moved(Lane.RECV, recv, p.moved)
+            if p.done():
+                self._parts.recorder.moved(Lane.RECV, recv, p.moved)
+            else:
+                self._landing.append((recv, p))
         return tensors
+
+    def _settle(self) -> None:
+        """Make sure that what compute was queued behind has come: on a GPU the host has run ahead of it."""
+        for recv, pending in self._landing:
+            pending.settle()
+            self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
+        self._landing.clear()
 
     def _specs(self, recv: Action) -> tuple[TensorSpec, ...]:
         """The stage's input for RECV_F; for RECV_B the gradients of its output, one a floating-point tensor."""
@@ -215,10 +230,20 @@ class _Run:
             return self._parts.boundaries[recv.stage - 1]
         return tuple(spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point)
 
-    def _send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        to = self._parts.first_rank + peer(self._schedule, action)
-        self._parts.recorder.sent(to, sum(t.nbytes for t in tensors))
-        self._leaving += [(action, self._parts.transport.send(t, to, str(action))) for t in tensors]
+    def _send(
+        self,
+        action: Action,
+        tensors: Tensors,
+        made: Mark,
+        encode: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Queue `tensors`, complete at `made`, for the neighbour: encoded beside compute, not in its way."""
+        parts = self._parts
+        to = parts.first_rank + peer(self._schedule, action)
+        with parts.streams.sending(made, tensors):
+            wires = [encode(tensor) for tensor in tensors]
+            self._leaving += [(action, parts.transport.send(wire, to, str(action))) for wire in wires]
+        parts.recorder.sent(to, sum(wire.nbytes for wire in wires))
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
         tag = str(counterpart(action, self._schedule.num_stages))
@@ -243,6 +268,7 @@ class _Run:
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "a schedule that steps needs on_step"
         self._exchange_tied(action)
+        self._settle()
         reduce = Action(action.stage, Op.REDUCE_GRAD)
         if reduce in self._schedule.index:
             with self._parts.recorder.span(Lane.WAIT, reduce):

@@ -16,7 +16,7 @@ from dpipe.schedule.exchange import direct, exchange, silent
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import gpt_layer_flops, gpt_layer_parameter_bytes
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.partition import split
 from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.search import first_fit, search
@@ -33,14 +33,18 @@ _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it; and the
-    layer's parameters, in fp32 (default: none)."""
+    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
+
+    `core_s` are the seconds of forward that are its attention cores', `parameter_bytes` its parameters in fp32; not
+    given, it has none.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
+    core_s: tuple[float, ...] = ()
     parameter_bytes: tuple[int, ...] = ()
 
 
@@ -146,7 +150,17 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
     if chosen.kind == "local-sgd" and chosen.overlap:
         return Replicas(direct(chosen.replicas, num_parts), delayed=True)
-    return Replicas(exchange(chosen.kind, chosen.replicas, num_parts), delayed=chosen.delay)
+    barrier = config.train.clip_norm > 0 or config.train.precision == "fp16"  # then a step needs the whole norm
+    made = exchange(chosen.kind, chosen.replicas, num_parts, barrier=barrier)
+    return Replicas(made, servers_of(config) if made.has_server else (), delayed=chosen.delay)
+
+
+def servers_of(config: Config) -> tuple[int, ...]:
+    """The rank of each stage's parameter server: in replica 0, or, with an address, apart from all ranks."""
+    stages, first = range(config.pipeline.stages), config.world_size if config.data_parallel.address else 0
+    if config.data_parallel.servers == "one":
+        return tuple(first for _ in stages)
+    return tuple(first + (stage if first else stage % config.pipeline.ranks) for stage in stages)
 
 
 def agreeing_share(config: Config) -> float:
@@ -159,6 +173,11 @@ def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> 
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
     network = load_network(profile) if profile else Network()
     return network.over_enough() if connections == "auto" else network.over(connections)
+
+
+def connections_of(config: Config) -> int:
+    """How many TCP connections a link of the run has."""
+    return assumed_network(config.network_profile, config.transport.connections).connections
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -191,7 +210,9 @@ def gpt_costs(config: Config) -> LayerCosts:
     parameters = gpt_layer_parameter_bytes(
         context=model.context, width=model.width, num_layers=model.num_layers, vocab_size=vocab
     )
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters)
+    core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
+    core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s, parameters)
 
 
 def vocabulary(tokenizer: str) -> int:
@@ -206,13 +227,14 @@ def vocabulary(tokenizer: str) -> int:
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
 
 
-def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: bool) -> Cost:
-    """Add up the layers of each stage; recomputation runs forward once more before backward."""
+def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
+    """Add up the layers of each stage; recomputation runs forward, or the attention cores, once more in backward."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
     backward = [sum(layers.backward_s[i] for i in r) * 1e6 for r in ranges]
-    again = forward if recompute else [0.0] * len(cut)
+    repeated = {"none": (), "selective": layers.core_s, "full": layers.forward_s}[recompute]
+    again = [sum(repeated[r.start : r.stop]) * 1e6 for r in ranges]
     return Cost(
         forward_us=tuple(forward),
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),

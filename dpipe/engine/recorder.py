@@ -7,50 +7,54 @@ from dataclasses import dataclass
 
 from dpipe.dataparallel.base import Moved
 from dpipe.schedule.action import Action
+from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane, Span
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _Note:
     lane: Lane
     action: Action
-    start_ns: int
-    end_ns: int
-    num_bytes: int = 0
-    cpu_ns: int = 0
-    peer: int | str | None = None
+    start: Mark
+    end: Mark
+    cpu_ns: int
 
 
 class Recorder:
-    """Collects one step at a time, on this process's `time.perf_counter_ns`. Used by one thread."""
+    """Collects one step at a time, on this process's `time.perf_counter_ns`. Used by one thread.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._marks: list[_Mark] = []
+    On a GPU a span is the device's time between two events of the compute stream, read when the step is over.
+    """
+
+    def __init__(self, rank: int, streams: Streams = HOST) -> None:
+        self._rank, self._streams = rank, streams
+        self._notes: list[_Note] = []
+        self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
         """Record what runs inside, also when it raises."""
-        start, cpu_start = time.perf_counter_ns(), time.thread_time_ns()
+        start, cpu_start = self._streams.mark(), time.thread_time_ns()
         try:
             yield
         finally:
             cpu_ns = time.thread_time_ns() - cpu_start
-            self._marks.append(_Mark(lane, action, start, time.perf_counter_ns(), cpu_ns=cpu_ns))
+            self._notes.append(_Note(lane, action, start, self._streams.mark(), cpu_ns))
 
     def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
         if moved is not None:
-            self._marks.append(_Mark(lane, action, moved.start_ns, moved.end_ns, moved.num_bytes, peer=peer))
+            self._transfers.append((lane, action, moved, peer))
 
     def sent(self, peer: int | str, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
 
     @property
     def busy_s(self) -> float:
-        """Seconds of compute in this step so far."""
-        return sum(m.end_ns - m.start_ns for m in self._marks if m.lane is Lane.COMPUTE) / 1e9
+        """Seconds of compute in this step so far; on a GPU the device must have come there."""
+        ns = self._streams.ns
+        return sum(ns(note.end) - ns(note.start) for note in self._notes if note.lane is Lane.COMPUTE) / 1e9
 
     @property
     def sent_bytes(self) -> dict[int | str, int]:
@@ -59,9 +63,29 @@ class Recorder:
 
     def take(self, clock_offset_ns: int = 0) -> tuple[Span, ...]:
         """The spans since the last call, in microseconds of the clock `clock_offset_ns` ahead; then start afresh."""
-        marks, self._marks, self._sent = self._marks, [], {}
-        return tuple(self._span(mark, clock_offset_ns) for mark in marks)
+        self._streams.catch_up()
+        spans = [
+            self._span(n.lane, n.action, self._streams.ns(n.start), self._streams.ns(n.end), clock_offset_ns, n.cpu_ns)
+            for n in self._notes
+        ]
+        spans += [
+            self._span(lane, action, m.start_ns, m.end_ns, clock_offset_ns, num_bytes=m.num_bytes, peer=peer)
+            for lane, action, m, peer in self._transfers
+        ]
+        self._notes, self._transfers, self._sent = [], [], {}
+        return tuple(spans)
 
-    def _span(self, m: _Mark, offset_ns: int) -> Span:
-        start, end = (m.start_ns + offset_ns) / 1e3, (m.end_ns + offset_ns) / 1e3
-        return Span(self._rank, m.lane, m.action, start, end, m.num_bytes, m.cpu_ns / 1e3, m.peer)
+    def _span(
+        self,
+        lane: Lane,
+        action: Action,
+        start_ns: int,
+        end_ns: int,
+        offset_ns: int,
+        cpu_ns: int = 0,
+        *,
+        num_bytes: int = 0,
+        peer: int | str | None = None,
+    ) -> Span:
+        start_us, end_us = (start_ns + offset_ns) / 1e3, (end_ns + offset_ns) / 1e3
+        return Span(self._rank, lane, action, start_us, end_us, num_bytes, cpu_ns / 1e3, peer)

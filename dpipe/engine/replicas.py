@@ -15,10 +15,13 @@ from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.layout import StepRule
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.engine.serving import Servers, chunk_bytes
 from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
@@ -51,13 +54,14 @@ class Seat:
         """The ranks with the same stages, by replica."""
         return range(self.place, self.num_ranks * self.num_replicas, self.num_ranks)
 
-    def peers(self, schedule: Schedule) -> set[int]:
-        """The ranks that this one exchanges anything with."""
+    def peers(self, schedule: Schedule, *, column: bool = True) -> set[int]:
+        """The ranks that this one exchanges anything with; the other replicas' only where they talk to each other."""
         owner, last = schedule.rank_of_stage, schedule.num_stages - 1
         pairs = {(owner[s], owner[s + 1]) for s in range(last)}
         pairs |= {(owner[0], owner[last])} if schedule.tied else set()
         neighbours = {a if b == self.place else b for a, b in pairs if self.place in (a, b) and a != b}
-        return {self.row[place] for place in neighbours} | set(self.column) - {self.rank}
+        others = set(self.column) - {self.rank} if column else set()
+        return {self.row[place] for place in neighbours} | others
 
 
 def seat(config: Config, rank: int) -> Seat:
@@ -71,6 +75,7 @@ def data_parallel(
     links: Transport,
     meeting: Coordination,
     tied_copy: str | None,
+    servers: Servers | None = None,
 ) -> DataParallel:
     """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
     train, chosen = config.train, config.data_parallel
@@ -97,6 +102,13 @@ def data_parallel(
             return LocalSgd(
                 stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
             )
+        case "parameter-server":
+            assert servers is not None, "a parameter server's worker is told where it is"
+            rule = StepRule(tuple(here.column), train.weight_decay, train.betas, chosen.wire, chosen.staleness)
+            workers = {stage: servers.worker(config, stage, here.replica, here.rank) for stage in stages}
+            eager = not (train.clip_norm or train.precision == "fp16")
+            size = chunk_bytes(config)
+            return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
     assert_never(chosen.kind)
 
 
@@ -104,11 +116,11 @@ def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup
     """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
     timeout_s, first = config.timeouts.transfer, here.column[0]
     host = _host(meeting.addresses[here.rank], here.rank)
-    store = open_store(host, None, timeout_s) if here.replica == 0 else None
+    store = open_store(host, 0, timeout_s, master=True) if here.replica == 0 else None
     port = 0 if store is None else store.port
     told = meeting.gather("torch group", str(port).encode()).wait(timeout_s)
     if store is None:
-        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s)
+        store = open_store(_host(meeting.addresses[first], first), int(told[first]), timeout_s, master=False)
     group = TorchGroup(
         store,
         here.replica,

@@ -89,7 +89,8 @@ class Trainer:
                 self._evaluate()
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
-        self._tell(job.update.drain())
+        for verdict in job.update.drain():
+            self._tell(verdict)
         if self._traces:
             job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps

@@ -3,6 +3,7 @@
 model.py      a model as a list of layers and a loss; a user's own model
 gpt.py        a decoder-only transformer as such a list
 stage.py      forward and backward of one micro-batch over some of the layers
+recompute.py  which part of a layer is run again in backward
 linear.py     splitting the backward pass: weight gradients that can wait
 seeding.py    random numbers that depend on what is drawn for, and on nothing else
 flops.py      arithmetic and memory of a GPT by formula (no torch)

@@ -35,19 +35,33 @@ class Embedding(nn.Module):
         return x_BTD
 
 
-class Attention(nn.Module):
-    """Causal self-attention (Vaswani et al. 2017)."""
+class AttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(H)) v, with dropout; causal or not. It has no parameters."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+    attention_core = True  # what selective recomputation looks for
+
+    def __init__(self, dropout: float, *, causal: bool) -> None:
         super().__init__()
-        self.num_heads, self.dropout = num_heads, dropout
+        self.dropout, self.causal = dropout, causal
+
+    def forward(self, q_BNTH: torch.Tensor, k_BNTH: torch.Tensor, v_BNTH: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=self.causal)
+
+
+class Attention(nn.Module):
+    """Self-attention (Vaswani et al. 2017)."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float, *, causal: bool = True) -> None:
+        super().__init__()
+        self.num_heads = num_heads
         self.qkv = nn.Linear(width, 3 * width)
+        self.core = AttentionCore(dropout, causal=causal)
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=True)
+        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpipe.errors import ConfigError
 from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.recompute import attention_cores
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.wire.spec import TensorSpec
@@ -19,11 +20,13 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer for one micro-batch; `outputs` is what it gives to the next."""
+    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its attention cores'."""
 
     forward_flops: float
     parameter_bytes: int
     outputs: tuple[TensorSpec, ...]
+    attention_cores: int = 0
+    core_flops: float = 0.0
 
 
 def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost, ...]:
@@ -44,10 +47,16 @@ def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost
                 f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
             ) from error
         tensors = returned if isinstance(returned, tuple) else (returned,)
-        costs.append(
-            LayerCost(float(counter.get_total_flops()), _bytes(layer.parameters()), tuple(map(TensorSpec.of, tensors)))
-        )
+        outputs = tuple(map(TensorSpec.of, tensors))
+        flops, cores = float(counter.get_total_flops()), attention_cores(layer)
+        costs.append(LayerCost(flops, _bytes(layer.parameters()), outputs, len(cores), _core_flops(layer, counter)))
     return tuple(costs)
+
+
+def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
+    by_module, cores = counter.get_flop_counts(), attention_cores(layer)
+    names = [f"{type(layer).__name__}.{name}" for name, module in layer.named_modules() if module in cores]
+    return float(sum(sum(by_module[name].values()) for name in names if name in by_module))
 
 
 def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:

@@ -1,5 +1,6 @@
 """A stage whose compute is a wait of given length: real bytes, no arithmetic, to measure the engine alone."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,7 @@ from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
 
-_EARLY_S = 200e-6  # a sleep may end so much late
+_EARLY_S = 150e-6  # a sleep may end so much late
 
 
 class ReplayStage:
@@ -116,7 +117,8 @@ class ReplayStage:
 
 
 def wait(seconds: float) -> None:
-    """Return `seconds` from now, to about 50 us: sleep until shortly before, then offer the core to others."""
+    """Return `seconds` from now, to a few us: sleep until shortly before, then offer the core to others."""
     deadline = time.perf_counter() + seconds
-    while (left := deadline - time.perf_counter()) > 0:
-        time.sleep(max(0.0, left - _EARLY_S))
+    time.sleep(max(0.0, seconds - _EARLY_S))
+    while time.perf_counter() < deadline:
+        os.sched_yield()  # a sleep, even of nothing, may take 60 us

@@ -18,6 +18,7 @@ from torch import nn
 from dpipe.errors import TransferError
 from dpipe.stage.linear import Product, WeightGradients, defer_weight_gradients
 from dpipe.stage.model import Loss
+from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
 from dpipe.wire.spec import TensorSpec
 
@@ -38,9 +39,10 @@ class _Pass:
 class Stage:
     """`layers` by global index, in order, on `device`; the last stage has the `loss`.
 
-    With `recompute` only the layers' inputs are held between forward and backward. `precision` "bf16" and "fp16" run
-    the layers under autocast; parameters, gradients and what crosses a layer's boundary stay fp32. Micro-batch m draws
-    the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share.
+    `recompute` "full" holds only the layers' inputs between forward and backward, "selective" everything but what is
+    inside an attention core, "none" everything. `precision` "bf16" and "fp16" run the layers under autocast;
+    parameters, gradients and what crosses a layer's boundary stay fp32. Micro-batch m draws the random numbers of
+    micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Stage:
         *,
         num_microbatches: int,
         loss: Loss | None = None,
-        recompute: bool = False,
+        recompute: str = "none",
         precision: str = "fp32",
         seed: int = 0,
         first_microbatch: int = 0,
@@ -58,7 +60,7 @@ class Stage:
     ) -> None:
         self.index, self._first_microbatch = index, first_microbatch
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
-        self._num_microbatches, self._recompute, self._seed = num_microbatches, recompute, seed
+        self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
         self._half, self._device = _HALF[precision], torch.device(device)
         self._passes: dict[int, list[_Pass]] = {}
         self._waiting: dict[int, list[Product]] = {}  # weight gradients that are still to be made
@@ -66,6 +68,8 @@ class Stage:
         self._expected: tuple[TensorSpec, ...] | None = None
         for layer in self._layers.values():
             defer_weight_gradients(layer, self._weight_gradients)
+            if recompute == "selective":
+                recompute_attention(layer)
         self.begin_step(0)
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
@@ -86,9 +90,9 @@ class Stage:
             number = self._first_microbatch + microbatch
             run = partial(self._run, index, ("draw", self._seed, self._step, number, index), targets)
             inputs = self._leaves(index, inputs)
-            with torch.set_grad_enabled(not self._recompute):
+            with torch.set_grad_enabled(self._keeps_graph):
                 outputs = run(inputs)
-            passes.append(_Pass(run, inputs, None if self._recompute else outputs))
+            passes.append(_Pass(run, inputs, outputs if self._keeps_graph else None))
             inputs = tuple(output.detach() for output in outputs)
         self._passes[microbatch] = passes
         return inputs

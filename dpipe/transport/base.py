@@ -25,6 +25,9 @@ class Pending(Protocol[T_co]):
     def wait(self) -> T_co:
         """Block until usable on the caller's current stream; raises `PeerLost` or `TransferTimeout`."""
 
+    def settle(self) -> None:
+        """Block the host until it is done; raises as `wait`. Where `wait` left the host waiting, it is."""
+
     def done(self) -> bool: ...
 
     @property

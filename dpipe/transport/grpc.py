@@ -15,10 +15,10 @@ from threading import Thread
 from typing import Any
 
 import grpc
-import torch
 from google.protobuf.message import DecodeError
 
-from dpipe.errors import PeerLost, TransferError
+from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.streams import HOST, Streams
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, Connection, Mesh
 from dpipe.wire.message import Header, framed, unframed
@@ -56,7 +56,10 @@ class _Connection(Connection):
     def outgoing(self) -> Iterator[bytes]:
         """What gRPC pulls and sends, message by message: it comes back for more when the network takes more."""
         while (sending := self.next_sending()) is not None:
-            sending.begin()
+            try:
+                sending.begin()
+            except TransferTimeout:
+                return  # the device never gave the bytes, and the link is broken off already
             lead = framed(sending.header.encode())
             for chunk in self.chunks(sending):
                 yield b"".join((lead, chunk))
@@ -118,7 +121,7 @@ class GrpcTransport(Mesh[_Connection]):
         buffer_bytes: int = 256 << 20,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
-        device: torch.device | str = "cpu",
+        streams: Streams = HOST,
     ) -> None:
         """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
         super().__init__(
@@ -128,7 +131,7 @@ class GrpcTransport(Mesh[_Connection]):
             connect_timeout_s=connect_timeout_s,
             buffer_bytes=buffer_bytes,
             timeout_s=transfer_timeout_s,
-            device=device,
+            streams=streams,
         )
         self._security = security
         self._channels: list[grpc.Channel] = []

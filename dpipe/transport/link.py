@@ -15,7 +15,9 @@ from threading import Condition
 import torch
 
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.streams import HOST, Mark, Streams
 from dpipe.transport.base import Moved
+from dpipe.transport.staging import Staging
 from dpipe.wire.message import Header, byte_view
 from dpipe.wire.spec import TensorSpec
 
@@ -55,15 +57,23 @@ class _Transfer:
 
 
 class Sending(_Transfer):
-    """A tensor on its way out; it is held until its last byte is handed over."""
+    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is handed over."""
 
-    def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, num_stripes: int) -> None:
+    def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark, num_stripes: int) -> None:
         super().__init__(end, num_stripes)
         self.header = header
         self.view: memoryview | None = byte_view(tensor)
+        self._ready = ready
+
+    def begin(self) -> None:
+        """The first bytes of a stripe are about to move: wait until they are there."""
+        self.end.await_device(self._ready, self.header.tag)
+        super().begin()
 
     def wait(self) -> None:
         self.end.wait(self, f"to hand over {self.header.tag} to")
+
+    settle = wait
 
     def end_stripe(self) -> None:
         with self.end.changed:
@@ -80,20 +90,27 @@ class Receiving(_Transfer):
         self.sequence = sequence
         self.expected: Header | None = None
         self.arrived: Header | None = None
-        self.tensor: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None  # in host memory until it is complete, then on the device
+        self._landed: Mark = None
 
     def done(self) -> bool:
         return super().done() and self.expected in (None, self.arrived)
 
     def wait(self) -> torch.Tensor:
+        self.settle()
+        assert self.tensor is not None
+        return self.end.staging.use(self.tensor, self._landed)
+
+    def settle(self) -> None:
         assert self.expected is not None
         self.end.wait(self, f"for {self.expected.tag} from")
-        assert self.tensor is not None
-        return self.tensor.to(self.end.device)
 
     def end_stripe(self) -> None:
         with self.end.changed:
             assert self.arrived is not None
+            assert self.tensor is not None
+            if self._missing == 1:
+                self.tensor, self._landed = self.end.staging.land(self.tensor)
             self._end_stripe(self.arrived.spec.num_bytes)
             self.end.forget(self)
 
@@ -123,12 +140,12 @@ class LinkEnd:
         num_stripes: int = 1,
         buffer_bytes: float = float("inf"),
         timeout_s: float = 300.0,
-        device: torch.device | str = "cpu",
+        streams: Streams = HOST,
     ) -> None:
         self.rank = rank
         self.peer = peer
         self.peer_name = f"rank {peer}" if address is None else f"rank {peer} ({address})"
-        self.device = device
+        self.staging = Staging(streams)
         self.changed = Condition()
         self.error: Exception | None = None
         self.reason: str | None = None  # why the peer is lost
@@ -146,10 +163,11 @@ class LinkEnd:
 
     def send(self, tensor: torch.Tensor, tag: str, enqueue: Callable[[Sending], None]) -> Sending:
         """Number `tensor` and hand it to `enqueue`, which must not block, in the order of the numbers."""
-        tensor = tensor.detach().cpu().contiguous()
+        fetched, ready = self.staging.fetch(tensor)
         with self.changed:
             self._raise_if_broken()
-            sending = Sending(self, Header(self._num_sent, tag, TensorSpec.of(tensor)), tensor, self._num_stripes)
+            header = Header(self._num_sent, tag, TensorSpec.of(tensor))
+            sending = Sending(self, header, fetched, ready, self._num_stripes)
             self._num_sent += 1
             self.num_unsent += 1
             enqueue(sending)
@@ -186,7 +204,7 @@ class LinkEnd:
             if not self._wait_for_room(receiving, header.spec.num_bytes):
                 return None
             if receiving.tensor is None:
-                receiving.tensor = header.spec.empty()
+                receiving.tensor = self.staging.empty(header.spec)
                 self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
         receiving.begin()
         return receiving
@@ -209,6 +227,15 @@ class LinkEnd:
             )
         if self._failed or not transfer.done():
             self._raise_if_broken()
+
+    def await_device(self, ready: Mark, tag: str) -> None:
+        """Wait until the device has come to `ready`; breaks the link off and raises where it does not."""
+        try:
+            self.staging.block(ready, self._timeout_s)
+        except TimeoutError as late:
+            error = TransferTimeout(f"rank {self.rank} cannot send {tag} to {self.peer_name}: {late}")
+            self.break_off(error)
+            raise error from None
 
     def break_off(self, error: Exception, *, failed: bool = False) -> None:
         """End the link: every wait that is not done raises `error`, and where it `failed`, every wait does."""

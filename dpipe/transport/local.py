@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from dpipe.streams import HOST, Streams
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import byte_view
 from dpipe.wire.spec import TensorSpec
@@ -12,12 +13,10 @@ from dpipe.wire.spec import TensorSpec
 class LocalHub:
     """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the other."""
 
-    def __init__(
-        self, num_ranks: int, *, transfer_timeout_s: float = 300.0, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST) -> None:
         self.num_ranks = num_ranks
         self.ends = {
-            (rank, peer): LinkEnd(rank, peer, timeout_s=transfer_timeout_s, device=device)
+            (rank, peer): LinkEnd(rank, peer, timeout_s=transfer_timeout_s, streams=streams)
             for rank in range(num_ranks)
             for peer in range(num_ranks)
             if rank != peer

@@ -161,7 +161,9 @@ class _Held:
             raise error
         assert self.inner is not None
         with shaper.watching(self.peer):
-            self.inner.wait()
+            self.inner.settle()
+
+    settle = wait
 
     def done(self) -> bool:
         return self.inner is not None and self.inner.done()
@@ -181,6 +183,10 @@ class _Expected:
     def wait(self) -> torch.Tensor:
         with self._shaper.watching(self._peer):
             return self._inner.wait()
+
+    def settle(self) -> None:
+        with self._shaper.watching(self._peer):
+            self._inner.settle()
 
     def done(self) -> bool:
         return self._inner.done()

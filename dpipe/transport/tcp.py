@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import BoundedSemaphore, Event, Lock, Thread
 
-import torch
-
-from dpipe.errors import DpipeError, JoinError, TransferError
+from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
+from dpipe.streams import HOST, Streams
 from dpipe.transport import greeting
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, WAKE_S, Connection, Mesh
@@ -78,6 +77,8 @@ class _Connection(Connection):
             stream.end()
         except OSError as error:
             self.end.lose(f"the connection broke: {_reason(error)}")
+        except TransferTimeout:
+            pass  # the device never gave the bytes, and the link is broken off already
 
     def _read(self, stream: Stream) -> None:
         try:
@@ -162,7 +163,7 @@ class TcpTransport(Mesh[_Connection]):
         buffer_bytes: int = 256 << 20,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
-        device: torch.device | str = "cpu",
+        streams: Streams = HOST,
     ) -> None:
         """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
         super().__init__(
@@ -172,7 +173,7 @@ class TcpTransport(Mesh[_Connection]):
             connect_timeout_s=connect_timeout_s,
             buffer_bytes=buffer_bytes,
             timeout_s=transfer_timeout_s,
-            device=device,
+            streams=streams,
         )
         self._token = security.token
         self._tls = Tls(security) if security.tls else None

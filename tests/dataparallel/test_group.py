@@ -23,11 +23,17 @@ def alone(replicas: int) -> Layered:
 
 def run(replicas: int, wire: str = "none", dies: int | None = None) -> list[Layered | Exception]:
     """The stage of each replica after two steps over gloo; replica `dies` leaves before the second."""
-    master = open_store(HOST, None, 20)
+    master = open_store(HOST, 0, 20, master=True)
 
     def replica_main(replica: int) -> Layered:
         group = TorchGroup(
-            open_store(HOST, master.port, 20), replica, replicas, host=HOST, wire=wire, part_bytes=40, timeout_s=20
+            open_store(HOST, master.port, 20, master=False),
+            replica,
+            replicas,
+            host=HOST,
+            wire=wire,
+            part_bytes=40,
+            timeout_s=20,
         )
         stage = Layered()
         kind = AllReduce({0: stage}, ADAM, group)

@@ -14,6 +14,7 @@ from dpipe.engine.forecast import (
     vocabulary,
 )
 from dpipe.errors import ConfigError, ScheduleError
+from dpipe.timeline.span import Lane
 from dpipe.topology import Link, Network
 
 FREE = Network("free", Link(delay_ms=0, bandwidth_gbps=1000))
@@ -43,8 +44,14 @@ def test_wire_format_decides_the_bytes_of_a_hop() -> None:
 
 def test_recomputation_runs_forward_once_more_before_the_input_gradient() -> None:
     layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0))
-    cost = stage_cost(layers, (1, 1), recompute=True)
+    cost = stage_cost(layers, (1, 1), recompute="full")
     assert (cost.backward_us, cost.input_us, cost.weight_us) == ((3e6, 3e6), (2e6, 2e6), (1e6, 1e6))
+
+
+def test_selective_recomputation_runs_the_attention_cores_once_more() -> None:
+    layers = LayerCosts((1.0, 1.0), (2.0, 2.0), (0, 0), (0, 0), core_s=(0.0, 0.25))
+    cost = stage_cost(layers, (1, 1), recompute="selective")
+    assert (cost.backward_us, cost.input_us) == ((2e6, 2.25e6), (1e6, 1.25e6))
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
@@ -161,3 +168,28 @@ def test_text_tells_the_mean_step_and_the_one_at_which_replicas_agree(tmp_path: 
     text = forecast_text(str(path), (), None, as_json=False)
     assert f"{row['step_s']:.4f} s on average, {row['agreeing_step_s']:.4f} s where replicas agree" in text
     assert row["link_bytes"]["0->1"] == row["link_bytes"]["1->0"] == row["reduce_bytes"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ({}, (0, 0)),
+        ({"servers": "per-stage"}, (0, 1)),
+        ({"address": ["host:1"]}, (4, 4)),
+        ({"address": ["host:1", "host:2"], "servers": "per-stage"}, (4, 5)),
+    ],
+)
+def test_parameter_server_is_simulated_where_it_lives(given: dict[str, object], ranks: tuple[int, ...]) -> None:
+    found = forecast(replicated("parameter-server", **given), network=SLOW)
+    assert found.replicas is not None
+    assert found.replicas.servers == ranks
+    served = {span.rank for span in found.timeline.spans if span.lane == Lane.REDUCE and span.rank not in (0, 1, 2, 3)}
+    assert served == {rank for rank in ranks if rank > 3}
+
+
+def test_parameter_server_waits_for_the_norm_where_gradients_are_clipped() -> None:
+    clipped, eager = (
+        forecast(replicated("parameter-server", chunk_bytes=1 << 18).with_(train__clip_norm=norm), network=SLOW)
+        for norm in (1.0, 0.0)
+    )
+    assert eager.step_us < clipped.step_us

@@ -37,8 +37,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "two stages, auto": {"pipeline__stages": 2, "pipeline__schedule": "auto"},
     "uneven split": {"pipeline__stages": 2, "pipeline__split": (1, 3)},
     "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
-    "recompute": {"pipeline__recompute": True},
-    "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": True},
+    "recompute": {"pipeline__recompute": "full"},
+    "recompute, two stages": {"pipeline__stages": 2, "pipeline__recompute": "full"},
+    "recompute attention, two stages": {"pipeline__stages": 2, "pipeline__recompute": "selective"},
     "two connections": {"pipeline__stages": 2, "transport__connections": 2},
     "two connections, tcp": {"pipeline__stages": 2, "transport__connections": 2, "transport__kind": "tcp"},
 }

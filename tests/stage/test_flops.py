@@ -4,9 +4,8 @@ import sys
 import pytest
 import torch
 
-from dpipe.stage.flops import gpt_layer_activation_bytes, gpt_layer_flops, gpt_layer_parameter_bytes
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.gpt import gpt
-from dpipe.stage.model import materialise
 from dpipe.stage.probe import probe
 from dpipe.wire.spec import TensorSpec
 
@@ -27,37 +26,10 @@ def test_formula_counts_the_parameters(tied: bool) -> None:
     assert list(gpt_layer_parameter_bytes(**SIZES)) == counted
 
 
-def test_formula_gives_the_bytes_that_autograd_keeps() -> None:
-    expected = gpt_layer_activation_bytes(batch_size=BATCH, **SIZES)
-    x = torch.zeros(BATCH, 32, dtype=torch.int64)
-    for index, size in enumerate(expected):
-        layer = materialise(MODEL, index, 0, "cpu")
-        kept, x = bytes_kept(layer, x, MODEL.loss if index == 3 else None)
-        # The formula leaves out means and deviations of the norms and the attention's normalisers.
-        assert size == pytest.approx(kept, rel=0.1), f"layer {index}"
-
-
-def bytes_kept(layer: torch.nn.Module, x: torch.Tensor, loss: object) -> tuple[int, torch.Tensor]:
-    """Bytes of the distinct storages, parameters apart, that a layer's graph holds."""
-    storages: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    kept = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    leaf = x.detach().requires_grad_(x.is_floating_point())
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = layer(leaf)
-        if callable(loss):
-            loss(out, torch.zeros(out.shape[:2], dtype=torch.int64))
-    for tensor in kept:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.shape != (32,):  # positions are the same in every micro-batch
-            storages[storage.data_ptr()] = storage.nbytes()
-    targets = 8 * x.shape[0] * x.shape[1] if callable(loss) else 0
-    return sum(storages.values()) - targets, out.detach()
+def test_attention_core_is_what_torch_counts_in_it() -> None:
+    counted = [cost.core_flops for cost in probe(MODEL, TensorSpec((BATCH, 32), torch.int64), seed=0)]
+    core = attention_core_flops(batch_size=BATCH, context=SIZES["context"], width=SIZES["width"])
+    assert counted == [0.0, core, core, 0.0]
 
 
 @pytest.mark.parametrize("module", ["flops", "partition"])

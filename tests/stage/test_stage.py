@@ -32,7 +32,7 @@ def small_gpt(dropout: float = 0.0, tied: bool = False) -> LayeredModel:
 
 
 def cut_model(
-    model: LayeredModel, cut: Sequence[int], *, recompute: bool = False, precision: str = "fp32"
+    model: LayeredModel, cut: Sequence[int], *, recompute: str = "none", precision: str = "fp32"
 ) -> list[Stage]:
     """One stage for each number of layers in `cut`."""
     starts = [0, *accumulate(cut)]
@@ -154,11 +154,11 @@ def add_tied(first: nn.Parameter, last: nn.Parameter) -> None:
     first.grad, last.grad = total, total.clone()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("order", [gpipe, one_at_a_time, split, late_weights])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_cut_order_and_recomputation_change_no_bit(
-    cut: tuple[int, ...], order: Callable[[Sequence[Stage], int], list[torch.Tensor]], recompute: bool
+    cut: tuple[int, ...], order: Callable[[Sequence[Stage], int], list[torch.Tensor]], recompute: str
 ) -> None:
     model = small_gpt(dropout=0.1)
     assert train(model, cut, order, recompute=recompute).equals(train(model, (4,)))
@@ -168,7 +168,7 @@ def test_cut_order_and_recomputation_change_no_bit(
 def test_cut_changes_no_bit_in_half_precision(precision: str) -> None:
     model = small_gpt(dropout=0.1)
     whole = train(model, (4,), precision=precision)
-    assert train(model, (1, 2, 1), split, precision=precision, recompute=True).equals(whole)
+    assert train(model, (1, 2, 1), split, precision=precision, recompute="full").equals(whole)
 
 
 def test_tied_weights_stay_equal_in_any_cut() -> None:
@@ -293,7 +293,7 @@ def test_clear_lets_an_aborted_step_run_again() -> None:
 
 
 def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
-    (stage,) = cut_model(small_gpt(), (4,), recompute=True)
+    (stage,) = cut_model(small_gpt(), (4,), recompute="full")
     with torch.autograd.graph.saved_tensors_hooks(pytest.fail, lambda tensor: tensor):
         forward([stage], 0, 0)
     assert stage.held == 1
@@ -335,8 +335,8 @@ TUPLES = LayeredModel((Open, Masked, Masked, Close), squares)
 
 
 @pytest.mark.parametrize("cut", [(2, 2), (1, 1, 1, 1)])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_boundary_may_be_a_tuple_with_a_mask(cut: tuple[int, ...], recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_boundary_may_be_a_tuple_with_a_mask(cut: tuple[int, ...], recompute: str) -> None:
     assert train(TUPLES, cut, split, recompute=recompute).equals(train(TUPLES, (4,)))
 
 
@@ -380,7 +380,7 @@ def test_layers_own_randomness_is_repeated_in_recomputation() -> None:
 
     model = LayeredModel((Start, Noise, Noise), lambda x, targets: x.square().mean())
     whole = train(model, (3,))
-    assert train(model, (1, 1, 1), split, recompute=True).equals(whole)
+    assert train(model, (1, 1, 1), split, recompute="full").equals(whole)
 
 
 def test_input_that_changes_its_shape_is_refused() -> None:

@@ -1,0 +1,120 @@
+"""The mean of one row over four processes: gloo's all-reduce against our exchange, in turns in one run.
+
+    host 0    barrier | all-reduce 64 MB | clock        the slowest process counts: all of them wait for each other
+    host 1    barrier | all-reduce 64 MB | clock        before each turn, and tell each other what it took after it
+
+Four processes on this machine, or one on each of four hosts that are told the same addresses:
+`dpipe bench --help`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.feedback import wire
+from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.engine.launch import free_port
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.tcp import TcpTransport
+
+_PORT = 29_411  # where several hosts meet, on the first of them
+_JOIN_S = 120.0
+_WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {  # connections a link, and wire format
+    "tcp x1": (TcpTransport, 1, "none"),
+    "tcp x4": (TcpTransport, 4, "none"),
+    "grpc x4": (GrpcTransport, 4, "none"),
+    "tcp x4 bf16": (TcpTransport, 4, "bf16"),
+    "tcp x4 int8": (TcpTransport, 4, "int8"),
+}
+
+Row = dict[str, Any]
+
+
+def compare_here(num_bytes: int = 64 << 20, processes: int = 4, repeats: int = 9) -> list[Row]:
+    """A row for each way, from processes of this machine."""
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    hosts = ["127.0.0.1"] * processes
+    spawn(_tell, args=(hosts, free_port(), num_bytes, repeats, results), nprocs=processes)
+    rows: list[Row] = results.get()
+    return rows
+
+
+def compare_hosts(hosts: Sequence[str], rank: int, num_bytes: int = 64 << 20, repeats: int = 5) -> list[Row]:
+    """As host `rank` of several, on each of which this runs; the rows are the same everywhere."""
+    return _Process(rank, hosts, _PORT, num_bytes).compare(repeats)
+
+
+def _tell(rank: int, hosts: Sequence[str], port: int, num_bytes: int, repeats: int, results: Any) -> None:
+    rows = _Process(rank, hosts, port, num_bytes).compare(repeats)
+    if rank == 0:
+        results.put(rows)
+
+
+class _Process:
+    """One of the processes, with every way to all of the others open."""
+
+    def __init__(self, rank: int, hosts: Sequence[str], port: int, num_bytes: int) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._hosts, self._num_bytes = rank, hosts, num_bytes
+        self._row = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank))
+        self._store = open_store(hosts[0], port, _JOIN_S, master=rank == 0)
+        self._gloo = TorchGroup(self._store, rank, len(hosts), host=hosts[rank], part_bytes=num_bytes)
+        self._transports = {way: self._connect(way) for way in _WAYS}
+
+    def compare(self, repeats: int) -> list[Row]:
+        ways: dict[str, Callable[[], object]] = {"gloo": self._by_gloo}
+        ways |= {way: partial(self._by_exchange, self._exchange(way)) for way in _WAYS}
+        seconds = self._in_turns(ways, repeats)
+        self._wait_for_all()
+        for transport in self._transports.values():
+            transport.close()
+        gloo_s = median(seconds["gloo"])
+        return [
+            {"way": way, "num_bytes": self._num_bytes, "seconds": s, "times as fast as gloo": gloo_s / s}
+            for way, s in ((way, median(took)) for way, took in seconds.items())
+        ]
+
+    def _connect(self, way: str) -> GrpcTransport | TcpTransport:
+        kind, connections, _ = _WAYS[way]
+        bind = self._hosts[self._rank]
+        transport = kind(self._rank, bind=bind, connections=connections, connect_timeout_s=_JOIN_S)
+        self._store.set(f"{way}/{self._rank}", f"{bind}:{transport.port}")
+        everybody = range(len(self._hosts))
+        addresses: dict[int, str | None] = {rank: self._store.get(f"{way}/{rank}").decode() for rank in everybody}
+        transport.connect(addresses, set(everybody) - {self._rank})
+        return transport
+
+    def _exchange(self, way: str) -> DirectExchange:
+        return DirectExchange(self._transports[way], self._rank, range(len(self._hosts)), wire(_WAYS[way][2]))
+
+    def _by_gloo(self) -> None:
+        self._gloo.average(self._row, 0, lambda piece: None)
+
+    def _by_exchange(self, exchange: DirectExchange) -> None:
+        exchange.average(self._row, 0, lambda piece: None)
+
+    def _in_turns(self, ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+        """Seconds of the slowest process, by way; the first turn opens sockets and buffers, and is left out."""
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(repeats + 1):
+            for way, average in ways.items():
+                self._wait_for_all()
+                began = time.perf_counter()
+                average()
+                seconds[way].append(self._largest(time.perf_counter() - began))
+        return {way: took[1:] for way, took in seconds.items()}
+
+    def _wait_for_all(self) -> None:
+        self._largest(0.0)
+
+    def _largest(self, value: float) -> float:
+        of_ranks = torch.zeros(len(self._hosts))
+        of_ranks[self._rank] = value * len(self._hosts)  # of which the group makes the mean
+        self._gloo.average(of_ranks, 0, lambda piece: None)
+        return float(of_ranks.max())

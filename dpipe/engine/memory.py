@@ -1,0 +1,163 @@
+"""What the layers of a GPT hold, by formula, before anything ran: parameters, activations, working memory. No torch.
+
+    x ──norm──qkv──core──output──+──norm──mlp_in──gelu──mlp_out──+──>        u: one activation, B T D fp32 values
+      1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
+
+Their 34 s b h bytes are 16 values of 2 bytes and two masks of one; here a value has 4 bytes, or 2 under autocast where
+a product reads it. A fused attention keeps no [T, T] matrix; one with dropout on a CPU keeps three, c bytes each. The
+working memory was counted on fake tensors, on which tests/engine/test_memory.py holds the whole to 2 %.
+
+B micro-batch size · T context · D width · N heads · V vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpipe.timeline.memory import LayerMemory
+
+_MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
+_FLOAT, _INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class GptSizes:
+    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits."""
+
+    batch_size: int
+    context: int
+    width: int
+    num_heads: int
+    num_layers: int
+    vocab_size: int
+    dropout: bool = False
+    keeps_matrices: bool = False
+    half: bool = False
+
+    @property
+    def unit(self) -> int:
+        return self.batch_size * self.context * self.width * _FLOAT
+
+    @property
+    def matrix(self) -> int:
+        """Scores of all heads, which are made in fp32 even under autocast."""
+        return self.batch_size * self.num_heads * self.context**2 * _FLOAT if self.keeps_matrices else 0
+
+    @property
+    def logits(self) -> int:
+        return self.batch_size * self.context * self.vocab_size * _FLOAT
+
+    def tokens(self, value_bytes: int) -> int:
+        return self.batch_size * self.context * value_bytes
+
+
+def gpt_memory(sizes: GptSizes, recompute: str) -> tuple[LayerMemory, ...]:
+    """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
+    return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), _head(sizes, recompute))
+
+
+def stage_memory(
+    layers: Sequence[LayerMemory], cut: Sequence[int], outputs: Sequence[int], recompute: str
+) -> tuple[tuple[LayerMemory, ...], ...]:
+    """The layers of each stage. `outputs[s]` bytes of stage s's output are held with it, unless it is made again."""
+    starts = [sum(cut[:stage]) for stage in range(len(cut))]
+    ends = [LayerMemory(held_bytes=0 if recompute == "full" else size) for size in outputs]
+    whole = [tuple(layers[start : start + size]) for start, size in zip(starts, cut, strict=True)]
+    return (*((*stage, end) for stage, end in zip(whole, ends, strict=False)), whole[-1])
+
+
+def _embedding(sizes: GptSizes) -> LayerMemory:
+    parameters = (sizes.vocab_size + sizes.context) * sizes.width * _FLOAT
+    table = sizes.vocab_size * sizes.width * _FLOAT  # its gradient is dense, and made whole for every micro-batch
+    noise = sizes.unit if sizes.dropout else 0
+    return _with_parameters(
+        parameters,
+        largest=table,
+        held_bytes=sizes.tokens(_INT64) + sizes.context * _INT64 + noise,
+        forward_bytes=2 * sizes.unit,
+        backward_bytes=sizes.unit + table,
+        input_bytes=sizes.unit + table,
+    )
+
+
+def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
+    """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
+    u, logits, half = sizes.unit, sizes.logits, sizes.half
+    table = sizes.vocab_size * sizes.width * _FLOAT
+    given = u + sizes.tokens(_INT64)
+    inside = (u // 2 + table // 2 if half else u) + logits + 2 * sizes.tokens(_FLOAT)
+    forward = logits * 3 // 2 if half else logits
+    weight = table * 3 // 2 if half else table
+    backward = max(2 * logits, weight, 2 * u)
+    if recompute == "full":
+        forward, backward, inside = max(u, forward) + logits, backward + inside, 0
+    return _with_parameters(
+        table + 2 * sizes.width * _FLOAT,
+        largest=table,
+        held_bytes=given + inside,
+        deferred_bytes=(u + logits) // (2 if half else 1),
+        forward_bytes=forward,
+        backward_bytes=backward,
+        input_bytes=backward,
+        weight_bytes=weight,
+    )
+
+
+def _block(sizes: GptSizes, recompute: str) -> LayerMemory:
+    u, c, half = sizes.unit, sizes.matrix, sizes.half
+    matrices = 12 * sizes.width**2
+    largest = 4 * sizes.width**2 * _FLOAT
+    normalisers = 0 if c or recompute == "selective" else sizes.tokens(_FLOAT) * sizes.num_heads  # of a fused core
+    statistics = 4 * sizes.tokens(_FLOAT) + normalisers
+    kept = u + statistics  # the input
+    inside = (8 * u + matrices * 2 if half else 15 * u) + _dropout_bytes(sizes)
+    if c and recompute != "selective":
+        inside += 3 * c + (3 * u // 2 if half else 0)
+    backward, input_, forward = _working(sizes, largest, cores_again=recompute == "selective")
+    if recompute == "full":
+        forward = max(5 * u if half else 9 * u, c and 3 * c + _mask(sizes) + (13 * u // 2 if half else 5 * u))
+        backward, input_, kept, inside = backward + inside, input_ + inside, u, 0
+    return _with_parameters(
+        (matrices + 13 * sizes.width) * _FLOAT,
+        largest=largest,
+        held_bytes=kept + inside,
+        deferred_bytes=8 * u if half else 16 * u,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        input_bytes=input_,
+        weight_bytes=largest * 3 // 2 if half else largest,
+    )
+
+
+def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, int, int]:
+    """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
+    u, c, half = sizes.unit, sizes.matrix, sizes.half
+    backward = 5 * u // 2 + max(2 * u, largest * 3 // 2) if half else 2 * u + max(4 * u, largest)
+    input_ = 13 * u // 2 - largest // 2 if half else 10 * u
+    forward = 3 * u // 2 if half else 2 * u
+    if c:
+        core = 4 * c + 3 * u if cores_again else c
+        backward = max(backward, core - (3 if half else 8) * u)
+        input_ = max(input_, core + (3 if half else 4) * u)
+        once = (3 if cores_again else 0.5) * c if half else (3 * c if cores_again else 0)
+        forward = max(forward, int(once) + _mask(sizes) - (4 if half else 12) * u)
+    return backward, input_, forward
+
+
+def _dropout_bytes(sizes: GptSizes) -> int:
+    """The noise of a block's two dropouts, which a CPU keeps as values."""
+    return (sizes.unit if sizes.half else 2 * sizes.unit) if sizes.dropout else 0
+
+
+def _mask(sizes: GptSizes) -> int:
+    return (6 if sizes.half else 4) * sizes.context**2
+
+
+def _with_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:
+    """Two copies of the largest parameter are what AdamW works with, one parameter at a time."""
+    return LayerMemory(
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,
+        optimizer_bytes=_MOMENTS * parameter_bytes,
+        update_bytes=2 * largest,
+        **moments,
+    )

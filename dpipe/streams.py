@@ -1,0 +1,189 @@
+"""Where work is queued on a device, and points in it that others wait for: CUDA streams and events, or stand-ins.
+
+    compute   --[1F4]--*--[1B2]------------------.--[1F5]--      the caller's own stream
+    send      ---------'--wait--[1SEND_F4]--*    |               encoding, and on the way to the host
+    receive   --[1RECV_F5]--*--------------------'--wait         from the host                     * a mark
+
+The host queues and moves on. `mark()` is a point in the current stream, behind all that was queued there; `wait(mark)`
+lets what the current stream is given next run behind it. Neither blocks the host; `block` does, and has a deadline.
+
+On a CPU a stream is the program itself: what is queued has run, a mark is the time, and there is nothing to wait for.
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_POLL_S = 20e-6
+_POLL_MAX_S = 1e-3
+_NOTHING = nullcontext()
+
+Mark = Any  # the time in nanoseconds on a CPU, an event on a GPU: `Streams` alone looks inside
+
+
+class Streams(Protocol):
+    """The streams of one device. What is not said to be safe from any thread is for one thread."""
+
+    device: torch.device
+
+    def mark(self) -> Mark:
+        """A point in the current stream. From any thread."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let what the current stream is given next run behind `mark`; the host goes on. From any thread."""
+
+    def done(self, mark: Mark) -> bool:
+        """Whether the device has come to `mark`. From any thread."""
+
+    def block(self, mark: Mark, timeout_s: float) -> None:
+        """Wait on the host for the device to come to `mark`; raises `TimeoutError`. From any thread."""
+
+    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        """What is queued inside goes on the send stream, behind `after`, and may read `tensors`, which may be freed."""
+
+    def receiving(self) -> AbstractContextManager[object]:
+        """What is queued inside goes on the receive stream. From any thread."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The current stream uses `tensor`, made on another: its memory is not reused before that is over."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` on the device, for the current stream; the host does not wait."""
+
+    def catch_up(self) -> None:
+        """Wait on the host for the current stream: once a step, when all of it is queued."""
+
+    def ns(self, mark: Mark) -> int:
+        """When the device came to `mark`, on `time.perf_counter_ns`. It must have."""
+
+    def peak_bytes(self) -> int | None:
+        """The most device memory that tensors have taken so far; None where that is the process's own memory."""
+
+
+class HostStreams:
+    """A CPU: everything runs in the order of the program."""
+
+    device = torch.device("cpu")
+    mark = staticmethod(time.perf_counter_ns)
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+    def done(self, mark: Mark) -> bool:
+        return True
+
+    def block(self, mark: Mark, timeout_s: float) -> None:
+        pass
+
+    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def receiving(self) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def catch_up(self) -> None:
+        pass
+
+    def ns(self, mark: Mark) -> int:
+        return int(mark)
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    """An event and the time on the host at which it was seen to be over."""
+
+    event: Any
+    ns: int
+
+
+class CudaStreams:
+    """A GPU. Make it in the thread that computes: its current stream is the compute stream.
+
+    `cuda` is `torch.cuda`, or in tests what stands in for it.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        index = cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._cuda = cuda
+        cuda.set_device(self.device)
+        self._send, self._receive = cuda.Stream(self.device), cuda.Stream(self.device)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        event = self.mark()
+        event.synchronize()
+        # Anew each time, because between events far apart the device's clock is coarse: a float of milliseconds.
+        self._anchor = _Anchor(event, time.perf_counter_ns())
+
+    def stream(self) -> Any:
+        """A stream of its own, for a link."""
+        return self._cuda.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """What is queued inside goes on `stream`, and its device is current: threads begin on the first one."""
+        context: AbstractContextManager[object] = self._cuda.stream(stream)
+        return context
+
+    def mark(self) -> Mark:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self.device))
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        self._cuda.current_stream(self.device).wait_event(mark)
+
+    def done(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def block(self, mark: Mark, timeout_s: float) -> None:
+        # Not `synchronize`, which no deadline ends. Sleeping leaves the interpreter to the threads that move bytes.
+        deadline, pause_s = time.monotonic() + timeout_s, _POLL_S
+        while not mark.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the device has not come to an event within {timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        self._send.wait_event(after)
+        for tensor in tensors:
+            tensor.record_stream(self._send)
+        return self.on(self._send)
+
+    def receiving(self) -> AbstractContextManager[object]:
+        return self.on(self._receive)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._cuda.current_stream(self.device))
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def ns(self, mark: Mark) -> int:
+        return self._anchor.ns + int(self._anchor.event.elapsed_time(mark) * 1e6)
+
+    def peak_bytes(self) -> int | None:
+        return int(self._cuda.max_memory_allocated(self.device))
+
+
+HOST = HostStreams()
+
+
+def streams_of(device: torch.device | str) -> Streams:
+    """The streams of `device`."""
+    device = torch.device(device)
+    return CudaStreams(device) if device.type == "cuda" else HOST

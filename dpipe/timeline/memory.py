@@ -1,0 +1,134 @@
+"""How much a rank holds at the worst moment of a step: a schedule walked action by action, as `simulate` does for time.
+
+    F     layers first to last: each leaves what its backward needs, and needs some working memory while it runs
+    B     layers last to first: each works, gives back what it had left, and has made its parameters' gradients
+    I     as B, but what the weight gradients need stays until W
+    STEP  the optimizer works
+
+What the schedule holds is read from its programs, so it is its own peak in flight, and no formula for one schedule.
+Not counted: what the process needs anyway, and what links buffer (`transport.buffer_bytes` bounds it).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.action import Action, Op
+from dpipe.schedule.plan import Schedule
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
+
+    The others are working memory on top of that at the worst moment: of F, of B, of I, of W, and of the optimizer.
+    """
+
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    held_bytes: int = 0
+    deferred_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    input_bytes: int = 0
+    weight_bytes: int = 0
+    update_bytes: int = 0
+
+
+StageMemory = Sequence[LayerMemory]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank holds at its worst moment, in bytes, by kind."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+
+
+def peak_memory(
+    schedule: Schedule, stages: Sequence[StageMemory], *, keeps_gradients: bool = False
+) -> tuple[RankMemory, ...]:
+    """By rank, the moment of a step at which it holds most; `stages[s]` are the layers of stage s.
+
+    Gradients appear with the first backward of a step, unless `keeps_gradients` says that they have buffers of their
+    own. Raises `ScheduleError` where the stages are not as many as the schedule's.
+    """
+    if len(stages) != schedule.num_stages:
+        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the memory {len(stages)}")
+    return tuple(
+        _Walk(schedule, stages, rank, keeps_gradients).worst(program) for rank, program in enumerate(schedule.programs)
+    )
+
+
+class _Walk:
+    """One rank through its program: what it holds now, and what it held when it held most."""
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool) -> None:
+        own = [stage for stage, owner in zip(stages, schedule.rank_of_stage, strict=True) if owner == rank]
+        self._stages, self._keeps_gradients = stages, keeps_gradients
+        self._made: set[tuple[int, int]] = set()  # the layers, by stage and place in it, that have gradients
+        self._now = RankMemory(
+            parameters=_total(own, "parameter_bytes"),
+            gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,
+            optimizer=_total(own, "optimizer_bytes"),
+            activations=0,
+            working=0,
+        )
+        self._update = max((layer.update_bytes for stage in own for layer in stage), default=0)
+        self._worst = self._now
+
+    def worst(self, program: Sequence[Action]) -> RankMemory:
+        for action in program:
+            self._do(action)
+        self._see(self._update)
+        return self._worst
+
+    def _do(self, action: Action) -> None:
+        layers = self._stages[action.stage]
+        if action.op is Op.F:
+            for layer in layers:
+                self._hold(layer.held_bytes)
+                self._see(layer.forward_bytes)
+        elif action.op in (Op.B, Op.I):
+            for place in reversed(range(len(layers))):
+                self._backward(action, place, layers[place])
+        elif action.op is Op.W:
+            for place, layer in enumerate(layers):
+                first = self._have_gradients(action.stage, place, layer)
+                self._see(0 if first else layer.weight_bytes)  # the first is kept as it is made
+            self._hold(-sum(layer.deferred_bytes for layer in layers))
+
+    def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
+        whole = action.op is Op.B
+        self._see(layer.backward_bytes if whole else layer.input_bytes)
+        self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
+        if whole or layer.deferred_bytes == 0:
+            self._have_gradients(action.stage, place, layer)
+
+    def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+        """Allocate them where this is the first micro-batch of a step to give it any; whether it was."""
+        if self._keeps_gradients or (stage, place) in self._made:
+            return False
+        self._made.add((stage, place))
+        self._now = replace(self._now, gradients=self._now.gradients + layer.gradient_bytes)
+        return True
+
+    def _hold(self, more: int) -> None:
+        self._now = replace(self._now, activations=self._now.activations + more)
+
+    def _see(self, working: int) -> None:
+        if self._now.total + working > self._worst.total:
+            self._worst = replace(self._now, working=working)
+
+
+def _total(stages: Sequence[StageMemory], kind: str) -> int:
+    return sum(getattr(layer, kind) for stage in stages for layer in stage)

@@ -1,0 +1,53 @@
+"""The way of a tensor between a device and the host memory that a network reads and writes.
+
+    GPU      send stream     --[encode]--[copy to pinned memory]--*                       * a mark
+    writer                                                        `--wait--[bytes out]
+    reader      [bytes into pinned memory]--.
+    GPU      receive stream                 `--[copy to the device]--*
+    GPU      compute stream                                          `--wait--[1F5]
+
+Pinned memory is torch's: what is freed serves the next tensor of that size, once the copies that use it are over.
+On a CPU nothing is copied: a network reads and writes the tensors themselves.
+"""
+
+import torch
+
+from dpipe.streams import Mark, Streams
+from dpipe.wire.spec import TensorSpec
+
+
+class Staging:
+    """Safe from any thread."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._pinned = streams.device.type == "cuda"
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """Contiguous host memory that holds `tensor`, usable on the current stream, from the mark on."""
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            return tensor.contiguous(), None
+        host = self.empty(TensorSpec.of(tensor))
+        host.copy_(tensor, non_blocking=True)
+        return host, self._streams.mark()
+
+    def block(self, mark: Mark, timeout_s: float) -> None:
+        """Wait for what `fetch` gave; raises `TimeoutError`."""
+        if mark is not None:
+            self._streams.block(mark, timeout_s)
+
+    def empty(self, spec: TensorSpec) -> torch.Tensor:
+        """Host memory for what arrives."""
+        return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned)
+
+    def land(self, host: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """What has arrived, on the device from the mark on."""
+        with self._streams.receiving():
+            return host.to(self._streams.device, non_blocking=True), self._streams.mark()
+
+    def use(self, landed: torch.Tensor, mark: Mark) -> torch.Tensor:
+        """What `land` gave, for the current stream."""
+        self._streams.wait(mark)
+        self._streams.keep(landed)
+        return landed

@@ -1,0 +1,144 @@
+"""The formulas against torch without the memory: stages on fake tensors, counted by torch's memory tracker."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from dpipe.engine.memory import GptSizes, gpt_memory, stage_memory
+from dpipe.schedule.action import Action, Op
+from dpipe.schedule.generate import generate
+from dpipe.schedule.plan import Schedule
+from dpipe.stage.gpt import gpt
+from dpipe.stage.stage import Stage, Tensors
+from dpipe.timeline.memory import RankMemory, peak_memory
+
+STEPS = 2  # the first allocates the optimizer's state
+# batch, context, width, heads, blocks, vocabulary: the words weigh, the blocks weigh, long text, short text
+SIZES = {
+    "demo": (8, 128, 256, 4, 2, 512),
+    "wide": (1, 128, 1024, 16, 2, 4096),
+    "long": (2, 512, 128, 8, 2, 1024),
+    "words": (2, 128, 128, 4, 2, 30000),
+}
+SCHEDULES = {"1f1b": (2, 1), "gpipe": (4, 1), "zero-bubble": (2, 1), "interleaved": (4, 2)}
+
+
+class Tracker(MemTracker):
+    """Without statistics by module: their hooks keep every block's output alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = SilentModules(is_bw=False, parents=frozenset())  # type: ignore[assignment]
+
+
+class SilentModules(SimpleNamespace):
+    def register_user_hooks(self, *hooks: object) -> None: ...
+    def clear_user_hooks(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+@contextmanager
+def tracked(stages: dict[int, Stage], *optimizers: torch.optim.Optimizer) -> Iterator[Tracker]:
+    tracker = Tracker()
+    tracker.track_external(*(layer for stage in stages.values() for layer in stage._layers.values()), *optimizers)
+    with tracker:
+        yield tracker
+
+
+def peak_by_torch(schedule: Schedule, rank: int, sizes: GptSizes, recompute: str) -> int:
+    """Bytes: what torch says that the rank's program holds at its worst moment, the optimizer's step included."""
+    with FakeTensorMode():
+        stages = {s: a_stage(schedule, s, sizes, recompute) for s, r in enumerate(schedule.rank_of_stage) if r == rank}
+        optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages.values()]
+        with tracked(stages, *optimizers) as tracker:
+            for _ in range(STEPS):
+                for action in schedule.programs[rank]:
+                    act(stages[action.stage], action, schedule, sizes)
+                for stage, optimizer in zip(stages.values(), optimizers, strict=True):
+                    optimizer.step()
+                    stage.zero_grad()
+            return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> Stage:
+    model = gpt(
+        vocab_size=sizes.vocab_size,
+        num_layers=sizes.num_layers,
+        width=sizes.width,
+        num_heads=sizes.num_heads,
+        context=sizes.context,
+        dropout=0.1 if sizes.dropout else 0.0,
+        tied=False,
+    )
+    each = len(model.layers) // schedule.num_stages
+    return Stage(
+        index,
+        {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)},
+        num_microbatches=schedule.num_microbatches,
+        loss=model.loss if schedule.is_last(index) else None,
+        recompute=recompute,
+        precision="bf16" if sizes.half else "fp32",
+    )
+
+
+def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> None:
+    assert action.microbatch is not None
+    last = schedule.is_last(action.stage)
+    match action.op:
+        case Op.F:
+            stage.forward(
+                action.microbatch,
+                given(sizes, tokens=action.stage == 0),
+                given(sizes, tokens=True)[0] if last else None,
+            )
+        case Op.B:
+            stage.backward(action.microbatch, () if last else given(sizes))
+        case Op.I:
+            stage.backward_input(action.microbatch, () if last else given(sizes))
+        case _:
+            stage.backward_weight(action.microbatch)
+
+
+def given(sizes: GptSizes, *, tokens: bool = False) -> Tensors:
+    shape = (sizes.batch_size, sizes.context)
+    return (torch.zeros(shape, dtype=torch.int64) if tokens else torch.zeros(*shape, sizes.width),)
+
+
+def predicted(schedule: Schedule, sizes: GptSizes, recompute: str) -> tuple[RankMemory, ...]:
+    layers = gpt_memory(sizes, recompute)
+    cut = [len(layers) // schedule.num_stages] * schedule.num_stages
+    return peak_memory(schedule, stage_memory(layers, cut, [sizes.unit] * (len(cut) - 1), recompute))
+
+
+# Every value of size, schedule, strategy, precision and dropout beside several of the others.
+CASES = """
+    demo  1f1b         none       fp32
+    wide  zero-bubble  none       fp32
+    long  interleaved  full       fp32
+    words gpipe        selective  fp32
+    demo  zero-bubble  full       bf16
+    wide  1f1b         full       bf16
+    words 1f1b         none       bf16
+    demo  1f1b         selective  fp32  dropout
+    long  1f1b         none       fp32  dropout
+    long  zero-bubble  selective  bf16  dropout
+    long  gpipe        full       bf16  dropout
+"""
+
+
+@pytest.mark.parametrize("case", CASES.strip().splitlines())
+def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
+    size, name, recompute, precision, *dropout = case.split()
+    num_stages, per_rank = SCHEDULES[name]
+    draws = bool(dropout)
+    sizes = GptSizes(*SIZES[size], dropout=draws, keeps_matrices=draws, half=precision == "bf16")
+    schedule = generate(name, num_stages, 3, stages_per_rank=per_rank)
+    ours = predicted(schedule, sizes, recompute)
+    theirs = [peak_by_torch(schedule, rank, sizes, recompute) for rank in range(schedule.num_ranks)]
+    assert [rank.total for rank in ours] == [pytest.approx(peak, rel=0.02) for peak in theirs]

@@ -1,0 +1,54 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpipe.stage.gpt import AttentionCore, gpt
+from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.recompute import attention_cores, recompute_attention
+from dpipe.stage.stage import Stage
+
+B, T, D, N = 2, 16, 8, 2
+MODEL = gpt(vocab_size=11, num_layers=1, width=D, num_heads=N, context=T, dropout=0.2, tied=False)
+
+
+def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
+    """Bytes of the distinct storages that the graph of one layer holds after a forward pass."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    stage = Stage(0, {layer: materialise(model, layer, 0, "cpu")}, num_microbatches=1, recompute=recompute)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage.forward(0, (torch.ones(B, T, D),))
+    return sum(kept.values())
+
+
+def test_selective_recomputation_keeps_no_matrix_of_scores() -> None:
+    """Softmax, noise and their product on a CPU: three matrices [B, N, T, T] of floats."""
+    saved = kept_bytes(MODEL, 1, "none") - kept_bytes(MODEL, 1, "selective")
+    assert saved >= 3 * B * N * T * T * 4
+
+
+def test_core_runs_again_once_in_backward_and_once_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, runs, real = materialise(MODEL, 1, 0, "cpu"), [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *qkv, **how: (runs.append(1), real(*qkv, **how))[1])
+    recompute_attention(layer)
+    recompute_attention(layer)  # a second time changes nothing
+    output = layer(torch.ones(B, T, D, requires_grad=True))
+    assert len(runs) == 1
+    output.sum().backward()
+    assert len(runs) == 2
+    with torch.no_grad():
+        layer(torch.ones(B, T, D))
+    assert len(runs) == 3
+
+
+def test_cores_are_found_by_their_mark() -> None:
+    class Mine(nn.Module):
+        attention_core = True
+
+    layer = nn.Sequential(nn.Linear(2, 2), Mine(), AttentionCore(0.0, causal=True))
+    assert attention_cores(layer) == [layer[1], layer[2]]
