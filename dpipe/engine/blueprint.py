@@ -128,7 +128,7 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, core, parameters)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core)
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:

@@ -35,8 +35,7 @@ _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them
 class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
-    `core_s` are the seconds of forward that are its attention cores', `parameter_bytes` its parameters in fp32; not
-    given, it has none.
+    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores' (defaults: none).
     """
 
     forward_s: tuple[float, ...]
@@ -44,8 +43,8 @@ class LayerCosts:
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
-    core_s: tuple[float, ...] = ()
     parameter_bytes: tuple[int, ...] = ()
+    core_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def gpt_costs(config: Config) -> LayerCosts:
     )
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s, parameters)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s)
 
 
 def vocabulary(tokenizer: str) -> int:

@@ -95,13 +95,6 @@ def data_parallel(
             return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
         case "sharded":
             return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
-        case "local-sgd":
-            outer = OuterSettings(
-                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
-            )
-            return LocalSgd(
-                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
-            )
         case "parameter-server":
             assert servers is not None, "a parameter server's worker is told where it is"
             rule = StepRule(tuple(here.column), train.weight_decay, train.betas, chosen.wire, chosen.staleness)
@@ -109,6 +102,13 @@ def data_parallel(
             eager = not (train.clip_norm or train.precision == "fp16")
             size = chunk_bytes(config)
             return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+        case "local-sgd":
+            outer = OuterSettings(
+                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
+            )
+            return LocalSgd(
+                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
+            )
     assert_never(chosen.kind)
 
 
