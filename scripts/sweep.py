@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import click
 from pydantic import BaseModel, ConfigDict, Field
-from table import ROOT, WIRES, Row
+from table import NUM_STAGES, ROOT, WIRES, Row
 from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
 from venue import Kind, Venue, overrides, venue
 
@@ -103,15 +103,27 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
             given = (
                 *overrides(sweep.venue, seen),
                 f"run.folder={json.dumps(str(work / 'run'))}",
-                f"replay.message_bytes={base.replay.message_bytes // sweep.scale}",
+                *(f"replay.{key}={size}" for key, size in scaled_bytes(base, sweep.scale).items()),
                 f"pipeline.schedule={json.dumps(schedule)}",
                 f"pipeline.wire={json.dumps(WIRES[wire])}",
+                *([f"data_parallel.wire={json.dumps(WIRES[wire])}"] if base.data_parallel.replicas > 1 else []),
             )
             cell = Cell(runs.engine, schedule, wire, network, seen, path, given, sweep)
-            network.check(cell.config.pipeline.ranks)
+            network.check(cell.config.world_size)
             if runs.engine == "torch":
                 torch_replay.check_config(cell.config)
             yield cell
+
+
+def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
+    """The keys of a replay that are bytes; those left at their default are the key's own."""
+    replay = config.replay
+    sizes: dict[str, int | list[int]] = {"message_bytes": replay.message_bytes // scale}
+    if isinstance(replay.parameter_bytes, list):
+        sizes["parameter_bytes"] = [size // scale for size in replay.parameter_bytes]
+    elif replay.parameter_bytes:
+        sizes["parameter_bytes"] = replay.parameter_bytes // scale
+    return sizes
 
 
 def scaled(network: Network, scale: int, *, windows: bool) -> Network:
@@ -163,16 +175,16 @@ def difference_of_losses(engine: str, schedule: str) -> float | None:
 def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
     config = cell.config
-    prediction = forecast(config)
+    prediction, stages = forecast(config), config.pipeline.stages
     link = None if cell.network.links else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
         bandwidth_gbps=link.bandwidth_gbps if link else None,
-        data_parallel=1,
+        data_parallel=config.data_parallel.replicas,
         engine=cell.engine,
-        schedule=cell.schedule,
+        schedule=cell.schedule + ("" if stages == NUM_STAGES else f", {stages} stages"),
         wire=cell.wire,
-        predicted_s=round(prediction.timeline.duration_us / 1e6, 3),
+        predicted_s=round(prediction.step_us / 1e6, 3),
     )
     return {
         **asdict(row),
@@ -197,7 +209,7 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
     if not todo:
         return 0
     failed, commit = 0, commit_of_tree()
-    with venue(sweep.venue, max(cell.config.pipeline.ranks for _, cell in todo), sweep.sysctl) as at:
+    with venue(sweep.venue, max(cell.config.world_size for _, cell in todo), sweep.sysctl) as at:
         for number, cell in todo:
             click.echo(f"[{number}/{len(every)}] {cell} ... ", nl=False)
             try:

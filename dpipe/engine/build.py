@@ -282,6 +282,7 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
             backward_s=per_stage(replay.backward_ms, stages)[index] / 1e3,
             input_share=replay.input_share,
             message_bytes=replay.message_bytes,
+            parameter_bytes=per_stage(replay.parameter_bytes, stages)[index],
             first=index == 0,
             last=last,
         )

@@ -10,6 +10,7 @@ needs and waits for that alone. A send is queued and the host moves on. On a GPU
 only fills (`streams.py`); at STEP it waits until all that was waited for there has really come.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
@@ -131,6 +132,7 @@ class _Run:
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
         self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
+        self._due: deque[tuple[int, list[Pending[None]]]] = deque()  # stages to agree on, once these have left
         self._losses: list[torch.Tensor] = []
         self._tied_added = False
 
@@ -159,11 +161,12 @@ class _Run:
                 self._post(action, [TensorSpec.of(parts.tied[action.stage])])
             case Op.REDUCE_GRAD:
                 self._exchange_tied(action)
-                parts.data_parallel.start(action.stage)
+                self._due.append((action.stage, [pending for _, pending in self._leaving]))
             case Op.STEP:
                 self._step(action)
             case _:
                 assert_never(action.op)
+        self._agree(lambda pending: pending.done())
 
     def finish(self) -> None:
         """Wait until what was sent has left, so that an error of this step shows in this step."""
@@ -265,6 +268,17 @@ class _Run:
             last.grad = first.grad.clone()
             self._tied_added = True
 
+    def _agree(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
+        """Begin exchanges between replicas whose rank has sent what it had for the pipeline's neighbours before.
+
+        Those wait for it, whereas the gradients are wanted at the end of the step; the link is shared by both.
+        """
+        while self._due and all(map(may_wait_for, self._due[0][1])):
+            stage, before = self._due.popleft()
+            for pending in before:
+                pending.settle()
+            self._parts.data_parallel.start(stage)
+
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "a schedule that steps needs on_step"
         self._exchange_tied(action)
@@ -272,6 +286,7 @@ class _Run:
         reduce = Action(action.stage, Op.REDUCE_GRAD)
         if reduce in self._schedule.index:
             with self._parts.recorder.span(Lane.WAIT, reduce):
+                self._agree(lambda pending: True)
                 self._parts.data_parallel.wait()
         with self._parts.recorder.span(Lane.UPDATE, action):
             self._on_step(action.stage, self.loss())

@@ -18,7 +18,8 @@ _EARLY_S = 150e-6  # a sleep may end so much late
 class ReplayStage:
     """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
 
-    `input_share` of `backward_s` makes the input gradient, the rest the weight gradients.
+    It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to agree on. `input_share` of
+    `backward_s` makes the input gradient, the rest the weight gradients.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ReplayStage:
         backward_s: float,
         input_share: float,
         message_bytes: int,
+        parameter_bytes: int = 0,
         first: bool,
         last: bool,
     ) -> None:
@@ -40,11 +42,14 @@ class ReplayStage:
         nothing: Tensors = ()
         self._inputs, self._outputs = (nothing if first else (message,)), ((torch.zeros(()),) if last else (message,))
         self._output_grads = nothing if last else (message,)
+        self._parameter = nn.Parameter(torch.zeros(parameter_bytes // 4))
+        self._gradient = torch.zeros_like(self._parameter)
+        self._num_backwards = 0  # in this step, with the weight gradient
         self._stashed: set[int] = set()
         self._waiting: set[int] = set()
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
-        pass
+        self._num_backwards = 0
 
     def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         outputs = self.evaluate(inputs, targets)
@@ -57,7 +62,9 @@ class ReplayStage:
         return self._outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        return self._take_grads(microbatch, grads, self._backward_s)
+        inputs = self._take_grads(microbatch, grads, self._backward_s)
+        self._count_backward()
+        return inputs
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         self._waiting.add(microbatch)
@@ -66,6 +73,7 @@ class ReplayStage:
     def backward_weight(self, microbatch: int) -> None:
         self._waiting.remove(microbatch)
         wait(self._weight_s)
+        self._count_backward()
 
     @property
     def held(self) -> int:
@@ -74,18 +82,24 @@ class ReplayStage:
     def clear(self) -> None:
         self._stashed.clear()
         self._waiting.clear()
+        self.zero_grad()
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
-        return {}
+        return {self.index: list(self.named_parameters())} if self._parameter.numel() else {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(())
+        yield from ((f"layers.{self.index}.weight", p) for p in self.parameters())
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        return ()
+        return (self._parameter,) if self._parameter.numel() else ()
 
     def zero_grad(self) -> None:
-        pass
+        self._parameter.grad = None
+
+    def _count_backward(self) -> None:
+        self._num_backwards += 1
+        if self._num_backwards == self._num_microbatches:
+            self._parameter.grad = self._gradient
 
     def _take_grads(self, microbatch: int, grads: Tensors, seconds: float) -> Tensors:
         self._stashed.remove(microbatch)

@@ -182,3 +182,79 @@ def test_lanes_are_recorded_apart() -> None:
 def test_sent_bytes_are_counted_by_peer() -> None:
     _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
     assert [r.sent_bytes for r in recorders] == [{1: 4 * M}, {0: 4 * M}]
+
+
+class Lingering:
+    """A link whose messages leave when somebody waits for them, or at the third look."""
+
+    rank = 1
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> "LingeringSend":
+        return LingeringSend(self.log, tag)
+
+    def recv(self, like: TensorSpec, peer: int, tag: str) -> "LingeringSend":
+        return LingeringSend([], tag)
+
+    def fail(self, error: Exception) -> None:
+        raise AssertionError from error
+
+
+class LingeringSend:
+    moved = None
+
+    def __init__(self, log: list[str], tag: str) -> None:
+        self.log, self.tag, self.left, self.looks = log, tag, False, 0
+
+    def wait(self) -> torch.Tensor:
+        self.settle()
+        return torch.tensor([1.0])
+
+    def settle(self) -> None:
+        if not self.left:
+            self.log.append(self.tag)
+        self.left = True
+
+    def done(self) -> bool:
+        self.looks += 1
+        if self.looks == 3:
+            self.settle()
+        return self.left
+
+
+class Agreeing(Single):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def start(self, stage: int) -> None:
+        self.log.append(f"start {stage}")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "expected"),
+    [
+        (generate("gpipe", 2, 1), (1,), ["1SEND_B0", "start 1", "wait"]),
+        # Rank 1 goes on with stage 1 while the gradient of stage 3 is held back.
+        (
+            generate("gpipe", 4, 1, stages_per_rank=2),
+            (1, 3),
+            ["1SEND_F0", "3SEND_B0", "start 3", "1SEND_B0", "start 1"],
+        ),
+    ],
+)
+def test_exchange_begins_when_what_was_sent_before_has_left(
+    schedule: Schedule, stages: tuple[int, ...], expected: list[str]
+) -> None:
+    log: list[str] = []
+    lowered = lower(schedule, reduce=True)
+    here = {stage: Doubling(last=stage == schedule.num_stages - 1) for stage in stages}
+    boundaries = [(NUMBER,)] * (schedule.num_stages - 1)
+    parts = Parts(1, here, Lingering(log), codec("none"), boundaries, Agreeing(log), Recorder(1))
+    Executor(parts).run(lowered, Batch(), lambda stage, loss: None)
+    assert log[: len(expected)] == expected

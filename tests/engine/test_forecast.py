@@ -258,3 +258,11 @@ def test_network_without_a_link_to_the_server_is_refused() -> None:
     known = {(a, b): Link(1, 1) for a in range(4) for b in range(4) if a != b}
     with pytest.raises(ProfileError, match="no link from rank 0 to 4"):
         forecast(replicated("parameter-server", address="server:7100"), network=Network("four", None, known))
+
+
+def test_parameter_server_waits_for_the_norm_where_gradients_are_clipped() -> None:
+    clipped, eager = (
+        forecast(replicated("parameter-server", chunk_bytes=1 << 18).with_(train__clip_norm=norm), network=SLOW)
+        for norm in (1.0, 0.0)
+    )
+    assert eager.step_us < clipped.step_us

@@ -96,3 +96,31 @@ def test_wait_never_ends_early_and_uses_little_of_the_core() -> None:
         wait(0.01)
     assert time.perf_counter() - began >= 0.1
     assert time.thread_time() - used < 0.02
+
+
+def test_gradient_is_final_after_the_last_weight_gradient() -> None:
+    stage = ReplayStage(
+        1,
+        num_microbatches=2,
+        forward_s=0,
+        backward_s=0,
+        input_share=0.5,
+        message_bytes=BYTES,
+        parameter_bytes=80,
+        first=True,
+        last=True,
+    )
+    assert [(name, p.numel()) for name, p in stage.layer_parameters()[1]] == [("layers.1.weight", 20)]
+    for step in range(2):
+        stage.begin_step(step)
+        for microbatch in range(2):
+            assert stage.parameters()[0].grad is None
+            stage.forward(microbatch, ())
+            stage.backward_input(microbatch, ())
+            stage.backward_weight(microbatch)
+        assert stage.parameters()[0].grad is not None
+        stage.zero_grad()
+
+
+def test_stage_without_parameters_has_nothing_to_agree_on() -> None:
+    assert make().layer_parameters() == {}

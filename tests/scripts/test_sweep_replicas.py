@@ -1,0 +1,55 @@
+"""Sweeps of replicas: what they exchange is divided by the scale as well."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpipe.config import build
+
+CONFIG = """
+[model]
+layers = "replay"
+[replay]
+message_bytes = 4000
+parameter_bytes = [8000, 4000]
+[train]
+num_microbatches = 4
+batch_size = 12
+[pipeline]
+stages = 2
+[data_parallel]
+kind = "all-reduce"
+replicas = 3
+"""
+
+
+@pytest.fixture
+def cell(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sweep = script("sweep")
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "far.toml").write_text("delay_ms = 20\nbandwidth_gbps = 1\n")
+    plan = {"name": "s", "config": "config.toml", "networks": ["far.toml"], "scale": 4}
+    read = sweep.Sweep.model_validate(plan | {"run": [{"schedules": ["gpipe"], "wires": ["bf16"]}]})
+    (found,) = sweep.cells(read, tmp_path / "work")
+    return sweep, found
+
+
+def test_scale_divides_gradients_and_every_wire_is_the_cells(cell):
+    config = cell[1].config
+    assert config.replay.parameter_bytes == [2000, 1000]
+    assert (config.pipeline.wire, config.data_parallel.wire) == ("bf16", "bf16")
+
+
+def test_line_tells_the_replicas_and_the_stages(cell):
+    sweep, found = cell
+    line = json.loads(json.dumps(sweep.as_line(found, {"measured_s": 1.0}, "commit")))
+    assert (line["data_parallel"], line["schedule"]) == (3, "gpipe, 2 stages")
+
+
+@pytest.mark.parametrize(("given", "scaled"), [(0, None), (4000, 1000), ([8000, 400], [2000, 100])])
+def test_bytes_that_are_not_given_stay_unsaid(script, given, scaled):
+    config = build({"replay": {"message_bytes": 4000, "parameter_bytes": given}})
+    sizes = script("sweep").scaled_bytes(config, 4)
+    assert sizes == {"message_bytes": 1000} | ({} if scaled is None else {"parameter_bytes": scaled})
