@@ -198,6 +198,11 @@ class Config(Section):
         """The network that a prediction assumes; None is loopback."""
         return self.predict.network or self.transport.shape
 
+    @property
+    def counts_headers(self) -> bool:
+        """Whether that network's rates are interfaces', packet headers included; the shaped transport's are not."""
+        return self.transport.shape is None
+
     def shared(self) -> dict[str, Any]:
         """What every rank must agree on, as `section.key` -> JSON value."""
         sections = self.model_dump(mode="json", exclude={"node"})

@@ -319,7 +319,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
     sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
+    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts, config.counts_headers)
     save_plan(folder / "trace", plan)
 
 

@@ -84,7 +84,7 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
     network that lacks a link between two ranks.
     """
-    network = network or assumed_network(config.network_profile, config.transport.connections)
+    network = network or _network(config, config.network_profile)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     network.check(pipeline.ranks)
     if config.model.layers == "replay":
@@ -100,10 +100,19 @@ def forecast(
     return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network))
 
 
-def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
-    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
+def assumed_network(profile: str | None, connections: int | Literal["auto"], *, headers: bool = False) -> Network:
+    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link.
+
+    With `headers` the profile's rates count those of packets, which messages then do not get.
+    """
     network = load_network(profile) if profile else Network()
+    if profile and headers:
+        network = network.for_payload()
     return network.over_enough() if connections == "auto" else network.over(connections)
+
+
+def _network(config: Config, profile: str | None) -> Network:
+    return assumed_network(profile, config.transport.connections, headers=config.counts_headers)
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -190,7 +199,7 @@ def per_stage(value: float | list[float], stages: int) -> list[float]:
 def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
-    known = assumed_network(network, config.transport.connections) if network else None
+    known = _network(config, network) if network else None
     if config.model.layers in ("gpt", "replay"):
         found = forecast(config, None, known)
     else:

@@ -41,6 +41,7 @@ class Plan:
     network: str | None
     connections: int = 1
     hosts: tuple[Host, ...] = ()
+    headers: bool = False  # whether the network's rates count those of packets
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
@@ -77,6 +78,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "tied_bytes": plan.tied_bytes,
         "network": plan.network,
         "connections": plan.connections,
+        "headers": plan.headers,
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
     }
     (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
@@ -94,7 +96,7 @@ def load_plan(folder: Path) -> Plan:
     )
     sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
     hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
-    return Plan(schedule, *sizes, table["network"], table["connections"], hosts)
+    return Plan(schedule, *sizes, table["network"], table["connections"], hosts, table["headers"])
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def load_trace(run: Path) -> Trace:
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
     steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    network = assumed_network(plan.network, plan.connections)
+    network = assumed_network(plan.network, plan.connections, headers=plan.headers)
     return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts))
 
 

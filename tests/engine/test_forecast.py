@@ -101,3 +101,11 @@ def test_network_is_loopback_unless_a_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
     assert assumed_network(str(tmp_path / "slow.toml"), 1).link(0, 1).delay_ms == 50
     assert assumed_network(None, 1).name == "loopback"
+
+
+def test_profile_of_a_real_interface_counts_headers_and_a_shaped_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "far.toml").write_text("delay_ms = 1\nbandwidth_gbps = 1")
+    far = str(tmp_path / "far.toml")
+    real, shaped = (a_replay(stages=2).with_(**{key: far}) for key in ("predict__network", "transport__shape"))
+    assert forecast(real).network.rate_gbps(0, 1) == pytest.approx(0.956, abs=1e-3)
+    assert forecast(shaped).network.rate_gbps(0, 1) == 1
