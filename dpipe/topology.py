@@ -61,8 +61,8 @@ class Link:
         return max(1, min(MAX_CONNECTIONS, math.ceil(under_way / window)))
 
 
-# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1 Gbit/s one connection
-# was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can be counted on.
+# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1 Gbit/s one
+# connection was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can be counted on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame that carries TCP with its timestamps
