@@ -28,13 +28,8 @@ class Section(BaseModel):
 
 
 def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, int]:
-    return {
-        "num_layers": num_layers,
-        "width": width,
-        "num_heads": num_heads,
-        "context": context,
-        "vocab_size": vocab_size,
-    }
+    sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
+    return sizes | {"context": context, "vocab_size": vocab_size}
 
 
 # GPT-2 and GPT-3 as their papers size them (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of
@@ -345,6 +340,11 @@ class Config(Section):
     def network_profile(self) -> str | None:
         """The network that a prediction assumes; None is loopback."""
         return self.predict.network or self.transport.shape
+
+    @property
+    def counts_headers(self) -> bool:
+        """Whether that network's rates are interfaces', packet headers included; the shaped transport's are not."""
+        return self.transport.shape is None
 
     def shared(self) -> dict[str, Any]:
         """What every rank must agree on, as `section.key` -> JSON value."""

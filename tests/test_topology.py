@@ -180,9 +180,9 @@ def test_profile_must_exist(tmp_path):
     ("link", "connections"),
     [
         (Link(0.1, 8), 1),
-        (Link(10, 1), 3),  # 2.5 MB under way
-        (Link(50, 1), 12),  # 12.5 MB
-        (Link(50, 1, window_bytes=9_700_000), 12),  # what a window may reach is not what can be counted on
+        (Link(10, 1), 2),  # 2.5 MB under way
+        (Link(50, 1), 6),  # 12.5 MB
+        (Link(50, 1, window_bytes=9_700_000), 6),  # what a window may reach is not what can be counted on
         (Link(10, 1, window_bytes=500_000), 5),
         (Link(100, 10), 16),
     ],
@@ -193,5 +193,11 @@ def test_connections_of_a_link_hold_what_is_under_way(link: Link, connections: i
 
 def test_network_is_filled_by_what_its_longest_and_fattest_link_needs() -> None:
     links = {(0, 1): Link(50, 1), (1, 0): Link(10, 1)}
-    assert Network("n", Link(1, 1), links).over_enough().connections == 12
+    assert Network("n", Link(1, 1), links).over_enough().connections == 6
     assert Network("n", None, {}).over_enough().connections == 1
+
+
+def test_payload_gets_what_the_headers_of_full_frames_leave() -> None:
+    seen = Network("n", Link(5, 1), {(0, 1): Link(50, 2, window_bytes=1e6)}).for_payload()
+    assert seen.link(1, 0) == Link(5, 1448 / 1514)
+    assert seen.link(0, 1) == Link(50, 2 * 1448 / 1514, window_bytes=1e6)

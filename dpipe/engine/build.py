@@ -369,8 +369,15 @@ def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
-    network, connections = config.network_profile, found.network.connections
-    plan = Plan(found.schedule, found.cost, network, connections, hosts, found.usual_replicas)
+    plan = Plan(
+        found.schedule,
+        found.cost,
+        config.network_profile,
+        found.network.connections,
+        hosts,
+        found.usual_replicas,
+        config.counts_headers,
+    )
     save_plan(folder / "trace", plan)
 
 

@@ -123,7 +123,7 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
     network that lacks a link between two ranks.
     """
-    network = network or assumed_network(config.network_profile, config.transport.connections)
+    network = network or _network(config, config.network_profile)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     network.check(max([config.world_size, *(server + 1 for server in server_ranks(config))]))
     stages: Stages
@@ -209,15 +209,24 @@ def held_by_gpt(config: Config) -> int:
     return most_held(schedule, stages_memory(config, layers.memory, cut))
 
 
-def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
-    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
+def assumed_network(profile: str | None, connections: int | Literal["auto"], *, headers: bool = False) -> Network:
+    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link.
+
+    With `headers` the profile's rates count those of packets, which messages then do not get.
+    """
     network = load_network(profile) if profile else Network()
+    if profile and headers:
+        network = network.for_payload()
     return network.over_enough() if connections == "auto" else network.over(connections)
 
 
 def connections_of(config: Config) -> int:
     """How many TCP connections a link of the run has."""
     return assumed_network(config.network_profile, config.transport.connections).connections
+
+
+def _network(config: Config, profile: str | None) -> Network:
+    return assumed_network(profile, config.transport.connections, headers=config.counts_headers)
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -302,7 +311,7 @@ def per_stage(value: Number | list[Number], stages: int) -> list[Number]:
 def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
-    known = assumed_network(network, config.transport.connections) if network else None
+    known = _network(config, network) if network else None
     if config.model.layers in ("gpt", "replay"):
         found = forecast(config, None, known)
     else:

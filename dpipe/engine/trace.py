@@ -43,6 +43,7 @@ class Plan:
     connections: int = 1
     hosts: tuple[Host, ...] = ()
     replicas: Replicas | None = None
+    headers: bool = False  # whether the network's rates count those of packets
 
     @property
     def num_replicas(self) -> int:
@@ -81,6 +82,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "cost": asdict(plan.cost),
         "network": plan.network,
         "connections": plan.connections,
+        "headers": plan.headers,
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
         "replicas": None if plan.replicas is None else _as_table(plan.replicas),
     }
@@ -100,7 +102,7 @@ def load_plan(folder: Path) -> Plan:
     sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table["cost"].items()}
     hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
     replicas = None if table["replicas"] is None else _from_table(table["replicas"])
-    return Plan(schedule, Cost(**sizes), table["network"], table["connections"], hosts, replicas)
+    return Plan(schedule, Cost(**sizes), table["network"], table["connections"], hosts, replicas, table["headers"])
 
 
 def _as_table(replicas: Replicas) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def load_trace(run: Path) -> Trace:
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
     steps = tuple(_join(same_step, plan.num_replicas) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    network = assumed_network(plan.network, plan.connections)
+    network = assumed_network(plan.network, plan.connections, headers=plan.headers)
     return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts, plan.replicas))
 
 

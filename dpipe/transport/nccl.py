@@ -242,7 +242,8 @@ class NcclTransport:
         assert isinstance(sending, _Sending)
         return sending
 
-    def recv(self, like: TensorSpec, peer: int, tag: str) -> _Receiving:
+    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> _Receiving:
+        assert into is None, "NCCL fills the memory of a GPU"
         link = self._links[peer, self.rank]
         link.raise_if_broken()
         with self._streams.on(link.stream):

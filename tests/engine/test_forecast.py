@@ -118,7 +118,7 @@ def replicated(kind: str, **data_parallel: object) -> Config:
     """Two stages whose gradients take 40 ms and 20 ms to leave a rank as a whole."""
     train = {"batch_size": 16, "num_microbatches": 8}
     replay = {"forward_ms": 10, "backward_ms": 20, "message_bytes": 1000, "parameter_bytes": [40 * ONE_GB, 20 * ONE_GB]}
-    chosen = {"kind": kind, "replicas": 2, **data_parallel}
+    chosen = {"kind": kind, "replicas": 2, "chunk_bytes": 4 << 20, **data_parallel}
     pipeline = {"stages": 2, "schedule": "gpipe"}
     return build(
         {"model": {"layers": "replay"}, "replay": replay, "train": train, "pipeline": pipeline, "data_parallel": chosen}
@@ -266,3 +266,11 @@ def test_parameter_server_waits_for_the_norm_where_gradients_are_clipped() -> No
         for norm in (1.0, 0.0)
     )
     assert eager.step_us < clipped.step_us
+
+
+def test_profile_of_a_real_interface_counts_headers_and_a_shaped_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "far.toml").write_text("delay_ms = 1\nbandwidth_gbps = 1")
+    far = str(tmp_path / "far.toml")
+    real, shaped = (a_replay(stages=2).with_(**{key: far}) for key in ("predict__network", "transport__shape"))
+    assert forecast(real).network.rate_gbps(0, 1) == pytest.approx(0.956, abs=1e-3)
+    assert forecast(shaped).network.rate_gbps(0, 1) == 1
