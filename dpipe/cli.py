@@ -64,8 +64,8 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 
     \b
     Example, one process on each of two machines:
-      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
-      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000 -o node.bind=0.0.0.0
+      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000
+      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000
     \b
     The same under torchrun or Slurm:
       torchrun --nproc-per-node 4 -m dpipe train job.toml
@@ -96,6 +96,24 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     from dpipe.engine.build import launch_ranks
 
     sys.exit(launch_ranks(config, overrides, say=partial(click.echo, err=True), **flags))
+
+
+@main.command()
+@_CONFIG
+@_override
+@click.option("--bind", metavar="HOST:PORT", help="Where to listen; default: data_parallel.address.")
+def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
+    """Run a parameter server as a process of its own, until all workers have left it.
+
+    Each step is on its disk before workers hear of it: killed and started again, it goes on where it was.
+
+    \b
+    Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
+      dpipe serve job.toml --bind 0.0.0.0:7100
+    """
+    from dpipe.engine.serving import serve_parameters
+
+    serve_parameters(config, overrides, bind, click.echo)
 
 
 @main.command()

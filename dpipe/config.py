@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpipe.errors import ConfigError
 
@@ -96,6 +96,7 @@ class Replay(Section):
     backward_ms: NotNegative | list[NotNegative] = 20.0
     input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
     message_bytes: Count = 1_000_000
+    parameter_bytes: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0  # what replicas agree on
 
 
 class Data(Section):
@@ -159,12 +160,20 @@ class Pipeline(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce", "sharded"] = "none"
+    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20  # of a gradient that are exchanged at once
     group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
+    servers: Literal["one", "per-stage"] = "one"  # parameter servers
+    address: tuple[str, ...] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
+    staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
+    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Fraction = 0.9
+    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
+    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,12 +182,41 @@ class DataParallel(Section):
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
                 'set it, for example to "all-reduce"'
             )
+        if self.kind == "local-sgd" and self.delay:
+            raise ValueError('data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead')
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
+                f"data_parallel.inner_steps {self.inner_steps}"
+            )
         if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
             raise ValueError(
                 'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
                 f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
             )
+        served = self.kind == "parameter-server"
+        if not served and (self.address or self.staleness or self.servers != "one"):
+            raise ValueError(
+                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with data_parallel.kind "
+                f'"parameter-server", not with "{self.kind}"'
+            )
+        if served and self.delay:
+            raise ValueError("data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1")
         return self
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _list(cls, address: Any) -> Any:
+        return (address,) if isinstance(address, str) else address
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: tuple[str, ...]) -> tuple[str, ...]:
+        for text in address:
+            host, _, port = text.rpartition(":")
+            if not (host and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(f"data_parallel.address {text!r} must be HOST:PORT, such as 10.0.0.1:7100")
+        return address
 
 
 class Transport(Section):
@@ -258,7 +296,27 @@ class Config(Section):
                 f"train.batch_size {self.train.batch_size} is not divisible by train.num_microbatches {microbatches}"
                 + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
             )
+        self._check_servers()
         return self
+
+    def _check_servers(self) -> None:
+        chosen = self.data_parallel
+        servers = 1 if chosen.servers == "one" else self.pipeline.stages
+        if chosen.address and len(chosen.address) != servers:
+            raise ValueError(
+                f'data_parallel.address lists {len(chosen.address)} servers, data_parallel.servers "{chosen.servers}" '
+                f"needs {servers}"
+            )
+        if chosen.staleness and (self.train.clip_norm or self.train.precision == "fp16"):
+            raise ValueError(
+                "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas before each "
+                'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
+            )
+        if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
+            raise ValueError(
+                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
+                'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
+            )
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A published table, what the simulator predicts for it, and what was measured.
 
-    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; two minutes
+    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; five minutes
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
     scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
@@ -24,7 +24,9 @@ from tables import SIMULATED
 from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
+from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.search import search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.topology import load_network
@@ -39,9 +41,16 @@ FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
 
-SCHEDULES = ("1f1b", "zero-bubble", "auto")
+LOCAL_SGD_ENGINE = "dpipe local-sgd"
+WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
+REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
 WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}  # as the table says it: as the configuration says it
-NOTE = "Rows with data_parallel 4 (a parameter server beside the pipeline) are published, but not simulated yet."
+
+# Four replicas: the published system reduces to one of them and broadcasts back, and overlaps nothing.
+PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
+CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
+INNER_STEPS = 100  # of local SGD, between two steps at which replicas agree
+NUM_PARTS = 16  # of a stage; along the chain of the published system two of them are waited for
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,11 @@ class Row:
 
     @property
     def label(self) -> str:
-        return f"{self.engine} {self.schedule} {self.wire}"
+        return f"{self.engine} {self.schedule} {self.wire}" + (f" x {self.data_parallel}" if self.replicated else "")
+
+    @property
+    def replicated(self) -> bool:
+        return self.data_parallel > 1
 
     @property
     def network(self) -> str:
@@ -77,7 +90,7 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 
 def published(name: str) -> list[Row]:
-    """The source's rows that are a pipeline alone."""
+    """The source's rows: a pipeline alone, and with a parameter server beside it."""
     with (ROOT / f"scripts/published/{name}.csv").open(encoding="utf-8") as lines:
         return [
             Row(
@@ -90,7 +103,6 @@ def published(name: str) -> list[Row]:
                 published_s=float(line["seconds_per_iteration"]),
             )
             for line in csv.DictReader(lines)
-            if line["data_parallel"] == "1"
         ]
 
 
@@ -101,23 +113,41 @@ def profile_of(row: Row) -> Path:
 def with_prediction(row: Row) -> Row:
     """The simulated step; the network's file and the stage times are all that goes in."""
     network = load_network(profile_of(row)).over(1 if row.engine == "published" else CONNECTIONS)
-    network.check(NUM_STAGES)
-    message = wire_bytes(WIRES[row.wire], MESSAGE_VALUES)
-    cost = Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message)
+    network.check(NUM_STAGES * row.data_parallel)
+    cost, replicas = cost_of(row.wire), replicas_of(row)
+    local = row.engine == LOCAL_SGD_ENGINE
     if row.schedule == "auto":
-        schedule = search(NUM_STAGES, NUM_MICROBATCHES, cost, network)
+        schedule = search(NUM_STAGES, NUM_MICROBATCHES, cost, network, replicas=None if local else replicas)
     else:
         schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
-    return replace(row, predicted_s=round(simulate(schedule, cost, network).duration_us / 1e6, 3))
+    seconds = simulate(schedule, cost, network, replicas=replicas).duration_us / 1e6
+    if local:
+        apart = simulate(schedule, cost, network).duration_us / 1e6
+        seconds = (seconds + (INNER_STEPS - 1) * apart) / INNER_STEPS
+    return replace(row, predicted_s=round(seconds, 3))
+
+
+def cost_of(wire: str) -> Cost:
+    """The calibrated stages with `wire` between them and between their replicas."""
+    message = wire_bytes(WIRES[wire], MESSAGE_VALUES)
+    gradients = tuple(wire_bytes(WIRES[wire], size // 4) for size in PARAMETER_BYTES)
+    return replace(Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message), reduce_bytes=gradients)
+
+
+def replicas_of(row: Row) -> Replicas | None:
+    if not row.replicated:
+        return None
+    kind = {"published": CENTRAL, LOCAL_SGD_ENGINE: LOCAL_SGD}.get(row.engine, ALL_REDUCE)
+    return Replicas(exchange(kind, row.data_parallel, NUM_PARTS))
 
 
 def simulated(name: str) -> list[Row]:
     """What was published, then dpipe, network by network."""
     source = published(name)
     ours = [
-        Row(row.delay_ms, row.bandwidth_gbps, 1, "dpipe", schedule, wire)
+        Row(row.delay_ms, row.bandwidth_gbps, row.data_parallel, engine, schedule, wire)
         for row in source
-        for schedule in SCHEDULES
+        for engine, schedule in (REPLICATED_WAYS if row.replicated else WAYS)
         for wire in WIRES
     ]
     with ProcessPoolExecutor() as pool:
@@ -140,7 +170,7 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 def as_markdown(rows: Sequence[Row]) -> str:
     lines = [_line([*FIELDS, "error"]), _line(["---"] * (len(FIELDS) + 1))]
     lines += [_line([*map(_cell, astuple(row)), "" if row.error is None else f"{row.error:+.1f} %"]) for row in rows]
-    return "\n".join([*lines, "", NOTE])
+    return "\n".join(lines)
 
 
 def as_csv(rows: Iterable[Row]) -> str:

@@ -58,7 +58,7 @@ def run_to_end(
     said: list[str] = []
     code = launch(
         lambda rank: at.enter(rank, argv),
-        config.pipeline.ranks,
+        config.world_size,
         logs=folder / "logs",
         coordinator=at.coordinator,
         environ={**environment(), **at.environ},

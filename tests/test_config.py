@@ -124,3 +124,15 @@ def test_size_that_is_given_overrides_the_preset() -> None:
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of gpt2-345m, gpt3-xl"):
         build({"model": {"preset": "gpt5"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
+        ({"fragments": 5, "inner_steps": 4}, "data_parallel.fragments is 5, but at most one agrees at each"),
+    ],
+)
+def test_local_sgd_refuses_what_it_cannot_do(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build({"data_parallel": {"kind": "local-sgd", "replicas": 2, **given}})

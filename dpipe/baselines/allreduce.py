@@ -3,7 +3,8 @@
     host 0    barrier | all-reduce 64 MB | clock        the slowest process counts: all of them wait for each other
     host 1    barrier | all-reduce 64 MB | clock        before each turn, and tell each other what it took after it
 
-Four processes on this machine, or one on each of four hosts that are told the same addresses (see `dpipe bench --help`).
+Four processes on this machine, or one on each of four hosts that are told the same addresses:
+`dpipe bench --help`.
 """
 
 import time

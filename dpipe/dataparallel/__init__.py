@@ -10,4 +10,5 @@ group.py      the same by a torch.distributed group: gloo or NCCL
 flights.py    exchanges under way beside the compute, and a step late where that is wanted
 allreduce.py  every replica averages all of the gradient and takes the whole step
 sharded.py    every replica holds the optimizer of its shard
+local_sgd.py  replicas step by themselves, and agree on parameters now and then
 """

@@ -69,6 +69,15 @@ class Worker:
     timeout_s: float = 300.0
 
 
+def reach(worker: Worker) -> None:
+    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no such worker."""
+    line = ParameterLine(worker, -1, RowSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
+    try:
+        line.reach()
+    finally:
+        line.close()
+
+
 class ParameterLine:
     """Used by one thread, but for `fail` and `close`. Raises `PeerLost` when the server stays away."""
 
@@ -76,6 +85,7 @@ class ParameterLine:
         self._worker, self.stage, self.row, self.rule = worker, stage, row, rule
         self._step = 0
         self._incarnation = ""
+        self._opened = False
         self._num_updates = 0
         self._kept: dict[int, Outbox] = {}  # by step: gradients that the server may still need
         self._channels: list[grpc.Channel] = []
@@ -98,6 +108,13 @@ class ParameterLine:
                 self._load(rows())
 
         self._persist(begin, self._worker.connect_s, "")
+
+        self._opened = True
+
+    def reach(self) -> None:
+        """As `open`, without beginning anything."""
+        self._dial()
+        self._persist(lambda: self._attend(again=True), self._worker.connect_s, "")
 
     def push(self, step: int, outbox: Outbox) -> None:
         """Send every chunk of the gradient of `step`; it is kept and sent again until `pull` has seen it committed."""
@@ -307,6 +324,8 @@ class ParameterLine:
         if code in _AWAY:
             raise _Away(details)
         kind = _ERRORS.get(code, TransferError)
+        if kind is JoinError and self._opened:
+            kind = TransferError  # a run that has begun is not what the user mends by another configuration
         raise kind(f"rank {self._worker.rank}: the parameter server at {self._worker.address} says: {details}")
 
 

@@ -125,9 +125,9 @@ class ParameterServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        stopped = self._server.stop(None)
+        stopped = self._server.stop(_STOP_S)  # an answer that is on its way, to the last worker's Leave, arrives
         self._close_shelves(_Restarted("the parameter server was closed"))
-        stopped.wait(_STOP_S)
+        stopped.wait(2 * _STOP_S)
 
     def _all_left(self) -> bool:
         shelves = self._shelves.values()

@@ -130,7 +130,8 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     memory = gpt_layers(config) if config.model.layers == "gpt" else probed_layers(config, probed)
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, core, memory)
+    parameters = tuple(cost.parameter_bytes for cost in probed)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core, memory)
 
 
 def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:

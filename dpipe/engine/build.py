@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,13 +30,14 @@ from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
-from dpipe.engine.join import joined
+from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
@@ -133,7 +135,8 @@ def run_rank(
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
     streams = streams_of(config.node.device)
-    peers = seat(config, place.rank).peers(blueprint.forecast.schedule)
+    direct = config.data_parallel.kind != "parameter-server"
+    peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
     with (
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s, streams) as (meeting, transport),
@@ -144,6 +147,8 @@ def run_rank(
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
+            here = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *here))
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -151,7 +156,8 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            trainer = assemble(blueprint, place.rank, meeting, transport, streams, metrics, wants_stop, start, stack)
+            around = Surroundings(meeting, transport, streams, servers, metrics, wants_stop)
+            trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -174,27 +180,44 @@ def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
     return draft(config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name))
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank finds when it has joined; `metrics` on rank 0."""
+
+    meeting: Coordination
+    transport: Transport
+    streams: Streams
+    servers: Servers | None
+    metrics: Metrics | None
+    wants_stop: Callable[[], bool]
+
+
 def assemble(
     blueprint: Blueprint,
     rank: int,
-    meeting: Coordination,
-    transport: Transport,
-    streams: Streams,
-    metrics: Metrics | None,
-    wants_stop: Callable[[], bool],
+    around: Surroundings,
     start: checkpoint.Loaded | None,
     stack: ExitStack,
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule = blueprint.config, blueprint.forecast.schedule
     here = seat(config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
     recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
-    agreement = data_parallel(config, here, stages, transport, meeting, tied[-1][0] if -1 in tied else None)
+    tied_copy = tied[-1][0] if -1 in tied else None
+    agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
+    stack.enter_context(attended(agreement, meeting))
     update = Update(
-        stages, config.train, agreement, gather=meeting.gather, timeout_s=config.timeouts.transfer, here=here
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
     )
     parts = Parts(
         here.place,
@@ -229,8 +252,8 @@ def assemble(
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
-        wants_stop=wants_stop,
-        metrics=metrics,
+        wants_stop=around.wants_stop,
+        metrics=around.metrics,
     )
     return Trainer(job, 0 if start is None else start.step)
 
@@ -342,8 +365,8 @@ def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found, config = blueprint.forecast, blueprint.config
-    sizes = (found.cost.activation_bytes, found.cost.gradient_bytes, found.cost.tied_bytes)
-    plan = Plan(found.schedule, *sizes, config.network_profile, found.network.connections, hosts)
+    network, connections = config.network_profile, found.network.connections
+    plan = Plan(found.schedule, found.cost, network, connections, hosts, found.usual_replicas)
     save_plan(folder / "trace", plan)
 
 

@@ -6,21 +6,23 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
 from dpipe.engine.memory import gpt_layers, vocabulary
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
+from dpipe.schedule.exchange import direct, exchange, silent
 from dpipe.schedule.generate import forward_only, generate, least_in_flight
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import attention_core_flops, gpt_layer_flops
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.partition import split
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
@@ -28,13 +30,17 @@ from dpipe.timeline.summary import summarise
 from dpipe.topology import Network, load_network
 from dpipe.wire.format import wire_bytes
 
+Number = TypeVar("Number", int, float)
+
+_MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them, and its simulation slower
+
 
 @dataclass(frozen=True)
 class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
-    `core_s` are the seconds of forward that are its attention cores'; not given, it has none. `memory` is what each
-    layer holds.
+    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
+    layer holds (defaults: none).
     """
 
     forward_s: tuple[float, ...]
@@ -42,6 +48,7 @@ class LayerCosts:
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     tied_bytes: int = 0
+    parameter_bytes: tuple[int, ...] = ()
     core_s: tuple[float, ...] = ()
     memory: tuple[LayerMemory, ...] = ()
 
@@ -50,7 +57,8 @@ class LayerCosts:
 class Forecast:
     """The cut, the checked and lowered schedule, when it would happen, and what each rank then holds at most.
 
-    Replay stages hold nothing that is worth a word: `memory` is empty.
+    `timeline` is a step at which `replicas` agree, if there are any, as they do at `agreeing_share` of the steps;
+    `step_us` is the mean over all steps. Replay stages hold nothing that is worth a word: `memory` is empty.
     """
 
     split: tuple[int, ...]
@@ -59,19 +67,31 @@ class Forecast:
     cost: Cost
     network: Network
     timeline: Timeline
+    replicas: Replicas | None
+    agreeing_share: float
+    step_us: float
     memory: tuple[RankMemory, ...] = ()
 
+    @property
+    def usual_replicas(self) -> Replicas | None:
+        """What replicas do at most steps."""
+        if self.replicas is None or self.agreeing_share > 0.5:
+            return self.replicas
+        return Replicas(silent(self.replicas.count))
 
-Choice = Callable[[Config, Cost, Network, Stages], Schedule]  # of the compute-only schedule
+
+Choice = Callable[[Config, Cost, Network, Replicas | None, Stages], Schedule]  # of the compute-only schedule
 
 
-def choose_schedule(config: Config, cost: Cost, network: Network, stages: Stages) -> Schedule:
+def choose_schedule(
+    config: Config, cost: Cost, network: Network, replicas: Replicas | None = None, stages: Stages = ()
+) -> Schedule:
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     if pipeline.schedule == "auto":
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
             limits |= {"held_bytes": partial(most_held, stages=stages), "most_bytes": pipeline.memory_gb * 1e9}
-        return search(pipeline.stages, microbatches, cost, network, **limits)
+        return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **limits)
     return generate(
         pipeline.schedule,
         pipeline.stages,
@@ -82,11 +102,13 @@ def choose_schedule(config: Config, cost: Cost, network: Network, stages: Stages
     )
 
 
-def without_search(config: Config, cost: Cost, network: Network, stages: Stages) -> Schedule:
+def without_search(
+    config: Config, cost: Cost, network: Network, replicas: Replicas | None = None, stages: Stages = ()
+) -> Schedule:
     """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
     if config.pipeline.schedule == "auto":
         return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
-    return choose_schedule(config, cost, network, stages)
+    return choose_schedule(config, cost, network, replicas, stages)
 
 
 def _auto_limits(config: Config) -> dict[str, Any]:
@@ -113,37 +135,79 @@ def forecast(
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
         stages = stages_memory(config, layers.memory, cut)
-    order = choose(config, cost, network, stages)
-    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=config.data_parallel.replicas > 1)
+    agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
+    order = choose(config, cost, network, agreeing, stages)
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
     memory = peak_memory(schedule, stages) if stages else ()
-    if choose is not without_search or pipeline.schedule != "auto":
-        check_fits(config, memory, held_by_gpt)
-    return Forecast(cut, schedule, evaluation, cost, network, simulate(schedule, cost, network), memory)
+    if stages and pipeline.memory_gb is not None:
+        searching = choose is without_search and pipeline.schedule == "auto"
+        check_fits(config, peak_memory(leanest(config), stages) if searching else memory, held_by_gpt)
+    timeline, share = simulate(schedule, cost, network, replicas=agreeing), agreeing_share(config)
+    step_us = timeline.duration_us
+    if agreeing is not None and share < 1:
+        apart = simulate(schedule, cost, network, replicas=Replicas(silent(agreeing.count)))
+        step_us = share * step_us + (1 - share) * apart.duration_us
+    return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory)
 
 
 def held_by_gpt(config: Config) -> int:
     """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
     layers = gpt_costs(config)
     cut = choose_split(config, layers)
-    if pipeline.schedule != "auto":
-        schedule = choose_schedule(config, stage_cost(layers, cut, recompute=pipeline.recompute), Network(), ())
-    elif pipeline.stages_per_rank == 1:
-        schedule = generate("1f1b", pipeline.stages, microbatches, in_flight=1)
-    else:
-        least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
-        per_rank = pipeline.stages_per_rank
-        schedule = generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
+    cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
+    schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
     return most_held(schedule, stages_memory(config, layers.memory, cut))
+
+
+def leanest(config: Config) -> Schedule:
+    """Of those that "auto" chooses from, one that holds as little as can be."""
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    if pipeline.stages_per_rank == 1:
+        return generate("1f1b", pipeline.stages, microbatches, in_flight=1)
+    least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
+    per_rank = pipeline.stages_per_rank
+    return generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
+
+
+def with_exchange(config: Config, cost: Cost) -> Cost:
+    """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters: rounded as configured,
+    and where fragments take turns, as much as one of them. What a sharded optimizer gives back is not rounded."""
+    chosen = config.data_parallel
+    plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
+    rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
+    return replace(cost, reduce_bytes=rounded, gather_bytes=plain if chosen.kind == "sharded" else rounded)
+
+
+def replicas_of(config: Config, cost: Cost) -> Replicas | None:
+    """How replicas agree at a step at which they do, given the plain fp32 parameters; None where there is one."""
+    chosen = config.data_parallel
+    if chosen.replicas == 1:
+        return None
+    most = max(cost.reduce_bytes) // chosen.fragments
+    num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
+    if chosen.kind == "local-sgd" and chosen.overlap:
+        return Replicas(direct(chosen.replicas, num_parts), delayed=True)
+    return Replicas(exchange(chosen.kind, chosen.replicas, num_parts), delayed=chosen.delay)
+
+
+def agreeing_share(config: Config) -> float:
+    """At which share of the steps something is exchanged."""
+    chosen = config.data_parallel
+    return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
 
 
 def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
     """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link."""
     network = load_network(profile) if profile else Network()
     return network.over_enough() if connections == "auto" else network.over(connections)
+
+
+def connections_of(config: Config) -> int:
+    """How many TCP connections a link of the run has."""
+    return assumed_network(config.network_profile, config.transport.connections).connections
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
@@ -173,9 +237,13 @@ def gpt_costs(config: Config) -> LayerCosts:
     message = wire_bytes(config.pipeline.wire, tokens * model.width)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
+    parameters = gpt_layer_parameter_bytes(
+        context=model.context, width=model.width, num_layers=model.num_layers, vocab_size=vocab
+    )
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, core_s, gpt_layers(config))
+    memory = gpt_layers(config)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, memory)
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
@@ -193,6 +261,7 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> C
         weight_us=tuple(b / 2 for b in backward),
         activation_bytes=tuple(layers.activation_bytes[r[-1]] for r in ranges[:-1]),
         gradient_bytes=tuple(layers.gradient_bytes[r[-1]] for r in ranges[:-1]),
+        reduce_bytes=tuple(sum(layers.parameter_bytes[r.start : r.stop]) for r in ranges),
         tied_bytes=layers.tied_bytes,
     )
 
@@ -207,14 +276,15 @@ def replay_cost(config: Config) -> Cost:
         input_us=tuple(b * 1e3 * replay.input_share for b in backward),
         weight_us=tuple(b * 1e3 * (1 - replay.input_share) for b in backward),
         activation_bytes=(message,) * (stages - 1),
+        reduce_bytes=tuple(per_stage(replay.parameter_bytes, stages)),
     )
 
 
-def per_stage(value: float | list[float], stages: int) -> list[float]:
+def per_stage(value: Number | list[Number], stages: int) -> list[Number]:
     """One number for all stages, or a list with one for each."""
     values = value if isinstance(value, list) else [value] * stages
     if len(values) != stages:
-        raise ConfigError(f"replay lists {len(values)} stage times, but pipeline.stages is {stages}")
+        raise ConfigError(f"replay lists {len(values)} values, but pipeline.stages is {stages}")
     return values
 
 
@@ -238,7 +308,8 @@ def as_row(found: Forecast) -> dict[str, Any]:
         "network": found.network.name,
         "schedule": found.schedule.name,
         "layers_per_stage": list(found.split),
-        "step_s": summary.pop("step_us") / 1e6,
+        "step_s": found.step_us / 1e6,
+        "agreeing_step_s": summary.pop("step_us") / 1e6,
         **summary,
         "memory": [asdict(rank) | {"total": rank.total} for rank in found.memory],
     }
@@ -246,12 +317,15 @@ def as_row(found: Forecast) -> dict[str, Any]:
 
 def as_text(row: dict[str, Any], config: Config) -> str:
     assumed = f", assuming {config.predict.gflops:g} GFLOP/s a rank" if config.model.layers != "replay" else ""
+    agrees = ""
+    if row["agreeing_step_s"] != row["step_s"]:
+        agrees = f" on average, {row['agreeing_step_s']:.4f} s where replicas agree"
     links = "  ".join(f"{link} {n / 1e6:.2f} MB" for link, n in sorted(row["link_bytes"].items()))
     return "\n".join(
         (
             f"network         {row['network']}",
             f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
-            f"step            {row['step_s']:.4f} s{assumed}",
+            f"step            {row['step_s']:.4f} s{agrees}{assumed}",
             f"bubble          {row['mean_bubble']:.1%}  (by rank {' '.join(f'{b:.0%}' for b in row['bubble'])})",
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",

@@ -13,7 +13,7 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
-from dpipe.engine.forecast import assumed_network
+from dpipe.engine.forecast import assumed_network, connections_of
 from dpipe.engine.placement import Placement
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.streams import Streams
@@ -29,6 +29,11 @@ _KINDS: dict[str, type[GrpcTransport | TcpTransport]] = {"grpc": GrpcTransport, 
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
+def security_of(config: Config, place: Placement) -> Security:
+    node = config.node
+    return Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+
+
 @contextmanager
 def joined(
     config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
@@ -42,14 +47,14 @@ def joined(
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
-        node, timeouts = config.node, config.timeouts
-        security = Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+        timeouts, node = config.timeouts, config.node
+        security = security_of(config, place)
         links = _KINDS[config.transport.kind](
             place.rank,
-            bind=node.bind or address_toward(place.meeting_host),
+            bind=listening_on(config, place),
             port=node.port,
             security=security,
-            connections=assumed_network(config.network_profile, config.transport.connections).connections,
+            connections=connections_of(config),
             chunk_bytes=config.transport.chunk_bytes,
             buffer_bytes=config.transport.buffer_bytes,
             transfer_timeout_s=timeouts.transfer,
@@ -93,7 +98,7 @@ def _join(
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
-    bind = node.bind or address_toward(place.meeting_host)
+    bind = listening_on(config, place)
     host = advertised_host(bind, node.advertise, place.meeting_host)
     if place.rank == 0:
         server = CoordinatorServer(
@@ -120,6 +125,11 @@ def _join(
     )
     stack.callback(meeting.close)
     return meeting
+
+
+def listening_on(config: Config, place: Placement) -> str:
+    """The address that everything of this rank listens on."""
+    return config.node.bind or address_toward(place.meeting_host)
 
 
 def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:

@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self, rank: int, streams: Streams = HOST) -> None:
         self._rank, self._streams = rank, streams
         self._notes: list[_Note] = []
-        self._transfers: list[tuple[Lane, Action, Moved]] = []
+        self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
 
     @contextmanager
@@ -42,10 +42,10 @@ class Recorder:
             cpu_ns = time.thread_time_ns() - cpu_start
             self._notes.append(_Note(lane, action, start, self._streams.mark(), cpu_ns))
 
-    def moved(self, lane: Lane, action: Action, moved: Moved | None) -> None:
-        """Record a transfer as the transport saw it."""
+    def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
+        """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
         if moved is not None:
-            self._transfers.append((lane, action, moved))
+            self._transfers.append((lane, action, moved, peer))
 
     def sent(self, peer: int | str, num_bytes: int) -> None:
         self._sent[peer] = self._sent.get(peer, 0) + num_bytes
@@ -69,8 +69,8 @@ class Recorder:
             for n in self._notes
         ]
         spans += [
-            self._span(lane, action, m.start_ns, m.end_ns, clock_offset_ns, num_bytes=m.num_bytes)
-            for lane, action, m in self._transfers
+            self._span(lane, action, m.start_ns, m.end_ns, clock_offset_ns, num_bytes=m.num_bytes, peer=peer)
+            for lane, action, m, peer in self._transfers
         ]
         self._notes, self._transfers, self._sent = [], [], {}
         return tuple(spans)
@@ -85,6 +85,7 @@ class Recorder:
         cpu_ns: int = 0,
         *,
         num_bytes: int = 0,
+        peer: int | str | None = None,
     ) -> Span:
         start_us, end_us = (start_ns + offset_ns) / 1e3, (end_ns + offset_ns) / 1e3
-        return Span(self._rank, lane, action, start_us, end_us, num_bytes, cpu_ns / 1e3)
+        return Span(self._rank, lane, action, start_us, end_us, num_bytes, cpu_ns / 1e3, peer)

@@ -15,9 +15,13 @@ from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.layout import StepRule
+from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.engine.serving import Servers, chunk_bytes
 from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
@@ -50,13 +54,14 @@ class Seat:
         """The ranks with the same stages, by replica."""
         return range(self.place, self.num_ranks * self.num_replicas, self.num_ranks)
 
-    def peers(self, schedule: Schedule) -> set[int]:
-        """The ranks that this one exchanges anything with."""
+    def peers(self, schedule: Schedule, *, column: bool = True) -> set[int]:
+        """The ranks that this one exchanges anything with; the other replicas' only where they talk to each other."""
         owner, last = schedule.rank_of_stage, schedule.num_stages - 1
         pairs = {(owner[s], owner[s + 1]) for s in range(last)}
         pairs |= {(owner[0], owner[last])} if schedule.tied else set()
         neighbours = {a if b == self.place else b for a, b in pairs if self.place in (a, b) and a != b}
-        return {self.row[place] for place in neighbours} | set(self.column) - {self.rank}
+        others = set(self.column) - {self.rank} if column else set()
+        return {self.row[place] for place in neighbours} | others
 
 
 def seat(config: Config, rank: int) -> Seat:
@@ -70,6 +75,7 @@ def data_parallel(
     links: Transport,
     meeting: Coordination,
     tied_copy: str | None,
+    servers: Servers | None = None,
 ) -> DataParallel:
     """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
     train, chosen = config.train, config.data_parallel
@@ -89,6 +95,20 @@ def data_parallel(
             return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
         case "sharded":
             return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
+        case "parameter-server":
+            assert servers is not None, "a parameter server's worker is told where it is"
+            rule = StepRule(tuple(here.column), train.weight_decay, train.betas, chosen.wire, chosen.staleness)
+            workers = {stage: servers.worker(config, stage, here.replica, here.rank) for stage in stages}
+            eager = not (train.clip_norm or train.precision == "fp16")
+            size = chunk_bytes(config)
+            return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+        case "local-sgd":
+            outer = OuterSettings(
+                chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
+            )
+            return LocalSgd(
+                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
+            )
     assert_never(chosen.kind)
 
 

@@ -7,15 +7,18 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from dpipe.engine.forecast import assumed_network
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
+from dpipe.schedule.exchange import exchange
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.chrome import chrome_trace
+from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.topology import Host
@@ -31,23 +34,26 @@ class StepSpans:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prediction needs besides the costs: `activation_bytes[s]` and `gradient_bytes[s]` cross from stage s to
-    s + 1 and back, on the wire. `hosts` are those that have fewer cores than ranks."""
+    """What a prediction needs besides measured times: of `cost` only the bytes. `replicas` are those of a usual step;
+    `hosts` the machines that have fewer cores than ranks."""
 
     schedule: Schedule
-    activation_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    tied_bytes: int
+    cost: Cost
     network: str | None
     connections: int = 1
     hosts: tuple[Host, ...] = ()
+    replicas: Replicas | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.replicas is None else self.replicas.count
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
     rows = [
         {
             "step": s.step,
-            "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes, x.cpu_us] for x in s.spans],
+            "spans": [[x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes, x.cpu_us, x.peer] for x in s.spans],
         }
         for s in steps
     ]
@@ -72,12 +78,11 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "programs": [[str(action) for action in program] for program in schedule.programs],
         "name": schedule.name,
         "tied": schedule.tied,
-        "activation_bytes": plan.activation_bytes,
-        "gradient_bytes": plan.gradient_bytes,
-        "tied_bytes": plan.tied_bytes,
+        "cost": asdict(plan.cost),
         "network": plan.network,
         "connections": plan.connections,
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
+        "replicas": None if plan.replicas is None else _as_table(plan.replicas),
     }
     (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
 
@@ -92,9 +97,19 @@ def load_plan(folder: Path) -> Plan:
         lowered=True,
         tied=table["tied"],
     )
-    sizes = (tuple(table["activation_bytes"]), tuple(table["gradient_bytes"]), table["tied_bytes"])
+    sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table["cost"].items()}
     hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
-    return Plan(schedule, *sizes, table["network"], table["connections"], hosts)
+    replicas = None if table["replicas"] is None else _from_table(table["replicas"])
+    return Plan(schedule, Cost(**sizes), table["network"], table["connections"], hosts, replicas)
+
+
+def _as_table(replicas: Replicas) -> dict[str, Any]:
+    made = {key: getattr(replicas.exchange, key) for key in ("name", "num_replicas", "num_parts", "barrier")}
+    return {"exchange": made, "servers": replicas.servers, "delayed": replicas.delayed}
+
+
+def _from_table(table: dict[str, Any]) -> Replicas:
+    return Replicas(exchange(**table["exchange"]), tuple(table["servers"]), table["delayed"])
 
 
 @dataclass(frozen=True)
@@ -116,19 +131,19 @@ def load_trace(run: Path) -> Trace:
     if not (folder / "plan.json").exists():
         raise ConfigError(f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by itself")
     plan = load_plan(folder)
-    ranks = range(plan.schedule.num_ranks)
+    ranks = range(plan.schedule.num_ranks * plan.num_replicas)
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
-    steps = tuple(_join(same_step) for same_step in zip(*by_rank, strict=True))
+    steps = tuple(_join(same_step, plan.num_replicas) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
     network = assumed_network(plan.network, plan.connections)
-    return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts))
+    return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts, plan.replicas))
 
 
-def _join(same_step: Sequence[StepSpans]) -> tuple[int, float, Timeline]:
+def _join(same_step: Sequence[StepSpans], num_replicas: int) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
     moved = (replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
-    return same_step[0].step, origin, Timeline(len(same_step), tuple(moved))
+    return same_step[0].step, origin, Timeline(len(same_step), tuple(moved), num_replicas)
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
@@ -146,15 +161,13 @@ def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
     def of(op: Op) -> tuple[float, ...]:
         return tuple(mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages))
 
-    return Cost(
+    return replace(
+        plan.cost,
         forward_us=of(Op.F),
         backward_us=of(Op.B),
         input_us=of(Op.I),
         weight_us=of(Op.W),
-        activation_bytes=plan.activation_bytes,
-        gradient_bytes=plan.gradient_bytes,
         update_us=of(Op.STEP),
-        tied_bytes=plan.tied_bytes,
     )
 
 

@@ -89,7 +89,8 @@ class Trainer:
                 self._evaluate()
             if ended or self._is_due(job.run.checkpoint_every):
                 self._save()
-        self._tell(job.update.drain())
+        for verdict in job.update.drain():
+            self._tell(verdict)
         if self._traces:
             job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
@@ -112,7 +113,8 @@ class Trainer:
         """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved)
+            peer = None if message.received else message.peer
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
             if not message.received:
                 self.job.recorder.sent(message.peer, message.moved.num_bytes)
 

@@ -5,12 +5,13 @@
     every rank    verdict: mean loss, norm over all stages, finite or not, stop or not  -- the same on all
 
 With clipping or fp16 the verdict is waited for before the parameters change. Otherwise nobody waits: it is read one
-step later, and what it asks for (a stop) happens one step later on every rank. Who steps, and by what, is the data
-parallelism's business (`dataparallel/base.py`).
+step later, or as many as a parameter server's staleness allows, and what it asks for (a stop) happens then on every
+rank. Who steps, and by what, is the data parallelism's business (`dataparallel/base.py`).
 """
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,7 +85,8 @@ class LossScale:
 class Update:
     """The optimizer steps of one rank, in step with all other ranks.
 
-    `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the replicas.
+    `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the replicas. A verdict
+    that no step waits for is read `lag` steps later, so that no rank is held back by one that is that far behind.
     """
 
     def __init__(
@@ -96,11 +98,13 @@ class Update:
         gather: Callable[[str, bytes], Gathering],
         timeout_s: float,
         here: Seat = Seat(),  # noqa: B008 - frozen
+        lag: int = 1,
     ) -> None:
         self._stages, self._train, self._data_parallel = stages, train, data_parallel
         self._gather, self._timeout_s, self._here = gather, timeout_s, here
         self._waits = train.clip_norm > 0 or train.precision == "fp16"
-        self._pending: tuple[int, Gathering] | None = None
+        self._lag = 0 if self._waits else lag
+        self._pending: deque[tuple[int, Gathering]] = deque()
         self._verdict: Verdict | None = None
         self._settled = self._changed = False
         self._factor: float | None = 1.0
@@ -127,9 +131,9 @@ class Update:
         verdict, self._verdict = self._verdict, None
         return verdict
 
-    def drain(self) -> Verdict | None:
-        """After the last step: the verdict that nobody has waited for yet."""
-        return self._collect()
+    def drain(self) -> list[Verdict]:
+        """After the last step: the verdicts that nobody has waited for yet."""
+        return [self._collect() for _ in range(len(self._pending))]
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """For a checkpoint: plain numbers, and this rank's part of the optimizer's state by layer-global name.
@@ -152,9 +156,9 @@ class Update:
         seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
-        earlier = self._collect()
-        self._pending = self._step, self._gather(f"step/{self._step}", json.dumps(ballot).encode())
-        self._verdict = self._collect() if self._waits else earlier
+        gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
+        self._pending.append((self._step, gathering))
+        self._verdict = self._collect() if len(self._pending) > self._lag else None
         return self._judge(self._verdict) if self._waits and self._verdict is not None else 1.0
 
     def _judge(self, verdict: Verdict) -> float | None:
@@ -166,10 +170,9 @@ class Update:
         clips = self._train.clip_norm > 0 and verdict.norm is not None
         return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6)) if clips else 1.0  # type: ignore[operator]
 
-    def _collect(self) -> Verdict | None:
-        if self._pending is None:
-            return None
-        (step, gathering), self._pending = self._pending, None
+    def _collect(self) -> Verdict:
+        """The oldest verdict that is out."""
+        step, gathering = self._pending.popleft()
         ballots = [json.loads(ballot) for ballot in gathering.wait(self._timeout_s)]
         verdict = count(step, ballots, self._here, independent=self._data_parallel.independent)
         if verdict.culprit is not None and not self.loss_scale.dynamic:

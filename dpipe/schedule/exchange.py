@@ -21,12 +21,13 @@ it `requires()` has come: the one statement of dependence, for `dataparallel` an
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
 from dpipe.errors import ScheduleError
 
+NAMES = ("all-reduce", "sharded", "local-sgd", "silent", "parameter-server", "central")
 AHEAD = 8  # parts that are on their way to their owners before the first of them comes back
 
 
@@ -53,10 +54,11 @@ class Message:
 class Exchange:
     """`programs[end]` is what each end sends, in order.
 
-    `owners` are the ends that each add up an equal share. With `steps_between` the optimizer's step lies between REDUCE
-    and GATHER, as it does where an owner holds the optimizer's state of its share alone. With `barrier` nothing is
-    gathered before an owner has all that it adds up: where the step needs a number of the whole gradient, its norm.
-    It begins as soon as the gradient of the stage is final, or, not `overlapped`, when the pipelines have run dry.
+    `owners` are the ends that each add up an equal share. What is of a role in `after_step` waits for the optimizer's
+    step: GATHER where an owner holds the optimizer's state of its share alone, both where replicas step by themselves
+    and agree on parameters. With `barrier` nothing is gathered before an owner has all that it adds up: where the step
+    needs a number of the whole gradient, its norm. All this begins as soon as the gradient of the stage is final, or,
+    not `overlapped`, when the pipelines have run dry.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Exchange:
     num_parts: int
     owners: tuple[int, ...]
     programs: tuple[tuple[Message, ...], ...]
-    steps_between: bool = False
+    after_step: frozenset[Role] = frozenset()
     barrier: bool = False
     overlapped: bool = True
 
@@ -145,7 +147,18 @@ def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> E
         gathers = [[Message(Role.GATHER, part, replica, replica, o) for o in others] for part in range(num_parts)]
         programs.append(_interleaved(reduces, gathers, num_parts if sharded else AHEAD))
     name = "sharded" if sharded else "all-reduce"
-    return Exchange(name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), steps_between=sharded)
+    after = frozenset({Role.GATHER}) if sharded else frozenset()
+    return Exchange(name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), after_step=after)
+
+
+def local_sgd(num_replicas: int, num_parts: int = 1) -> Exchange:
+    """Replicas have stepped by themselves, and exchange parameters as they would gradients."""
+    return replace(direct(num_replicas, num_parts), name="local-sgd", after_step=frozenset(Role))
+
+
+def silent(num_replicas: int) -> Exchange:
+    """Nothing is exchanged: a step between two at which replicas agree."""
+    return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
 
 
 def parameter_server(num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
@@ -171,6 +184,22 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
         gathers = [Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last]
         programs.append((*reduces, *gathers))
     return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False)
+
+
+def exchange(name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
+    """The exchange called `name`; raises `ScheduleError` on an unknown one."""
+    match name:
+        case "all-reduce" | "sharded":
+            return direct(num_replicas, num_parts, sharded=name == "sharded")
+        case "local-sgd":
+            return local_sgd(num_replicas, num_parts)
+        case "silent":
+            return silent(num_replicas)
+        case "parameter-server":
+            return parameter_server(num_replicas, num_parts, barrier=barrier)
+        case "central":
+            return chain(num_replicas, num_parts)
+    raise ScheduleError(f"no exchange is called {name!r}; choose one of {', '.join(NAMES)}")
 
 
 def draw(exchange: Exchange) -> str:

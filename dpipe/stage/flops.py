@@ -20,3 +20,14 @@ def gpt_layer_flops(
 def attention_core_flops(*, batch_size: int, context: int, width: int) -> float:
     """The share of a block that selective recomputation runs again: 4 B T^2 D."""
     return float(4 * batch_size * context**2 * width)
+
+
+def gpt_layer_parameter_bytes(*, context: int, width: int, num_layers: int, vocab_size: int) -> tuple[int, ...]:
+    """The fp32 parameters of each layer.
+
+    A block: four matrices of 12 D^2 in all, their biases 9 D, two norms of 2 D each. A tied head has a matrix of its
+    own that is kept equal to the embedding's.
+    """
+    block = 12 * width**2 + 13 * width
+    values = ((vocab_size + context) * width, *(block for _ in range(num_layers)), (vocab_size + 2) * width)
+    return tuple(4 * count for count in values)

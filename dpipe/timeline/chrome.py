@@ -68,7 +68,11 @@ class _Track:
         return span.rank * self.timeline.num_replicas // self.timeline.num_ranks
 
     def _slice(self, span: Span) -> Event:
-        args = {"stage": span.action.stage, "micro-batch": span.action.microbatch, "bytes": span.num_bytes}
+        args: Event = {
+            "stage": span.action.stage,
+            "micro-batch": span.action.microbatch,
+            "bytes": span.num_bytes,
+        }
         args |= {} if span.peer is None else {"to rank": span.peer}
         return self._event("X", span, span.start_us) | {"dur": span.duration_us, "args": args}
 

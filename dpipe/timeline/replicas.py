@@ -10,7 +10,7 @@ simulation of all.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -73,8 +73,8 @@ class Replicas:
     def everyone(self, spans: Sequence[Span], per_replica: int) -> list[Span]:
         """The spans of all replicas, from those of replica 0."""
 
-        def moved(rank: int | None, by: int) -> int | None:
-            return None if rank is None else self.rotated(rank, by, per_replica)
+        def moved(rank: int | str | None, by: int) -> int | None:
+            return self.rotated(rank, by, per_replica) if isinstance(rank, int) else None
 
         return [
             Span(s.rank + by * per_replica, s.lane, s.action, s.start_us, s.end_us, s.num_bytes, peer=moved(s.peer, by))
@@ -90,7 +90,7 @@ class _Leg:
     stage: int
     end: int
     rank: int
-    roles: Sequence[Role]
+    roles: Set[Role]
     messages: Sequence[Message]
     over: Callable[[], None]
     missing: set[Message] = field(default_factory=set)  # still to come, once it has started
@@ -118,7 +118,7 @@ class Exchanges:
         for stage, end in product(stages, range(len(self._exchange.programs))):
             self._arrived[stage, end] = set()
         for stage in stages if replicas.servers else ():
-            self._serving[stage] = self._leg(stage, self._exchange.num_replicas, replicas.servers[stage], tuple(Role))
+            self._serving[stage] = self._leg(stage, self._exchange.num_replicas, replicas.servers[stage], set(Role))
             self._start(self._serving[stage])
 
     def begin_step(self) -> None:
@@ -144,9 +144,9 @@ class Exchanges:
         self._release()
 
     def stepped(self, rank: int, stage: int) -> None:
-        """The optimizer's step is done: where owners stepped, they give the parameters."""
-        if self._exchange.steps_between:
-            self._enqueue(self._leg(stage, self._end(rank), rank, (Role.GATHER,)))
+        """The optimizer's step is done: parameters may go."""
+        if self._exchange.after_step:
+            self._enqueue(self._leg(stage, self._end(rank), rank, self._exchange.after_step))
 
     def _release(self) -> None:
         if self._dry and not self._exchange.overlapped:
@@ -157,7 +157,7 @@ class Exchanges:
             self._begin(rank, stage)
 
     def _begin(self, rank: int, stage: int) -> None:
-        roles = (Role.REDUCE,) if self._exchange.steps_between else tuple(Role)
+        roles = set(Role) - self._exchange.after_step
         done = partial(self._half_done if self._replicas.delayed else self._done, rank, stage)
         self._enqueue(self._leg(stage, self._end(rank), rank, roles, done))
 
@@ -174,9 +174,7 @@ class Exchanges:
     def _end(self, rank: int) -> int:
         return rank // self._simulation.schedule.num_ranks
 
-    def _leg(
-        self, stage: int, end: int, rank: int, roles: Sequence[Role], over: Callable[[], None] = lambda: None
-    ) -> _Leg:
+    def _leg(self, stage: int, end: int, rank: int, roles: Set[Role], over: Callable[[], None] = lambda: None) -> _Leg:
         return _Leg(stage, end, rank, roles, [m for m in self._exchange.programs[end] if m.role in roles], over)
 
     def _enqueue(self, leg: _Leg) -> None:

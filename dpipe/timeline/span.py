@@ -22,7 +22,7 @@ class Span:
     """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
 
     `cpu_us` is the processor time that a measured span of compute took: less than its duration where ranks share cores.
-    A REDUCE span is one message of the exchange that its action stands for, to rank `peer`.
+    A REDUCE span is one message of the exchange that its action stands for, to `peer`: a rank, or a server by its name.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Span:
     end_us: float
     num_bytes: int = 0
     cpu_us: float = 0.0
-    peer: int | None = None
+    peer: int | str | None = None
 
     @property
     def duration_us(self) -> float:

@@ -6,11 +6,12 @@ from typing import Any
 
 from dpipe.schedule.action import SENDS
 from dpipe.schedule.check import peak_in_flight
-from dpipe.schedule.links import Link, peer
+from dpipe.schedule.links import peer
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.span import Lane, Span, Timeline
 
 Interval = tuple[float, float]
+Ends = tuple[int, int | str]  # (from rank, to rank), or to a parameter server by its name
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Summary:
     overlap: tuple[float, ...]
     sent_bytes: tuple[int, ...]
     reduce_bytes: tuple[int, ...]
-    link_bytes: dict[Link, int]
+    link_bytes: dict[Ends, int]
     peak_in_flight: tuple[int, ...]
 
     @property
@@ -73,8 +74,8 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
         bubble=tuple(1 - _length(_busy(lane)) / timeline.duration_us for lane in lanes),
         waiting=tuple(_length(_union(lane[Lane.WAIT])) / timeline.duration_us for lane in lanes),
         overlap=tuple(_overlap(lane) for lane in lanes),
-        sent_bytes=tuple(_num_bytes(lane[Lane.SEND] + lane[Lane.REDUCE]) for lane in lanes),
-        reduce_bytes=tuple(_num_bytes(lane[Lane.REDUCE]) for lane in lanes),
+        sent_bytes=tuple(_num_bytes(lane[Lane.SEND] + _sent(lane[Lane.REDUCE])) for lane in lanes),
+        reduce_bytes=tuple(_num_bytes(_sent(lane[Lane.REDUCE])) for lane in lanes),
         link_bytes=_link_bytes(timeline, schedule),
         peak_in_flight=peak_in_flight(schedule) * timeline.num_replicas,
     )
@@ -100,19 +101,24 @@ def _overlap(lanes: dict[Lane, list[Span]]) -> float:
     return _length(_intersection(sending, computing)) / total if total else 1.0
 
 
+def _sent(spans: list[Span]) -> list[Span]:
+    """A measured REDUCE span without a peer is one that came."""
+    return [span for span in spans if span.peer is not None]
+
+
 def _num_bytes(spans: list[Span]) -> int:
     return sum(span.num_bytes for span in spans)
 
 
-def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Link, int]:
-    moved: Counter[Link] = Counter()
+def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Ends, int]:
+    moved: Counter[Ends] = Counter()
     for span in timeline.spans:
         if span.peer is not None:
             moved[span.rank, span.peer] += span.num_bytes
         elif span.lane == Lane.SEND and span.action.op in SENDS:
             first = span.rank - span.rank % schedule.num_ranks  # of this replica
             moved[span.rank, first + peer(schedule, span.action)] += span.num_bytes
-    return dict(sorted(moved.items()))
+    return dict(sorted(moved.items(), key=lambda item: (item[0][0], isinstance(item[0][1], str), item[0][1])))
 
 
 def _union(spans: list[Span]) -> list[Interval]:

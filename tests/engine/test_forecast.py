@@ -11,8 +11,9 @@ from dpipe.engine.forecast import (
     forecast_text,
     gpt_costs,
     stage_cost,
-    vocabulary,
+    without_search,
 )
+from dpipe.engine.memory import vocabulary
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.topology import Link, Network
 
@@ -85,7 +86,7 @@ def test_auto_keeps_the_memory_limit() -> None:
 
 def test_replay_with_another_number_of_times_than_stages_is_refused() -> None:
     config = build({"model": {"layers": "replay"}, "replay": {"forward_ms": [1, 2, 3]}, "pipeline": {"stages": 2}})
-    with pytest.raises(ConfigError, match=r"lists 3 stage times, but pipeline.stages is 2"):
+    with pytest.raises(ConfigError, match=r"lists 3 values, but pipeline.stages is 2"):
         forecast(config)
 
 
@@ -144,6 +145,13 @@ def test_run_that_cannot_fit_is_refused_with_what_would() -> None:
     forecast(a_gpt(schedule="gpipe", recompute="full", memory_gb=0.9 * needed / 1e9))
 
 
+def test_auto_that_can_never_fit_is_refused_before_the_search() -> None:
+    least = fullest(a_gpt(schedule="1f1b", in_flight=1))
+    forecast(a_gpt(schedule="auto", memory_gb=1.01 * least / 1e9), choose=without_search)
+    with pytest.raises(ConfigError, match="would hold"):
+        forecast(a_gpt(schedule="auto", memory_gb=0.99 * least / 1e9), choose=without_search)
+
+
 def test_nothing_that_fits_is_said_too() -> None:
     with pytest.raises(ConfigError, match="more stages or a smaller model would help"):
         forecast(a_gpt(memory_gb=1e-6))
@@ -159,3 +167,63 @@ def test_sharded_replicas_hold_a_share_of_the_optimizer_state() -> None:
 def test_memory_limit_of_replay_is_refused() -> None:
     with pytest.raises(ConfigError, match="replay stages hold no model"):
         forecast(a_replay(stages=2, memory_gb=1))
+
+
+SLOW = Network("slow", Link(delay_ms=1, bandwidth_gbps=1))
+ONE_GB = 125_000  # bytes that 1 Gbit/s carries in a millisecond
+
+
+def replicated(kind: str, **data_parallel: object) -> Config:
+    """Two stages whose gradients take 40 ms and 20 ms to leave a rank as a whole."""
+    train = {"batch_size": 16, "num_microbatches": 8}
+    replay = {"forward_ms": 10, "backward_ms": 20, "message_bytes": 1000, "parameter_bytes": [40 * ONE_GB, 20 * ONE_GB]}
+    chosen = {"kind": kind, "replicas": 2, **data_parallel}
+    pipeline = {"stages": 2, "schedule": "gpipe"}
+    return build(
+        {"model": {"layers": "replay"}, "replay": replay, "train": train, "pipeline": pipeline, "data_parallel": chosen}
+    )
+
+
+def reduce_ms(config: Config) -> float:
+    """What the replicas' agreement adds to a step on the slow network, on average."""
+    alone = config.with_(data_parallel__replicas=1, train__batch_size=8)
+    return (forecast(config, network=SLOW).step_us - forecast(alone, network=SLOW).step_us) / 1e3
+
+
+def test_all_reduce_adds_what_the_first_stage_sends() -> None:
+    # Half of it to the other replica and half of the average back, in two parts of which one hides the other's delay;
+    # the second stage is through before.
+    assert reduce_ms(replicated("all-reduce")) == pytest.approx(40 + 1, abs=0.1)
+
+
+def test_wire_of_the_gradient_decides_its_bytes() -> None:
+    assert reduce_ms(replicated("all-reduce", wire="bf16")) == pytest.approx(20 + 1, abs=0.1)
+
+
+def test_sharded_optimizer_gives_back_unrounded_parameters() -> None:
+    assert reduce_ms(replicated("sharded", wire="bf16")) == pytest.approx(10 + 20 + 2, abs=1.1)
+
+
+def test_delay_hides_the_exchange() -> None:
+    assert reduce_ms(replicated("all-reduce", delay=True)) == pytest.approx(0, abs=0.1)
+
+
+def test_local_sgd_pays_once_in_so_many_steps() -> None:
+    assert reduce_ms(replicated("local-sgd", inner_steps=10)) == pytest.approx((40 + 2) / 10, rel=0.1)
+    assert reduce_ms(replicated("local-sgd", inner_steps=10, overlap=True)) == pytest.approx(0, abs=0.1)
+
+
+def test_fragments_exchange_as_much_in_smaller_pieces() -> None:
+    whole, parts = (forecast(replicated("local-sgd", inner_steps=10, fragments=n), network=SLOW) for n in (1, 4))
+    assert parts.timeline.duration_us < whole.timeline.duration_us
+    assert parts.step_us == pytest.approx(whole.step_us, rel=0.01)
+    assert (whole.agreeing_share, parts.agreeing_share) == (0.1, 0.4)
+
+
+def test_text_tells_the_mean_step_and_the_one_at_which_replicas_agree(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('[data_parallel]\nkind = "local-sgd"\nreplicas = 2\ninner_steps = 50\n')
+    row = json.loads(forecast_text(str(path), (), None, as_json=True))
+    text = forecast_text(str(path), (), None, as_json=False)
+    assert f"{row['step_s']:.4f} s on average, {row['agreeing_step_s']:.4f} s where replicas agree" in text
+    assert row["link_bytes"]["0->1"] == row["link_bytes"]["1->0"] == row["reduce_bytes"][0] > 0

@@ -68,6 +68,15 @@ def test_replicas_learn_as_one_process_does_on_their_batch(
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
 
+def test_local_sgd_goes_on_in_the_middle_as_if_nothing_had_been(split: Make, losses: Losses) -> None:
+    """Between two outer steps replicas differ: the checkpoint has each of them."""
+    settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
+    whole = losses(split(2, "local-sgd", "whole", train__steps=6, **settings))
+    losses(split(2, "local-sgd", "part", train__steps=3, **settings))
+    assert losses(split(2, "local-sgd", "part", train__steps=6, **settings), resume=True) == whole
+    assert whole[-1] < whole[0]
+
+
 @pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 def test_run_of_replicas_repeats_itself_bit_for_bit(kind: str, split: Make, losses: Losses) -> None:
     again = {"pipeline__stages": 2, "data_parallel__wire": "int8"}

@@ -1,17 +1,24 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpipe.engine.trace import Plan, StepSpans, dump_steps, load_plan, load_steps, measured_cost, save_plan
 from dpipe.schedule.action import parse_action
+from dpipe.schedule.exchange import direct, parameter_server
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
+from dpipe.timeline.replicas import Replicas
+from dpipe.timeline.simulate import Cost
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.topology import Host
 
 SCHEDULE = lower(generate("1f1b", 2, 2))
-PLAN = Plan(SCHEDULE, (1000,), (1000,), 0, None)
-CROWDED = Plan(SCHEDULE, (1000,), (1000,), 0, "slow.toml", 2, (Host((0, 1), cores=1),))
+COST = Cost.uniform(2, 10, 20, message_bytes=1000)
+PLAN = Plan(SCHEDULE, COST, None)
+CROWDED = Plan(SCHEDULE, COST, "slow.toml", 2, (Host((0, 1), cores=1),))
+REPLICATED = Plan(SCHEDULE, replace(COST, reduce_bytes=(8, 9)), None, replicas=Replicas(direct(3, 2), delayed=True))
+SERVED = Plan(SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4)))
 
 
 def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = Lane.COMPUTE) -> Span:
@@ -19,11 +26,13 @@ def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = La
 
 
 def test_spans_survive_the_upload() -> None:
-    step = StepSpans(7, (span(1, "1F0", 0.5, 2.0), Span(1, Lane.SEND, parse_action("1SEND_B0"), 2.0, 3.0, 4000)))
+    step = StepSpans(
+        7, (span(1, "1F0", 0.5, 2.0), Span(1, Lane.SEND, parse_action("1SEND_B0"), 2.0, 3.0, 4000, peer=3))
+    )
     assert load_steps(dump_steps([step]), rank=1) == [step]
 
 
-@pytest.mark.parametrize("plan", [PLAN, CROWDED])
+@pytest.mark.parametrize("plan", [PLAN, CROWDED, REPLICATED, SERVED])
 def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
     save_plan(tmp_path, plan)
     assert load_plan(tmp_path) == plan

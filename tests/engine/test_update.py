@@ -123,7 +123,7 @@ def test_verdict_comes_one_step_late_when_nobody_needs_it() -> None:
     stage = OneLayer()
     update = an_update(stage, clip_norm=0)
     seen = [one_step(update, stage, 1.0, step) for step in (0, 1)]
-    last = update.drain()
+    (last,) = update.drain()
     assert (seen[0], seen[1].step) == (None, 0)
     assert last is not None
     assert last.step == 1

@@ -4,13 +4,14 @@ import sys
 import pytest
 import torch
 
-from dpipe.stage.flops import attention_core_flops, gpt_layer_flops
+from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.gpt import gpt
 from dpipe.stage.probe import probe
 from dpipe.wire.spec import TensorSpec
 
 SIZES = {"vocab_size": 96, "num_layers": 2, "width": 64, "context": 32}
 BATCH = 4
+IDS = TensorSpec((BATCH, 32), torch.int64)
 MODEL = gpt(**SIZES, num_heads=4, dropout=0.0, tied=False)
 
 
@@ -23,6 +24,17 @@ def test_attention_core_is_what_torch_counts_in_it() -> None:
     counted = [cost.core_flops for cost in probe(MODEL, TensorSpec((BATCH, 32), torch.int64), seed=0)]
     core = attention_core_flops(batch_size=BATCH, context=SIZES["context"], width=SIZES["width"])
     assert counted == [0.0, core, core, 0.0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_formula_counts_the_parameters(tied: bool) -> None:
+    counted = [
+        cost.parameter_bytes
+        for cost in probe(
+            gpt(**SIZES, num_heads=4, dropout=0.0, tied=tied), TensorSpec((BATCH, 32), torch.int64), seed=0
+        )
+    ]
+    assert list(gpt_layer_parameter_bytes(**SIZES)) == counted
 
 
 @pytest.mark.parametrize("module", ["flops", "partition"])

@@ -56,6 +56,14 @@ def test_summary_of_replicas_counts_what_they_exchange():
     assert summary.peak_in_flight == (2, 2, 2, 2)
 
 
+def test_traffic_of_a_parameter_server_is_counted_where_it_is_sent():
+    push = Span(0, Lane.REDUCE, parse_action("0REDUCE_GRAD"), 0, 4, 100, peer="server")
+    pull = Span(0, Lane.REDUCE, parse_action("0REDUCE_GRAD"), 4, 8, 300)
+    summary = summarise(Timeline(2, (push, pull)), SCHEDULE)
+    assert summary.reduce_bytes == (100, 0)
+    assert summary.link_bytes == {(0, "server"): 100}
+
+
 def test_bubble_is_the_time_without_compute_or_update():
     summary = summarise(
         timeline("0 c 0F0 0-4", "0 w 0B0 4-6", "0 c 0B0 6-7", "0 u 0STEP 7-8", "1 c 1F0 2-10"), SCHEDULE

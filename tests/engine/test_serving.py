@@ -1,0 +1,220 @@
+"""Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads over real links."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpipe.config import Config
+from dpipe.dataparallel.server import ParameterServer
+from dpipe.engine import checkpoint
+from dpipe.engine.launch import free_port
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.serving import FolderSnapshots, serve_parameters
+from dpipe.engine.trace import load_steps
+from dpipe.errors import ConfigError, JoinError, RunError
+from dpipe.timeline.span import Lane
+from dpipe.wire.rpc import Security
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+Run = Callable[..., list[BaseException | None]]
+
+ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+BATCH = 12
+EAGER = {"train__clip_norm": 0.0}
+
+
+@pytest.fixture
+def served(tiny: Make, tmp_path: Path) -> Make:
+    """`served(3)`: the batch over so many replicas and a parameter server; `served(1)` is one process without."""
+
+    def make(replicas: int, folder: str = "split", **overrides: Any) -> Config:
+        settings = {"data_parallel__kind": "parameter-server", "data_parallel__replicas": replicas}
+        settings |= {"train__num_microbatches": BATCH // replicas, "train__batch_size": BATCH}
+        return tiny(**settings | {"run__folder": str(tmp_path / folder)} | overrides)
+
+    return make
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
+    """`apart(port)`: a server by itself, whose state is in `tmp_path / "server"`."""
+    servers: list[ParameterServer] = []
+
+    def start(port: int = 0, folder: str = "server") -> ParameterServer:
+        kept = {"folder": tmp_path / folder, "snapshots": FolderSnapshots()}
+        servers.append(ParameterServer(port=port, security=Security("secret"), **kept))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def parameters(config: Config) -> dict[str, torch.Tensor]:
+    return checkpoint.load(str(Path(config.run.folder) / "checkpoints"), lambda name: True).tensors
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "overrides"),
+    [
+        (2, {"pipeline__stages": 2, "train__clip_norm": 0.1}),
+        (3, {**EAGER, "data_parallel__servers": "per-stage"}),
+        (4, {"train__clip_norm": 0.1, "transport__connections": 2}),
+        (2, {"pipeline__stages": 2, "pipeline__schedule": "zero-bubble", "data_parallel__servers": "per-stage"}),
+        (2, {"pipeline__stages": 4, "pipeline__stages_per_rank": 2, "pipeline__schedule": "interleaved", **EAGER}),
+        (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
+    ],
+)
+def test_replicas_learn_as_one_process_does_on_their_batch(
+    replicas: int, overrides: dict[str, Any], served: Make, losses: Losses
+) -> None:
+    one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
+    alone = served(1, "alone", train__eval_every=2, **{**overrides, **one})
+    shared = served(replicas, train__eval_every=2, **overrides)
+    assert losses(shared) == pytest.approx(losses(alone), rel=ROUNDING)
+    assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
+
+
+def held_out(config: Config) -> list[float]:
+    return [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses) -> None:
+    again = {"pipeline__stages": 2, "data_parallel__wire": wire, **EAGER}
+    first, second = served(2, **again), served(2, "again", **again)
+    assert losses(first) == losses(second)
+    assert equal(parameters(first), parameters(second))
+
+
+def test_server_by_itself_learns_what_an_embedded_one_does(served: Make, losses: Losses, apart: Any) -> None:
+    server = apart()
+    address = {"data_parallel__address": (f"127.0.0.1:{server.port}",)}
+    assert losses(served(2, **address)) == losses(served(2, "embedded"))
+    assert server.wait_until_left(5)
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+@pytest.mark.parametrize("other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}])
+def test_run_goes_on_with_other_replicas_or_another_kind(
+    other: dict[str, Any], wire: str, served: Make, losses: Losses
+) -> None:
+    steady = {"train__decay": "none", "data_parallel__wire": wire, "train__num_microbatches": 2}
+    whole = losses(served(2, "whole", train__steps=5, **steady))
+    losses(served(2, "part", train__steps=3, **steady))
+    goes_on = losses(served(2, "part", train__steps=5, **steady | other), resume=True)
+    assert goes_on == pytest.approx(whole, rel=ROUNDING if wire == "none" else 1e-2)
+
+
+def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Losses) -> None:
+    """The server's own parameters are in the checkpoint beside what the workers have; so few steps owe no feedback."""
+    steady = {"train__decay": "none", "data_parallel__wire": "bf16"}
+    whole = losses(served(2, "whole", train__steps=5, **steady))
+    losses(served(2, "part", train__steps=3, **steady))
+    assert losses(served(2, "part", train__steps=5, **steady), resume=True) == whole
+
+
+def test_fp16_run_learns_what_fp32_does(served: Make, losses: Losses) -> None:
+    half, full = losses(served(2, train__precision="fp16")), losses(served(2, "full"))
+    assert half == pytest.approx(full, rel=0.02)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_stale_run_learns(staleness: int, served: Make, losses: Losses) -> None:
+    config = served(2, data_parallel__staleness=staleness, train__steps=8, pipeline__stages=2, **EAGER)
+    seen = losses(config)
+    assert len(seen) == 8
+    assert seen[-1] < seen[0]
+
+
+def test_rows_and_spans_tell_pushes_and_pulls(served: Make, losses: Losses) -> None:
+    config = served(2, pipeline__stages=2)
+    losses(config)
+    row = read_rows(Path(config.run.folder))[-1]
+    assert set(row["mb_per_s"]) == {"0->1", "1->0", "2->3", "3->2", *(f"{rank}->server" for rank in range(4))}
+    spans = [
+        span for step in load_steps(Path(config.run.folder) / "trace") for span in step if span.lane is Lane.REDUCE
+    ]
+    assert spans
+    assert all(span.num_bytes > 0 for span in spans)
+
+
+def test_server_that_cannot_be_reached_is_named(served: Make, run_ranks: Run) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    config = served(2, data_parallel__address=(address,), timeouts__connect=1)
+    errors = run_ranks(config)
+    named = [error for error in errors if isinstance(error, JoinError) and f"server at {address}" in str(error)]
+    assert named
+    assert "dpipe serve" in str(named[0])
+    assert not (Path(config.run.folder) / "metrics.jsonl").exists()
+
+
+def test_server_that_wants_another_token_says_so(served: Make, run_ranks: Run) -> None:
+    server = ParameterServer(security=Security("another"))
+    try:
+        errors = run_ranks(served(2, data_parallel__address=(f"127.0.0.1:{server.port}",)))
+    finally:
+        server.close()
+    assert any(isinstance(error, JoinError) and "wrong token" in str(error) for error in errors)
+
+
+def test_server_that_goes_away_and_comes_back_costs_no_bit(served: Make, losses: Losses, apart: Any) -> None:
+    """Closed and opened again in the middle of the run, from what it kept."""
+    steps = {"train__steps": 12, **EAGER}
+    whole = served(2, "whole", **steps)
+    losses(whole)
+    first = apart()
+    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps)
+    worker = threading.Thread(target=losses, args=(config,))
+    worker.start()
+    wait_until(lambda: first.standing.get(0, 0) >= 4)
+    first.close()
+    second = apart(first.port)
+    assert second.standing[0] >= 4
+    worker.join(60)
+    assert equal(parameters(config), parameters(whole))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    pause = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it did not come to that")
+
+
+def test_server_that_comes_back_without_its_state_is_refused(served: Make, run_ranks: Run, apart: Any) -> None:
+    first = apart()
+    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), train__steps=100_000, **EAGER)
+    errors: list[BaseException | None] = []
+    worker = threading.Thread(target=lambda: errors.extend(run_ranks(config)))
+    worker.start()
+    wait_until(lambda: first.standing.get(0, 0) >= 2)
+    first.close()
+    apart(first.port, "elsewhere")
+    worker.join(60)
+    assert all(isinstance(error, RunError) for error in errors)
+    assert any("without the state of this run" in str(error) for error in errors)
+
+
+def test_serve_needs_an_address(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    with pytest.raises(ConfigError, match="no address to listen on"):
+        serve_parameters(str(tmp_path / "job.toml"), (), None, lambda line: None)
+
+
+@pytest.mark.parametrize("bind", ["7100", "host:", "host:99999", ":7100"])
+def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
