@@ -39,8 +39,8 @@ _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them
 class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
-    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores' (defaults: none);
-    `memory` is what each layer holds.
+    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
+    layer holds (defaults: none).
     """
 
     forward_s: tuple[float, ...]
@@ -80,11 +80,11 @@ class Forecast:
         return Replicas(silent(self.replicas.count))
 
 
-Choice = Callable[[Config, Cost, Network, Stages, Replicas | None], Schedule]  # of the compute-only schedule
+Choice = Callable[[Config, Cost, Network, Replicas | None, Stages], Schedule]  # of the compute-only schedule
 
 
 def choose_schedule(
-    config: Config, cost: Cost, network: Network, stages: Stages, replicas: Replicas | None = None
+    config: Config, cost: Cost, network: Network, replicas: Replicas | None = None, stages: Stages = ()
 ) -> Schedule:
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     if pipeline.schedule == "auto":
@@ -103,12 +103,12 @@ def choose_schedule(
 
 
 def without_search(
-    config: Config, cost: Cost, network: Network, stages: Stages, replicas: Replicas | None = None
+    config: Config, cost: Cost, network: Network, replicas: Replicas | None = None, stages: Stages = ()
 ) -> Schedule:
     """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
     if config.pipeline.schedule == "auto":
         return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
-    return choose_schedule(config, cost, network, stages, replicas)
+    return choose_schedule(config, cost, network, replicas, stages)
 
 
 def _auto_limits(config: Config) -> dict[str, Any]:
@@ -136,20 +136,40 @@ def forecast(
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
         stages = stages_memory(config, layers.memory, cut)
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
-    order = choose(config, cost, network, stages, agreeing)
+    order = choose(config, cost, network, agreeing, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
     memory = peak_memory(schedule, stages) if stages else ()
-    if choose is not without_search or pipeline.schedule != "auto":
-        check_fits(config, memory, held_by_gpt)
+    if stages and pipeline.memory_gb is not None:
+        searching = choose is without_search and pipeline.schedule == "auto"
+        check_fits(config, peak_memory(leanest(config), stages) if searching else memory, held_by_gpt)
     timeline, share = simulate(schedule, cost, network, replicas=agreeing), agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
         apart = simulate(schedule, cost, network, replicas=Replicas(silent(agreeing.count)))
         step_us = share * step_us + (1 - share) * apart.duration_us
     return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory)
+
+
+def held_by_gpt(config: Config) -> int:
+    """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
+    layers = gpt_costs(config)
+    cut = choose_split(config, layers)
+    cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
+    schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
+    return most_held(schedule, stages_memory(config, layers.memory, cut))
+
+
+def leanest(config: Config) -> Schedule:
+    """Of those that "auto" chooses from, one that holds as little as can be."""
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    if pipeline.stages_per_rank == 1:
+        return generate("1f1b", pipeline.stages, microbatches, in_flight=1)
+    least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
+    per_rank = pipeline.stages_per_rank
+    return generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
@@ -191,22 +211,6 @@ def agreeing_share(config: Config) -> float:
     """At which share of the steps something is exchanged."""
     chosen = config.data_parallel
     return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
-
-
-def held_by_gpt(config: Config) -> int:
-    """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    layers = gpt_costs(config)
-    cut = choose_split(config, layers)
-    if pipeline.schedule != "auto":
-        schedule = choose_schedule(config, stage_cost(layers, cut, recompute=pipeline.recompute), Network(), ())
-    elif pipeline.stages_per_rank == 1:
-        schedule = generate("1f1b", pipeline.stages, microbatches, in_flight=1)
-    else:
-        least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
-        per_rank = pipeline.stages_per_rank
-        schedule = generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
-    return most_held(schedule, stages_memory(config, layers.memory, cut))
 
 
 def assumed_network(profile: str | None, connections: int | Literal["auto"], *, headers: bool = False) -> Network:
@@ -261,9 +265,8 @@ def gpt_costs(config: Config) -> LayerCosts:
     )
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    return LayerCosts(
-        forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, gpt_layers(config)
-    )
+    memory = gpt_layers(config)
+    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, memory)
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:

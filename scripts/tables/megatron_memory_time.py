@@ -102,7 +102,7 @@ def _row(line: dict[str, str], baseline: dict[str, str]) -> Row:
     shape = Shape(24, 1024, 16, sequence, VOCABULARY[model], MICRO_BATCH[model], bert=model.startswith("bert"))
     published, predicted = float(line["peak_memory_mb"]), rank_memory(shape, t, p, strategy).total / MIB
     overhead = (float(line["time_ms"]) / float(baseline["time_ms"]) - 1) * 100
-    base, ours = (sum(layer_us(shape, t, kind, V100)) for kind in (cast(Strategy, "baseline"), strategy))
+    base, ours = (sum(layer_us(shape, t, kind, V100)) for kind in ("baseline", strategy))
     foreseen = (ours / base - 1) * 100
     return Row(
         model=model,

@@ -127,7 +127,7 @@ def _row(job: Job, machine: Machine, line: dict[str, str], precision: str, recom
         recompute,
         published,
         round(predicted, 3),
-        None if published is None else round((predicted / published - 1) * 100, 1),
+        None if published is None else round((predicted / published - 1) * 100, 1) + 0.0,  # no minus zero
         fitted,
         line["note"],
     )

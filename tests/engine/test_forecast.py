@@ -12,8 +12,9 @@ from dpipe.engine.forecast import (
     gpt_costs,
     server_ranks,
     stage_cost,
-    vocabulary,
+    without_search,
 )
+from dpipe.engine.memory import vocabulary
 from dpipe.errors import ConfigError, ProfileError, ScheduleError
 from dpipe.topology import Link, Network
 
@@ -203,6 +204,13 @@ def test_run_that_cannot_fit_is_refused_with_what_would() -> None:
     assert f"would hold {needed / 1e9:.3f} GB" in str(refusal.value)
     assert f'pipeline.recompute = "full" ({fits / 1e9:.3f} GB); pipeline.schedule = "1f1b"' in str(refusal.value)
     forecast(a_gpt(schedule="gpipe", recompute="full", memory_gb=0.9 * needed / 1e9))
+
+
+def test_auto_that_can_never_fit_is_refused_before_the_search() -> None:
+    least = fullest(a_gpt(schedule="1f1b", in_flight=1))
+    forecast(a_gpt(schedule="auto", memory_gb=1.01 * least / 1e9), choose=without_search)
+    with pytest.raises(ConfigError, match="would hold"):
+        forecast(a_gpt(schedule="auto", memory_gb=0.99 * least / 1e9), choose=without_search)
 
 
 def test_nothing_that_fits_is_said_too() -> None:
