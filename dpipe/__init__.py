@@ -9,6 +9,64 @@ The rooms, from the ground up; arrows point down only (`tests/test_architecture.
                  dataparallel (replicas agree)  coordinator (who is there)
     alphabets    schedule (what runs where in which order)  wire (bytes)
     ground       config  topology  errors
+
+What `__all__` names is public: to plan a step and to predict it, without torch. A run is the command line's.
+
+    from dpipe import Cost, Network, generate, simulate
+
+    simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).duration_us
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpipe.config import Config
+    from dpipe.errors import DpipeError
+    from dpipe.schedule.action import Action, Op
+    from dpipe.schedule.check import check
+    from dpipe.schedule.generate import generate
+    from dpipe.schedule.lower import lower
+    from dpipe.schedule.plan import Schedule
+    from dpipe.timeline.simulate import Cost, simulate
+    from dpipe.timeline.span import Span, Timeline
+    from dpipe.topology import Link, Network, load_network
+
 __version__ = "0.1.0"
+__all__ = [
+    "Action",
+    "Config",
+    "Cost",
+    "DpipeError",
+    "Link",
+    "Network",
+    "Op",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "check",
+    "generate",
+    "load_network",
+    "lower",
+    "simulate",
+]
+_HOMES = {
+    "config": ("Config",),
+    "errors": ("DpipeError",),
+    "schedule.action": ("Action", "Op"),
+    "schedule.check": ("check",),
+    "schedule.generate": ("generate",),
+    "schedule.lower": ("lower",),
+    "schedule.plan": ("Schedule",),
+    "timeline.simulate": ("Cost", "simulate"),
+    "timeline.span": ("Span", "Timeline"),
+    "topology": ("Link", "Network", "load_network"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for: a room must not cost the import of all others."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"dpipe.{home}"), name)
+    raise AttributeError(f"module 'dpipe' has no attribute {name!r}")

@@ -27,6 +27,34 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
+def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, int]:
+    return {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "context": context,
+        "vocab_size": vocab_size,
+    }
+
+
+# GPT-2 and GPT-3 as their papers size them (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of
+# the published tables), and table 1 of Narayanan et al. 2021.
+PRESETS = {
+    "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
+    "gpt3-xl": _gpt(24, 2048, 16, 2048, 50257),
+    "sc21-1.7b": _gpt(24, 2304, 24),
+    "sc21-3.6b": _gpt(30, 3072, 32),
+    "sc21-7.5b": _gpt(36, 4096, 32),
+    "sc21-18.4b": _gpt(40, 6144, 48),
+    "sc21-39.1b": _gpt(48, 8192, 64),
+    "sc21-76.1b": _gpt(60, 10240, 80),
+    "sc21-145.6b": _gpt(80, 12288, 96),
+    "sc21-310.1b": _gpt(96, 16384, 128),
+    "sc21-529.6b": _gpt(105, 20480, 128),
+    "sc21-1008b": _gpt(128, 25600, 160),
+}
+
+
 class Model(Section):
     """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
 
@@ -39,6 +67,18 @@ class Model(Section):
     vocab_size: Count | None = None  # default: the tokenizer's
     dropout: Fraction = 0.0
     tie_embeddings: bool = False
+    preset: str | None = None  # sizes by name, of which each can still be set
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """The sizes of the preset where none are given."""
+        name = given.get("preset") if isinstance(given, dict) else None
+        if name is None:
+            return given
+        if name not in PRESETS:
+            raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
+        return PRESETS[name] | given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,6 +131,9 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
     in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
     memory_limit: Count | None = None  # micro-batches that a rank may hold at once
+    memory_gb: Positive | None = (
+        None  # 10^9 bytes that a rank may hold; a run that is predicted to hold more is refused
+    )
     recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
     wire: Literal["none", "bf16", "fp16", "int8"] = "none"
@@ -177,7 +220,8 @@ class DataParallel(Section):
 
 
 class Transport(Section):
-    kind: Literal["grpc", "tcp"] = "grpc"  # tcp is faster; grpc passes proxies and inspection that speak HTTP/2
+    # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
+    kind: Literal["grpc", "tcp", "nccl"] = "grpc"
     connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
@@ -247,6 +291,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.transport.kind == "nccl":
+            self._check_nccl()
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
@@ -274,6 +320,18 @@ class Config(Section):
                 'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
+
+    def _check_nccl(self) -> None:
+        """NCCL moves what is on GPUs, and nothing else."""
+        for key, wrong in {
+            'node.device must be "cuda"': not self.node.device.startswith("cuda"),
+            "transport.shape must not be set": self.transport.shape is not None,
+            'model.layers must not be "replay"': self.model.layers == "replay",
+            'data_parallel.group must be "torch"': self.world_size > self.pipeline.ranks
+            and self.data_parallel.group != "torch",
+        }.items():
+            if wrong:
+                raise ValueError(f'with transport.kind "nccl" {key}; or take transport.kind "tcp"')
 
     @property
     def world_size(self) -> int:

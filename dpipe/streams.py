@@ -51,9 +51,6 @@ class Streams(Protocol):
     def keep(self, tensor: torch.Tensor) -> None:
         """The current stream uses `tensor`, made on another: its memory is not reused before that is over."""
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on the device, for the current stream; the host does not wait."""
-
     def catch_up(self) -> None:
         """Wait on the host for the current stream: once a step, when all of it is queued."""
 
@@ -87,9 +84,6 @@ class HostStreams:
 
     def keep(self, tensor: torch.Tensor) -> None:
         pass
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
     def catch_up(self) -> None:
         pass
@@ -129,6 +123,11 @@ class CudaStreams:
         # Anew each time, because between events far apart the device's clock is coarse: a float of milliseconds.
         self._anchor = _Anchor(event, time.perf_counter_ns())
 
+    @property
+    def gpu(self) -> str:
+        """What no other GPU in the world is called."""
+        return str(self._cuda.get_device_properties(self.device).uuid)
+
     def stream(self) -> Any:
         """A stream of its own, for a link."""
         return self._cuda.Stream(self.device)
@@ -160,8 +159,9 @@ class CudaStreams:
 
     def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         self._send.wait_event(after)
-        for tensor in tensors:
-            tensor.record_stream(self._send)
+        with self.on(self._send):
+            for tensor in tensors:
+                self.keep(tensor)
         return self.on(self._send)
 
     def receiving(self) -> AbstractContextManager[object]:
@@ -169,9 +169,6 @@ class CudaStreams:
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._cuda.current_stream(self.device))
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def ns(self, mark: Mark) -> int:
         return self._anchor.ns + int(self._anchor.event.elapsed_time(mark) * 1e6)
@@ -187,3 +184,10 @@ def streams_of(device: torch.device | str) -> Streams:
     """The streams of `device`."""
     device = torch.device(device)
     return CudaStreams(device) if device.type == "cuda" else HOST
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`, for the current stream; the host does not wait for a GPU."""
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

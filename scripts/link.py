@@ -26,7 +26,7 @@ from netem.measure import Host
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ("0.1ms-10gbps", "1ms-5gbps", "5ms-2gbps", "10ms-1gbps", "50ms-1gbps")
 _SECONDS = 5
-_START_S = 60.0
+_START_S = 180.0
 
 
 def measure(at: InLab, profile: Path) -> dict[str, Any]:

@@ -4,8 +4,10 @@
     scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; five minutes
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
+    scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
+    scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
 
-Markdown unless --json, --csv or --png FILE (needs the extra `plot`) is given.
+Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
 
 import csv
@@ -15,8 +17,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
+from tables import SIMULATED
+from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.schedule.exchange import exchange
@@ -28,13 +33,12 @@ from dpipe.topology import load_network
 from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = ("gpt3xl_gpipe_network",)
+TABLES = ("gpt3xl_gpipe_network", *SIMULATED)
 
 # GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row alone.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
-CONNECTIONS = 2  # a link of dpipe's, so that TCP's window is not the limit; the published system has one
 
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
@@ -75,6 +79,11 @@ class Row:
         return f"{self.delay_ms:g} ms\n{self.bandwidth_gbps:g} Gbit/s"
 
     @property
+    def seconds(self) -> float:
+        """What happened where it is known, else what is predicted."""
+        return self.measured_s or self.published_s or self.predicted_s or 0.0
+
+    @property
     def error(self) -> float | None:
         """How far what happened is from what was predicted, in percent."""
         happened = self.published_s if self.measured_s is None else self.measured_s
@@ -107,7 +116,8 @@ def profile_of(row: Row) -> Path:
 
 def with_prediction(row: Row) -> Row:
     """The simulated step; the network's file and the stage times are all that goes in."""
-    network = load_network(profile_of(row)).over(1 if row.engine == "published" else CONNECTIONS)
+    network = load_network(profile_of(row))
+    network = network.over(1) if row.engine == "published" else network.over_enough()
     network.check(NUM_STAGES * row.data_parallel)
     cost, replicas = cost_of(row.wire), replicas_of(row)
     local = row.engine == LOCAL_SGD_ENGINE
@@ -168,6 +178,16 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def as_comparison(rows: Sequence[Row]) -> str:
+    """One line a network, one column a system: what happened, else what is predicted; seconds a step."""
+    systems = list(dict.fromkeys(row.label for row in rows))
+    networks = list(dict.fromkeys(row.network for row in rows))
+    cells = {(row.network, row.label): f"{row.seconds:.2f}" for row in rows}
+    lines = [_line(["network", *systems]), _line(["---"] * (len(systems) + 1))]
+    lines += [_line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks]
+    return "\n".join(lines)
+
+
 def as_csv(rows: Iterable[Row]) -> str:
     return "\n".join([",".join(FIELDS), *(",".join(map(_cell, astuple(row))) for row in rows)])
 
@@ -178,19 +198,35 @@ def as_json(rows: Iterable[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """A line a system over the networks: what happened where it is known, else what is predicted."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
-    axes = (figure := Figure(figsize=(9, 5), layout="constrained")).subplots()
+    axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        seconds = [row.measured_s or row.published_s or row.predicted_s or 0.0 for row in ours]
-        axes.plot([row.network for row in ours], seconds, marker="o", label=label)
+        axes.plot([row.network for row in ours], [row.seconds for row in ours], marker="o", label=label)
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def new_figure() -> Any:
+    """Raises `ConfigError` where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
+    return Figure(figsize=(9, 5), layout="constrained")
+
+
+def simulated_text(name: str, mode: str, form: str | None, png: Path | None) -> str:
+    """A table of `tables`, which nothing measures yet."""
+    if mode != "sim":
+        raise ConfigError(f"{name} is simulated only; use --mode sim")
+    table = SIMULATED[name]
+    rows = table.simulated(ROOT / f"scripts/published/{name}.csv")
+    if png is not None:
+        table.draw(rows, figure := new_figure())
+        figure.savefig(png, dpi=120)
+    return as_text(rows, form, table.note(rows))
 
 
 def _cell(value: float | str | None) -> str:
@@ -207,9 +243,13 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--results", type=Path, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
+@click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
     try:
+        if name in SIMULATED:
+            click.echo(simulated_text(name, mode, form, png))
+            return
         if mode == "sim":
             rows = simulated(name)
         else:
@@ -219,7 +259,7 @@ def main(name: str, mode: str, results: Path | None, form: str | None, png: Path
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo({"json": as_json, "csv": as_csv}.get(form or "", as_markdown)(rows))
+    click.echo({"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(rows))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def run_to_end(
 ) -> list[dict[str, Any]]:
     """Run all ranks of a configuration; returns the rows of its metrics. An earlier run in the same folder goes.
 
-    Raises `RunError` with the end of what a failed run said.
+    Raises `RunError` with the end of what a failed run said, and `KeyboardInterrupt` where it was stopped early.
     """
     config = load(config_path, tuple(overrides))
     folder = Path(config.run.folder)
@@ -68,7 +68,10 @@ def run_to_end(
     )
     if code != 0:
         raise RunError("\n".join(["the run has failed:", *said]))
-    return read_rows(folder)
+    rows = read_rows(folder)
+    if max(row["step"] for row in rows) < config.train.steps - config.run.log_every:
+        raise KeyboardInterrupt  # the ranks had it first, and ended in good order: what they leave is no result
+    return rows
 
 
 def whole_lines(results: Path) -> list[dict[str, Any]]:

@@ -100,3 +100,58 @@ def test_configuration_survives_json() -> None:
 def test_local_sgd_refuses_what_it_cannot_do(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build({"data_parallel": {"kind": "local-sgd", "replicas": 2, **given}})
+
+
+# in 10^9, as the papers say it
+PUBLISHED_SIZES = {
+    "gpt2-345m": 0.355,
+    "sc21-1.7b": 1.7,
+    "sc21-3.6b": 3.6,
+    "sc21-7.5b": 7.5,
+    "sc21-18.4b": 18.4,
+    "sc21-39.1b": 39.1,
+    "sc21-76.1b": 76.1,
+    "sc21-145.6b": 145.6,
+    "sc21-310.1b": 310.1,
+    "sc21-529.6b": 529.6,
+    "sc21-1008b": 1008.0,
+}
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED_SIZES.items())
+def test_preset_has_as_many_parameters_as_published(name: str, published: float) -> None:
+    """12 l h^2 (1 + 13 / 12h + (V + s) / 12 l h), equation 2 of Narayanan et al. 2021."""
+    model = build({"model": {"preset": name}}).model
+    assert model.vocab_size is not None
+    blocks = model.num_layers * (12 * model.width**2 + 13 * model.width)
+    parameters = blocks + (model.vocab_size + model.context) * model.width
+    assert parameters / 1e9 == pytest.approx(published, rel=0.03)  # theirs are rounded
+
+
+def test_size_that_is_given_overrides_the_preset() -> None:
+    model = build({"model": {"preset": "gpt3-xl", "num_layers": 2}}).model
+    assert (model.num_layers, model.width, model.context) == (2, 2048, 2048)
+
+
+def test_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of gpt2-345m, gpt3-xl"):
+        build({"model": {"preset": "gpt5"}})
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({}, 'node.device must be "cuda"'),
+        ({"node": {"device": "cuda"}, "model": {"layers": "replay"}}, "model.layers"),
+        ({"node": {"device": "cuda"}, "transport": {"shape": "slow.toml"}}, "transport.shape"),
+        (
+            {"node": {"device": "cuda"}, "data_parallel": {"kind": "all-reduce", "replicas": 2}},
+            "data_parallel.group",
+        ),
+    ],
+    ids=["cpu", "replay", "shape", "replicas"],
+)
+def test_nccl_is_refused_what_it_cannot_move(table: dict[str, dict[str, object]], named: str) -> None:
+    transport = {"kind": "nccl", **table.get("transport", {})}
+    with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {named}'):
+        build({**table, "transport": transport})

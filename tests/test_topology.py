@@ -174,3 +174,24 @@ def test_profile_refuses_what_it_cannot_mean(load, text, message):
 def test_profile_must_exist(tmp_path):
     with pytest.raises(ProfileError, match=r"nowhere\.toml does not exist"):
         load_network(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("link", "connections"),
+    [
+        (Link(0.1, 8), 1),
+        (Link(10, 1), 3),  # 2.5 MB under way
+        (Link(50, 1), 12),  # 12.5 MB
+        (Link(50, 1, window_bytes=9_700_000), 12),  # what a window may reach is not what can be counted on
+        (Link(10, 1, window_bytes=500_000), 5),
+        (Link(100, 10), 16),
+    ],
+)
+def test_connections_of_a_link_hold_what_is_under_way(link: Link, connections: int) -> None:
+    assert link.connections == connections
+
+
+def test_network_is_filled_by_what_its_longest_and_fattest_link_needs() -> None:
+    links = {(0, 1): Link(50, 1), (1, 0): Link(10, 1)}
+    assert Network("n", Link(1, 1), links).over_enough().connections == 12
+    assert Network("n", None, {}).over_enough().connections == 1

@@ -1,16 +1,18 @@
 """`dpipe bench`: ratios, both sides measured in one run. Each prints the machine and the date with its table."""
 
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from io import StringIO
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +25,8 @@ from dpipe.errors import RunError
 from dpipe.topology import Link, Network
 
 Row = dict[str, Any]
-_STEPS = 5  # the first is left out: it opens buffers
+_STEPS = 5  # of a run; the first is left out: it opens buffers
+_ROUNDS = 2
 
 
 def bench_text(name: str, as_json: bool) -> str:
@@ -45,12 +48,40 @@ def bench_engine() -> list[Row]:
     """
     from dpipe.baselines.loopback import measure_link
 
-    schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-    links = {transport: measure_link(f"{transport} x1") for transport in ("grpc", "tcp")}
-    return [_replay(schedule, transport, link) for schedule in schedules for transport, link in links.items()]
+    schedules, transports = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("grpc", "tcp")
+    runs: dict[tuple[str, str], list[_Run]] = {pair: [] for pair in itertools.product(schedules, transports)}
+    for _ in range(_ROUNDS):  # what else the machine does falls on all of them
+        links = {transport: measure_link(f"{transport} x1") for transport in transports}
+        for (schedule, transport), done in runs.items():
+            done.append(_replay(schedule, transport, links[transport]))
+    return [_engine_row(schedule, transport, done) for (schedule, transport), done in runs.items()]
 
 
-def _replay(schedule: str, transport: str, link: Link) -> Row:
+@dataclass(frozen=True)
+class _Run:
+    """The seconds of each step of a run, and those of a simulated one on `link`."""
+
+    link: Link
+    simulated_s: float
+    measured_s: list[float]
+
+
+def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
+    ratios = [measured / run.simulated_s for run in runs for measured in run.measured_s]
+    low, middle, high = quantiles(ratios, n=4)
+    delay_ms, gbps = median(run.link.delay_ms for run in runs), median(run.link.bandwidth_gbps for run in runs)
+    return {
+        "schedule": schedule,
+        "transport": transport,
+        "link": f"{delay_ms:.2f} ms, {gbps:.1f} Gbit/s",
+        "simulated_s": median(run.simulated_s for run in runs),
+        "measured_s": median(step for run in runs for step in run.measured_s),
+        "measured / simulated": middle,
+        "middle half": f"{low:.3f} to {high:.3f}",
+    }
+
+
+def _replay(schedule: str, transport: str, link: Link) -> _Run:
     per_rank = 2 if schedule == "interleaved" else 1
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
@@ -63,18 +94,11 @@ def _replay(schedule: str, transport: str, link: Link) -> Row:
         }
         measured = run_quietly(table, Path(folder))
         predicted = forecast(build(table), network=Network("loopback", link)).timeline.duration_us / 1e6
-    return {
-        "schedule": schedule,
-        "transport": transport,
-        "link": f"{link.delay_ms:.2f} ms, {link.bandwidth_gbps:.1f} Gbit/s",
-        "simulated_s": predicted,
-        "measured_s": measured,
-        "measured / simulated": measured / predicted,
-    }
+    return _Run(link, predicted, measured)
 
 
-def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
-    """Run a configuration with `dpipe launch`; returns the median of its steps' seconds, without the first."""
+def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:
+    """Run a configuration with `dpipe launch`; returns its steps' seconds, without the first's."""
     (folder / "empty.toml").touch()
     keys = [("-o", f"{section}.{key}={json.dumps(value)}") for section, t in table.items() for key, value in t.items()]
     argv = [
@@ -88,7 +112,7 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> float:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
-    return float(median(row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]))
+    return [row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]]
 
 
 def bench_transport() -> list[Row]:

@@ -8,10 +8,10 @@ All move the same tensor the same way, in turns in one run, so that whatever els
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -39,11 +39,19 @@ def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict
     with TemporaryDirectory() as folder:
         spawn(_run, (folder, num_bytes, repeats), nprocs=2)
         seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
-    rates = {way: _BURST * num_bytes / median(values) / 1e9 for way, values in seconds.items()}
-    return [
-        {"way": way, "num_bytes": num_bytes, "gb_per_s": rate, "over gloo": rate / rates["gloo"]}
-        for way, rate in rates.items()
-    ]
+    return [_row(way, num_bytes, values, seconds["gloo"]) for way, values in seconds.items()]
+
+
+def _row(way: str, num_bytes: int, seconds: Sequence[float], gloo_s: Sequence[float]) -> dict[str, Any]:
+    """Each turn is held against gloo's of the same round; the middle half of those ratios says how far to trust it."""
+    low, middle, high = quantiles((theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)), n=4)
+    return {
+        "way": way,
+        "num_bytes": num_bytes,
+        "gb_per_s": _BURST * num_bytes / median(seconds) / 1e9,
+        "over gloo": middle,
+        "middle half": f"{low:.3f} to {high:.3f}",
+    }
 
 
 def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:

@@ -21,6 +21,7 @@ PORT = 7001
 _KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {"tcp": TcpTransport, "grpc": GrpcTransport}
 _MORE = TensorSpec((1,), torch.uint8)  # comes before each tensor: 1, or 0 where it was the last
 _PAYLOAD = TensorSpec((4 << 20,), torch.uint8)
+_JOIN_S = 120.0  # in which the other end has started
 _UNDER_WAY = 16  # tensors: what a long fat link holds, and some
 
 
@@ -57,7 +58,7 @@ def receive(transport: Transport, warm_up_s: float) -> float:
 @click.option("--seconds", default=5.0, show_default=True)
 @click.option("--warm-up", "warm_up_s", default=2.0, show_default=True)
 def main(rank: int, addresses: tuple[str, str], kind: str, connections: int, seconds: float, warm_up_s: float) -> None:
-    transport = _KINDS[kind](rank, bind=addresses[rank], port=PORT, connections=connections)
+    transport = _KINDS[kind](rank, bind=addresses[rank], port=PORT, connections=connections, connect_timeout_s=_JOIN_S)
     click.echo("listening")  # only now may rank 0 be started, which dials
     try:
         transport.connect({r: f"{address}:{PORT}" for r, address in enumerate(addresses)}, {1 - rank})

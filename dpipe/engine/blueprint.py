@@ -10,12 +10,15 @@ import torch
 
 from dpipe.config import Config
 from dpipe.engine.data import Corpus, prepare
-from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs, vocabulary
+from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs
+from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary
 from dpipe.errors import ConfigError, DataError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
+from dpipe.timeline.memory import LayerMemory
 from dpipe.topology import Network
+from dpipe.transport.nccl import load_nccl
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
@@ -48,6 +51,8 @@ def draft(
         boundaries = ((message,),) * (config.pipeline.stages - 1)
         return Blueprint(config, None, None, boundaries, forecast(config, None, network, choose))
     check_device(config.node.device)
+    if config.transport.kind == "nccl":
+        load_nccl()
     model = make_model(config)
     probed = probe(model, _tokens(config), config.train.seed)
     check_recompute(config, probed)
@@ -128,7 +133,27 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core)
+    memory = gpt_layers(config) if config.model.layers == "gpt" else probed_layers(config, probed)
+    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core, memory)
+
+
+def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
+    """A user's layers: what their graphs keep is counted, working memory is taken to be as much again."""
+    again = config.pipeline.recompute == "full"
+    inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
+    return tuple(
+        of_parameters(
+            cost.parameter_bytes,
+            largest=cost.largest_parameter_bytes,
+            held_bytes=given if again else given + cost.kept_bytes,
+            deferred_bytes=given + cost.kept_bytes,
+            forward_bytes=cost.kept_bytes,
+            backward_bytes=cost.kept_bytes * (2 if again else 1),
+            input_bytes=cost.kept_bytes * (2 if again else 1),
+            weight_bytes=cost.largest_parameter_bytes,
+        )
+        for cost, given in zip(probed, inputs, strict=True)
+    )
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:

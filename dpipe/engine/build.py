@@ -31,7 +31,7 @@ from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_co
 from dpipe.engine.forecast import per_stage, without_search
 from dpipe.engine.generate import fill, sample
 from dpipe.engine.join import joined, listening_on, security_of
-from dpipe.engine.launch import environment, launch
+from dpipe.engine.launch import environment, launch, load_kernels_at_start
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
@@ -134,6 +134,8 @@ def run_rank(
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
+    if config.transport.kind == "nccl":
+        load_kernels_at_start()
     streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
     peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
@@ -294,6 +296,7 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
         precision=config.train.precision,
         seed=seed,
         first_microbatch=replica * microbatches,
+        splits_backward=blueprint.forecast.schedule.splits,
         device=device,
     )
 

@@ -6,18 +6,22 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
+from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
+from dpipe.engine.memory import gpt_layers, vocabulary
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
-from dpipe.schedule.generate import forward_only, generate
+from dpipe.schedule.generate import forward_only, generate, least_in_flight
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
 from dpipe.stage.partition import split
+from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
@@ -35,7 +39,8 @@ _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them
 class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
-    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores' (defaults: none).
+    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores' (defaults: none);
+    `memory` is what each layer holds.
     """
 
     forward_s: tuple[float, ...]
@@ -45,14 +50,15 @@ class LayerCosts:
     tied_bytes: int = 0
     parameter_bytes: tuple[int, ...] = ()
     core_s: tuple[float, ...] = ()
+    memory: tuple[LayerMemory, ...] = ()
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The cut, the checked and lowered schedule, and when it would happen.
+    """The cut, the checked and lowered schedule, when it would happen, and what each rank then holds at most.
 
     `timeline` is a step at which `replicas` agree, if there are any, as they do at `agreeing_share` of the steps;
-    `step_us` is the mean over all steps.
+    `step_us` is the mean over all steps. Replay stages hold nothing that is worth a word: their `memory` is empty.
     """
 
     split: tuple[int, ...]
@@ -64,6 +70,7 @@ class Forecast:
     replicas: Replicas | None
     agreeing_share: float
     step_us: float
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def usual_replicas(self) -> Replicas | None:
@@ -73,13 +80,18 @@ class Forecast:
         return Replicas(silent(self.replicas.count))
 
 
-Choice = Callable[[Config, Cost, Network, Replicas | None], Schedule]  # of the compute-only schedule
+Choice = Callable[[Config, Cost, Network, Stages, Replicas | None], Schedule]  # of the compute-only schedule
 
 
-def choose_schedule(config: Config, cost: Cost, network: Network, replicas: Replicas | None = None) -> Schedule:
+def choose_schedule(
+    config: Config, cost: Cost, network: Network, stages: Stages, replicas: Replicas | None = None
+) -> Schedule:
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     if pipeline.schedule == "auto":
-        return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **_auto_limits(config))
+        limits = _auto_limits(config)
+        if pipeline.memory_gb is not None:
+            limits |= {"held_bytes": partial(most_held, stages=stages), "most_bytes": pipeline.memory_gb * 1e9}
+        return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **limits)
     return generate(
         pipeline.schedule,
         pipeline.stages,
@@ -90,11 +102,13 @@ def choose_schedule(config: Config, cost: Cost, network: Network, replicas: Repl
     )
 
 
-def without_search(config: Config, cost: Cost, network: Network, replicas: Replicas | None = None) -> Schedule:
+def without_search(
+    config: Config, cost: Cost, network: Network, stages: Stages, replicas: Replicas | None = None
+) -> Schedule:
     """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
     if config.pipeline.schedule == "auto":
         return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
-    return choose_schedule(config, cost, network, replicas)
+    return choose_schedule(config, cost, network, stages, replicas)
 
 
 def _auto_limits(config: Config) -> dict[str, Any]:
@@ -112,23 +126,30 @@ def forecast(
     network = network or assumed_network(config.network_profile, config.transport.connections)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
     network.check(config.world_size)
+    stages: Stages
     if config.model.layers == "replay":
-        cut, cost = (1,) * pipeline.stages, replay_cost(config)
+        cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
+        refuse_memory_of_replay(config)
     else:
         layers = layers or gpt_costs(config)
         cut = choose_split(config, layers)
         cost = stage_cost(layers, cut, recompute=pipeline.recompute)
+        stages = stages_memory(config, layers.memory, cut)
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
-    schedule = lower(choose(config, cost, network, agreeing), tied=cost.tied_bytes > 0, reduce=agreeing is not None)
+    order = choose(config, cost, network, stages, agreeing)
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
     check(schedule)
     evaluation = lower(forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False)
     check(evaluation)
+    memory = peak_memory(schedule, stages) if stages else ()
+    if choose is not without_search or pipeline.schedule != "auto":
+        check_fits(config, memory, held_by_gpt)
     timeline, share = simulate(schedule, cost, network, replicas=agreeing), agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
         apart = simulate(schedule, cost, network, replicas=Replicas(silent(agreeing.count)))
         step_us = share * step_us + (1 - share) * apart.duration_us
-    return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us)
+    return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory)
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
@@ -166,6 +187,22 @@ def agreeing_share(config: Config) -> float:
     """At which share of the steps something is exchanged."""
     chosen = config.data_parallel
     return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
+
+
+def held_by_gpt(config: Config) -> int:
+    """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
+    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    layers = gpt_costs(config)
+    cut = choose_split(config, layers)
+    if pipeline.schedule != "auto":
+        schedule = choose_schedule(config, stage_cost(layers, cut, recompute=pipeline.recompute), Network(), ())
+    elif pipeline.stages_per_rank == 1:
+        schedule = generate("1f1b", pipeline.stages, microbatches, in_flight=1)
+    else:
+        least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
+        per_rank = pipeline.stages_per_rank
+        schedule = generate("interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least)
+    return most_held(schedule, stages_memory(config, layers.memory, cut))
 
 
 def assumed_network(profile: str | None, connections: int | Literal["auto"]) -> Network:
@@ -211,19 +248,9 @@ def gpt_costs(config: Config) -> LayerCosts:
     )
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s)
-
-
-def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
-    if tokenizer == "bytes":
-        return 256
-    from tokenizers import Tokenizer
-
-    try:
-        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+    return LayerCosts(
+        forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, gpt_layers(config)
+    )
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
@@ -291,6 +318,7 @@ def as_row(found: Forecast) -> dict[str, Any]:
         "step_s": found.step_us / 1e6,
         "agreeing_step_s": summary.pop("step_us") / 1e6,
         **summary,
+        "memory": [asdict(rank) | {"total": rank.total} for rank in found.memory],
     }
 
 
@@ -309,5 +337,11 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
+            *(_memory_line(number, rank) for number, rank in enumerate(row["memory"])),
         )
     )
+
+
+def _memory_line(rank: int, memory: dict[str, int]) -> str:
+    kinds = ", ".join(f"{kind} {memory[kind] / 1e9:.3f}" for kind in memory if kind != "total")
+    return f"{'memory' if rank == 0 else '':<15} rank {rank} at most {memory['total'] / 1e9:.3f} GB: {kinds}"

@@ -1,8 +1,9 @@
 """How a rank comes among the others: the coordinator is joined, then every link is opened and checked."""
 
+import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,17 +16,17 @@ from dpipe.coordinator.server import CoordinatorServer
 from dpipe.engine.folder import keep_upload
 from dpipe.engine.forecast import assumed_network, connections_of
 from dpipe.engine.placement import Placement
-from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
-from dpipe.streams import Streams
+from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted, TransferTimeout
+from dpipe.streams import CudaStreams, Streams
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
+from dpipe.transport.nccl import NcclTransport
 from dpipe.transport.shaped import ShapedTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
-_KINDS: dict[str, type[GrpcTransport | TcpTransport]] = {"grpc": GrpcTransport, "tcp": TcpTransport}
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
@@ -47,27 +48,19 @@ def joined(
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
-        timeouts, node = config.timeouts, config.node
+        timeouts = config.timeouts
         security = security_of(config, place)
-        links = _KINDS[config.transport.kind](
-            place.rank,
-            bind=listening_on(config, place),
-            port=node.port,
-            security=security,
-            connections=connections_of(config),
-            chunk_bytes=config.transport.chunk_bytes,
-            buffer_bytes=config.transport.buffer_bytes,
-            transfer_timeout_s=timeouts.transfer,
-            connect_timeout_s=timeouts.connect,
-            streams=streams,
-        )
+        links = _links(config, place, security, streams)
         stack.callback(links.close)
         transport = shaped(config, links)
         stack.callback(transport.close)
-        meeting = _join(config, place, security, links.port, join_s or timeouts.join, stack)
+        meeting = _join(config, place, security, join_s or timeouts.join, stack, links)
         meeting.on_abort(transport.fail)
         try:
-            links.connect(meeting.addresses, peers)
+            if isinstance(links, NcclTransport):
+                _connect_gpus(links, meeting, peers, timeouts.connect)
+            else:
+                links.connect(meeting.addresses, peers)
             yield meeting, transport
         except RunAborted:
             raise
@@ -78,6 +71,48 @@ def joined(
             transport.fail(RunAborted("this rank failed"))
             raise
         meeting.leave()
+
+
+def _links(
+    config: Config, place: Placement, security: Security, streams: Streams
+) -> GrpcTransport | TcpTransport | NcclTransport:
+    node, timeouts, chosen = config.node, config.timeouts, config.transport
+    if chosen.kind == "nccl":
+        assert isinstance(streams, CudaStreams)
+        return NcclTransport(
+            place.rank, streams, transfer_timeout_s=timeouts.transfer, connect_timeout_s=timeouts.connect
+        )
+    kinds: dict[str, type[GrpcTransport | TcpTransport]] = {"grpc": GrpcTransport, "tcp": TcpTransport}
+    return kinds[chosen.kind](
+        place.rank,
+        bind=listening_on(config, place),
+        port=node.port,
+        security=security,
+        connections=connections_of(config),
+        chunk_bytes=chosen.chunk_bytes,
+        buffer_bytes=chosen.buffer_bytes,
+        transfer_timeout_s=timeouts.transfer,
+        connect_timeout_s=timeouts.connect,
+        streams=streams,
+    )
+
+
+def _connect_gpus(links: NcclTransport, meeting: Coordination, peers: set[int], timeout_s: float) -> None:
+    """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for each rank."""
+    told = meeting.gather("nccl", json.dumps([links.gpu, links.offer(peers)]).encode()).wait(timeout_s)
+    gpus, offers = zip(*map(json.loads, told), strict=True)
+    refuse_shared_gpus(gpus)
+    links.connect({rank: {int(peer): id for peer, id in offer.items()} for rank, offer in enumerate(offers)})
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """Raises `ConfigError` naming ranks that have one GPU; `gpus` are their names, by rank."""
+    for rank, gpu in enumerate(gpus):
+        if gpus.index(gpu) < rank:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for each rank; set "
+                'node.device to another, or take transport.kind = "tcp"'
+            )
 
 
 def shaped(config: Config, links: Transport) -> Transport:
@@ -92,9 +127,9 @@ def _join(
     config: Config,
     place: Placement,
     security: Security,
-    port: int,
     join_s: float,
     stack: ExitStack,
+    links: GrpcTransport | TcpTransport | NcclTransport,
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node, heartbeat_s = config.node, config.timeouts.heartbeat
@@ -117,7 +152,7 @@ def _join(
         place.rank,
         place.world_size,
         shared=config.shared(),
-        advertised=None if host is None else f"{host}:{port}",
+        advertised=None if host is None or isinstance(links, NcclTransport) else f"{host}:{links.port}",
         security=security,
         join_s=join_s,
         heartbeat_s=heartbeat_s,

@@ -40,6 +40,12 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def load_kernels_at_start() -> None:
+    """For NCCL, before the first use of CUDA: a kernel that is loaded when it is first used may wait for all that runs,
+    and a receive that is posted early runs until its peer sends."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def launch(
     argv_of_rank: Callable[[int], list[str]],
     num_ranks: int,

@@ -13,6 +13,8 @@ B micro-batch size · T context · D width · N heads · V vocabulary
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dpipe.config import Config
+from dpipe.errors import ConfigError
 from dpipe.timeline.memory import LayerMemory
 
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
@@ -50,6 +52,35 @@ class GptSizes:
         return self.batch_size * self.context * value_bytes
 
 
+def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
+    """The memory of the configured GPT's layers. A fused attention is taken for granted on anything but a CPU."""
+    model, pipeline = config.model, config.pipeline
+    sizes = GptSizes(
+        config.microbatch_size,
+        model.context,
+        model.width,
+        model.num_heads,
+        model.num_layers,
+        model.vocab_size or vocabulary(config.data.tokenizer),
+        dropout=model.dropout > 0,
+        keeps_matrices=model.dropout > 0 and config.node.device == "cpu",
+        half=config.train.precision != "fp32",
+    )
+    return gpt_memory(sizes, pipeline.recompute)
+
+
+def vocabulary(tokenizer: str) -> int:
+    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
+    if tokenizer == "bytes":
+        return 256
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+
+
 def gpt_memory(sizes: GptSizes, recompute: str) -> tuple[LayerMemory, ...]:
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
     return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), _head(sizes, recompute))
@@ -69,7 +100,7 @@ def _embedding(sizes: GptSizes) -> LayerMemory:
     parameters = (sizes.vocab_size + sizes.context) * sizes.width * _FLOAT
     table = sizes.vocab_size * sizes.width * _FLOAT  # its gradient is dense, and made whole for every micro-batch
     noise = sizes.unit if sizes.dropout else 0
-    return _with_parameters(
+    return of_parameters(
         parameters,
         largest=table,
         held_bytes=sizes.tokens(_INT64) + sizes.context * _INT64 + noise,
@@ -90,7 +121,7 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
     backward = max(2 * logits, weight, 2 * u)
     if recompute == "full":
         forward, backward, inside = max(u, forward) + logits, backward + inside, 0
-    return _with_parameters(
+    return of_parameters(
         table + 2 * sizes.width * _FLOAT,
         largest=table,
         held_bytes=given + inside,
@@ -116,13 +147,14 @@ def _block(sizes: GptSizes, recompute: str) -> LayerMemory:
     if recompute == "full":
         forward = max(5 * u if half else 9 * u, c and 3 * c + _mask(sizes) + (13 * u // 2 if half else 5 * u))
         backward, input_, kept, inside = backward + inside, input_ + inside, u, 0
-    return _with_parameters(
+    return of_parameters(
         (matrices + 13 * sizes.width) * _FLOAT,
         largest=largest,
         held_bytes=kept + inside,
         deferred_bytes=8 * u if half else 16 * u,
         forward_bytes=forward,
         backward_bytes=backward,
+        first_bytes=max(0, 2 * u + largest - max(2 * u, largest * 3 // 2)) if half else min(4 * u, largest),
         input_bytes=input_,
         weight_bytes=largest * 3 // 2 if half else largest,
     )
@@ -152,7 +184,7 @@ def _mask(sizes: GptSizes) -> int:
     return (6 if sizes.half else 4) * sizes.context**2
 
 
-def _with_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:
+def of_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:
     """Two copies of the largest parameter are what AdamW works with, one parameter at a time."""
     return LayerMemory(
         parameter_bytes=parameter_bytes,

@@ -52,7 +52,8 @@ class Recorder:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of compute in this step so far; on a GPU the device must have come there."""
+        """Seconds of compute in this step so far; waits until the device has come here."""
+        self._streams.catch_up()
         ns = self._streams.ns
         return sum(ns(note.end) - ns(note.start) for note in self._notes if note.lane is Lane.COMPUTE) / 1e9
 

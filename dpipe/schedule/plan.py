@@ -44,6 +44,11 @@ class Schedule:
         """Whether what goes from `stage` to `other` crosses a link."""
         return self.rank_of_stage[stage] != self.rank_of_stage[other]
 
+    @property
+    def splits(self) -> bool:
+        """Whether any backward pass is split into I and W."""
+        return any(action.op is Op.I for action in self.index)
+
     def splits_backward(self, stage: int, microbatch: int) -> bool:
         return Action(stage, Op.I, microbatch) in self.index
 

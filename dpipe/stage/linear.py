@@ -2,53 +2,49 @@
 
     forward           y = x W^T + b
     backward, now     dx = dy W        db = sum of dy
-    backward, later   W.grad += dy^T x         [WeightGradients.filed]
+    backward, later   W.grad += dy^T x         [make]
 
 Only what the stage before waits for is made now. The products are those that `nn.Linear` and autograd issue, so the
 numbers are the same.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-Product = Callable[[], None]
+Products = dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]]  # by weight, the factors of its gradients
 
 
 class WeightGradients:
-    """Where the linear layers of a stage leave their weight gradients: made at once, or filed while `filing`."""
+    """Where the linear layers of a stage file their weight gradients, as products that are still to be made."""
 
     def __init__(self) -> None:
-        self.filing = False
-        self.filed: list[Product] = []
+        self.filed: Products = {}
 
-    def leave(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
+    def file(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
         """`input` [tokens, in] and `grad` [tokens, out] are those of the product."""
-        if self.filing:
-            # Detached, because a view keeps what it views, and that the whole graph before it.
-            self.filed.append(partial(_accumulate, weight, input.detach(), grad.detach()))
-        else:
-            _accumulate(weight, input, grad)
+        # Detached, because a view keeps what it views, and that the whole graph before it.
+        self.filed.setdefault(weight, []).append((input.detach(), grad.detach()))
 
-    def take(self) -> list[Product]:
-        filed, self.filed = self.filed, []
+    def take(self) -> Products:
+        filed, self.filed = self.filed, {}
         return filed
 
 
-def _accumulate(weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
-    made = (grad.t() @ input).to(weight.dtype)  # no graph is made of it: its caller has gradients off
-    if weight.grad is None:
-        weight.grad = made
-    else:
-        weight.grad += made
+@torch.no_grad()
+def make(products: Products) -> None:
+    """Add the gradients to their weights; those of one weight are added up first, as autograd does."""
+    for weight, factors in products.items():
+        made, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
+        for other in others:
+            made += other
+        weight.grad = made if weight.grad is None else weight.grad.add_(made)
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` whose backward pass leaves its weight gradient to `gradients`."""
+    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`."""
 
     gradients: WeightGradients
 
@@ -82,7 +78,7 @@ class _Product(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            ctx.gradients.leave(ctx.weight, flat, grad)
+            ctx.gradients.file(ctx.weight, flat, grad)
         return (
             (grad @ weight).view(ctx.shape) if needs_input else None,
             None,

@@ -27,6 +27,8 @@ class LayerCost:
     outputs: tuple[TensorSpec, ...]
     attention_cores: int = 0
     core_flops: float = 0.0
+    largest_parameter_bytes: int = 0
+    kept_bytes: int = 0  # by the layer's graph for its backward, input and parameters apart
 
 
 def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost, ...]:
@@ -41,16 +43,42 @@ def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost
             layer = _without_memory(model, index, seed)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 returned = layer(*tensors)
+            kept = _kept_bytes(layer, tensors)
         except Exception as error:
             taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
             raise ConfigError(
                 f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
             ) from error
         tensors = returned if isinstance(returned, tuple) else (returned,)
-        outputs = tuple(map(TensorSpec.of, tensors))
-        flops, cores = float(counter.get_total_flops()), attention_cores(layer)
-        costs.append(LayerCost(flops, _bytes(layer.parameters()), outputs, len(cores), _core_flops(layer, counter)))
+        costs.append(
+            LayerCost(
+                float(counter.get_total_flops()),
+                _bytes(layer.parameters()),
+                tuple(map(TensorSpec.of, tensors)),
+                len(attention_cores(layer)),
+                _core_flops(layer, counter),
+                max((parameter.nbytes for parameter in layer.parameters()), default=0),
+                kept,
+            )
+        )
     return tuple(costs)
+
+
+def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of the distinct storages that the graph of a forward pass holds."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(*leaves)
+    for known in (*leaves, *layer.parameters(), *layer.buffers()):
+        kept.pop(known.untyped_storage()._cdata, None)
+    del output  # what it keeps must live until here, or a storage's number could be given again
+    return sum(kept.values())
 
 
 def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:

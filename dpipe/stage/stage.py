@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from dpipe.errors import TransferError
-from dpipe.stage.linear import Product, WeightGradients, defer_weight_gradients
+from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.model import Loss
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
+from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
@@ -42,7 +43,8 @@ class Stage:
     `recompute` "full" holds only the layers' inputs between forward and backward, "selective" everything but what is
     inside an attention core, "none" everything. `precision` "bf16" and "fp16" run the layers under autocast;
     parameters, gradients and what crosses a layer's boundary stay fp32. Micro-batch m draws the random numbers of
-    micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share.
+    micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share. Without `splits_backward`,
+    which `backward_input` needs, linear layers stay torch's own: 3 % faster, and the same to the bit.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Stage:
         precision: str = "fp32",
         seed: int = 0,
         first_microbatch: int = 0,
+        splits_backward: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         self.index, self._first_microbatch = index, first_microbatch
@@ -63,11 +66,13 @@ class Stage:
         self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
         self._half, self._device = _HALF[precision], torch.device(device)
         self._passes: dict[int, list[_Pass]] = {}
-        self._waiting: dict[int, list[Product]] = {}  # weight gradients that are still to be made
+        self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
+        self._splits_backward = splits_backward
         for layer in self._layers.values():
-            defer_weight_gradients(layer, self._weight_gradients)
+            if splits_backward:
+                defer_weight_gradients(layer, self._weight_gradients)
             if recompute == "selective":
                 recompute_attention(layer)
         self.begin_step(0)
@@ -84,7 +89,7 @@ class Stage:
         """
         assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
-        targets = None if targets is None else targets.to(self._device)
+        targets = None if targets is None else upload(targets, self._device)
         passes = []
         for index in self._layers:
             number = self._first_microbatch + microbatch
@@ -103,27 +108,26 @@ class Stage:
         `grads` are those of the floating-point outputs, in order; none on the last stage. Returns those of the
         floating-point inputs, in order; none on the first stage, whose inputs are data.
         """
-        self._weight_gradients.filing = False
-        return self._backward(microbatch, grads)
+        input_grads = self._backward(microbatch, grads)
+        make(self._weight_gradients.take())
+        return input_grads
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         """As `backward`, but leave the weight gradients of linear layers for `backward_weight`."""
-        self._weight_gradients.filing = True
+        assert self._splits_backward, f"stage {self.index} was made for schedules that do not split the backward pass"
         input_grads = self._backward(microbatch, grads)
         self._waiting[microbatch] = self._weight_gradients.take()
         return input_grads
 
-    @torch.no_grad()
     def backward_weight(self, microbatch: int) -> None:
         """Add the weight gradients that `backward_input` of this micro-batch left."""
-        for product in self._waiting.pop(microbatch):
-            product()
+        make(self._waiting.pop(microbatch))
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         """As `forward`, in evaluation mode, with nothing stashed."""
-        targets = None if targets is None else targets.to(self._device)
-        inputs = tuple(tensor.to(self._device) for tensor in inputs)
+        targets = None if targets is None else upload(targets, self._device)
+        inputs = tuple(upload(tensor, self._device) for tensor in inputs)
         with _evaluation_mode(self._layers.values()):
             for index in self._layers:
                 inputs = self._run(index, ("evaluate", self._seed, index), targets, inputs)
@@ -163,7 +167,7 @@ class Stage:
         passes = self._passes[microbatch]
         if self._loss is not None:
             assert not grads, "the last stage makes its gradient itself"
-            grads = (torch.tensor(self._loss_factor, device=self._device),)
+            grads = (torch.full((), self._loss_factor, device=self._device),)  # made there: a copy would be waited for
         while passes:
             layer_pass = passes.pop()
             outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
@@ -199,7 +203,7 @@ class Stage:
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
         """What a layer's graph starts from; the inputs of the whole model need no gradient."""
-        moved = [tensor.detach().to(self._device) for tensor in inputs]
+        moved = [upload(tensor.detach(), self._device) for tensor in inputs]
         return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
 
     def _differentiate(self, microbatch: int, outputs: Tensors, grads: Tensors) -> None:

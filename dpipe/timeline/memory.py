@@ -21,7 +21,8 @@ from dpipe.schedule.plan import Schedule
 class LayerMemory:
     """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
 
-    The others are working memory on top of that at the worst moment: of F, of B, of I, of W, and of the optimizer.
+    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
+    step, whose gradients stay as they are made), of I, of W, and of the optimizer.
     """
 
     parameter_bytes: int = 0
@@ -31,6 +32,7 @@ class LayerMemory:
     deferred_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    first_bytes: int = 0
     input_bytes: int = 0
     weight_bytes: int = 0
     update_bytes: int = 0
@@ -108,8 +110,8 @@ class _Walk:
             self._hold(-sum(layer.deferred_bytes for layer in layers))
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
-        whole = action.op is Op.B
-        self._see(layer.backward_bytes if whole else layer.input_bytes)
+        whole, first = action.op is Op.B, (action.stage, place) not in self._made and not self._keeps_gradients
+        self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
         self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
         if whole or layer.deferred_bytes == 0:
             self._have_gradients(action.stage, place, layer)

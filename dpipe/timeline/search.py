@@ -4,7 +4,8 @@ Besides the generators there is `greedy`, which follows the network's clock. On 
 micro-batches) it reaches what compute and egress allow: tests/timeline/test_greedy.py.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -29,24 +30,31 @@ def search(
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
     replicas: Replicas | None = None,
+    held_bytes: Callable[[Schedule], int] | None = None,
+    most_bytes: float = math.inf,
 ) -> Schedule:
     """The compute-only schedule with the shortest simulated step; among equals the one that holds least.
 
     With `replicas` the step has their exchange in it, so that one is found which leaves the network free for it.
-    `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. The name of the result says
-    what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where nothing
-    fits, saying what would.
+    `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. Where `held_bytes` says what a
+    schedule takes, it takes at most `most_bytes`; where none does, the result is the one that takes least. Its name
+    says what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where
+    `memory_limit` is too low, saying what would do.
     """
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
 
     def rating(schedule: Schedule) -> tuple[int, int]:
         return round(simulate(schedule, cost, network, replicas=replicas).duration_us), max(peak_in_flight(schedule))
 
     candidates = chain(
-        _candidates(num_stages, num_microbatches, stages_per_rank, least, limit),
+        _candidates(num_stages, num_microbatches, stages_per_rank, shallowest, limit),
         _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
     )
-    return min((c for c in candidates if max(peak_in_flight(c)) <= limit), key=rating)
+    found = [c for c in candidates if max(peak_in_flight(c)) <= limit]
+    if held_bytes is None:
+        return min(found, key=rating)
+    return min([c for c in found if held_bytes(c) <= most_bytes] or [min(found, key=held_bytes)], key=rating)
 
 
 def first_fit(
@@ -54,7 +62,8 @@ def first_fit(
 ) -> Schedule:
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the time is spent."""
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
-    candidates = _candidates(num_stages, num_microbatches, stages_per_rank, least, limit)
+    shallowest = max(least, min(num_stages, limit))
+    candidates = _candidates(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
     return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
 
 
@@ -74,9 +83,9 @@ def _bounds(num_stages: int, num_microbatches: int, memory_limit: int | None, st
 
 
 def _candidates(
-    num_stages: int, num_microbatches: int, stages_per_rank: int, least: int, limit: int
+    num_stages: int, num_microbatches: int, stages_per_rank: int, shallowest: int, limit: int
 ) -> Iterator[Schedule]:
-    """Every generator with depths that grow geometrically from what the pipeline can use up to what fits."""
+    """Every generator with depths that grow geometrically from `shallowest` up to what fits."""
 
     def named(name: str, **parameters: int) -> Schedule:
         per_rank = 1 if name in ("1f1b", "zero-bubble") else stages_per_rank
@@ -85,7 +94,7 @@ def _candidates(
         return replace(schedule, name=f"auto: {name}" + (f" {chosen}" if chosen else ""))
 
     yield named("gpipe")
-    for depth in _depths(max(least, min(num_stages, limit)), limit):
+    for depth in _depths(shallowest, limit):
         if stages_per_rank > 1:
             yield named("interleaved", in_flight=depth)
             continue

@@ -18,7 +18,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
-from dpipe.streams import HOST, Streams
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, Connection, Mesh
 from dpipe.wire.message import Header, framed, unframed
@@ -27,7 +26,6 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE, _METHOD = "dpipe.wire.v1.Transport", "Connect"
 _HELLO_KEY = "dpipe-hello-bin"
-_OPEN = Security()
 
 
 class _Connection(Connection):
@@ -109,35 +107,13 @@ class GrpcTransport(Mesh[_Connection]):
 
     of = _Connection
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        bind: str = "127.0.0.1",
-        port: int = 0,
-        security: Security = _OPEN,
-        connections: int = 1,
-        chunk_bytes: int = 1 << 20,
-        buffer_bytes: int = 256 << 20,
-        transfer_timeout_s: float = 300.0,
-        connect_timeout_s: float = 20.0,
-        streams: Streams = HOST,
-    ) -> None:
-        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
-        super().__init__(
-            rank,
-            connections=connections,
-            chunk_bytes=chunk_bytes,
-            connect_timeout_s=connect_timeout_s,
-            buffer_bytes=buffer_bytes,
-            timeout_s=transfer_timeout_s,
-            streams=streams,
-        )
+    def _listen(self, bind: str, port: int, security: Security) -> int:
         self._security = security
         self._channels: list[grpc.Channel] = []
         accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._accept)
         handlers = [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: accept})]
-        self._server, self.port = serve(handlers, bind, port, security, MAX_LINKS * connections)
+        self._server, port = serve(handlers, bind, port, security, MAX_LINKS * self._num_connections)
+        return port
 
     def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
         channel = open_channel(address, self._security, own_connection=True)

@@ -16,8 +16,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dpipe.errors import JoinError, TransferError
+from dpipe.streams import HOST, Streams
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import Header, byte_view
+from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
@@ -28,6 +30,7 @@ CHECK = (
     "both ends use TLS with certificates of one authority (node.tls_*), or neither"
 )
 CLOSE_S = 5.0  # for the last sends to leave and the peer to take note
+_OPEN = Security()
 WAKE_S = 5.0  # a thread that may wait for as long as a run takes looks around this often
 
 
@@ -137,22 +140,42 @@ class Mesh(ABC, Generic[ConnectionT]):
     """
 
     of: type[ConnectionT]
-    port: int
 
     def __init__(
-        self, rank: int, *, connections: int, chunk_bytes: int, connect_timeout_s: float, **of_end: Any
+        self,
+        rank: int,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        security: Security = _OPEN,
+        connections: int = 1,
+        chunk_bytes: int = 1 << 20,
+        buffer_bytes: int = 256 << 20,
+        transfer_timeout_s: float = 300.0,
+        connect_timeout_s: float = 20.0,
+        streams: Streams = HOST,
     ) -> None:
-        """`of_end` goes to every `LinkEnd`."""
+        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
         self.rank = rank
         self._num_connections = connections
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s
-        self._of_end = of_end
+        self._of_end: dict[str, Any] = {
+            "num_stripes": connections,
+            "buffer_bytes": buffer_bytes,
+            "timeout_s": transfer_timeout_s,
+            "streams": streams,
+        }
         self._links: dict[int, Link[ConnectionT]] = {}
         self._known = Event()  # set once it is known who may dial this rank
         self._claiming = Lock()
         self._closing = Lock()
         self._closed = False
+        self.port = self._listen(bind, port, security)
+
+    @abstractmethod
+    def _listen(self, bind: str, port: int, security: Security) -> int:
+        """Let peers dial, from now on and with `security` both ways; returns the port, a free one for 0."""
 
     @abstractmethod
     def _dial(self, connection: ConnectionT, address: str, hello: Hello, deadline: float) -> None:
@@ -171,7 +194,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         """
         dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
         for peer in peers:
-            end = LinkEnd(self.rank, peer, addresses[peer], num_stripes=self._num_connections, **self._of_end)
+            end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
             count = self._num_connections
             self._links[peer] = Link(end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)])
         self._known.set()

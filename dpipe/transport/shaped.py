@@ -11,21 +11,61 @@ a thread that wakes late makes one tensor late, and not all behind it.
 """
 
 import heapq
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Condition, Thread
+from typing import Generic, TypeVar
 
 import torch
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.topology import Egress, Network
+from dpipe.topology import Egress, Network, Sent
 from dpipe.transport.base import Moved, Pending, Transport
 from dpipe.wire.spec import TensorSpec
 
 _CLOSE_S = 5.0  # for what was sent before closing to be handed over
 _WAKE_S = 5.0  # an idle shaper looks around this often
+
+
+Item = TypeVar("Item")
+
+
+class Flight(Generic[Item]):
+    """What one rank has under way: first in its slot, then for the link's delay. It has no clock, as `Egress` has none:
+    called with the time, it says what has arrived by then, to the microsecond that the simulator says."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._egress = Egress[Item](network, rank)
+        self._flying: list[tuple[float, int, Sent[Item]]] = []  # a heap by arrival
+        self._numbers = count()
+
+    def offer(self, target: int, item: Item, num_bytes: int, now_us: float) -> None:
+        self._end_slots(now_us)
+        self._egress.offer(target, item, num_bytes, now_us)
+
+    def arrived(self, now_us: float) -> Sent[Item] | None:
+        """Take out the next that has arrived by now, with its slot; None where there is none."""
+        self._end_slots(now_us)
+        if self._flying and self._flying[0][0] <= now_us:
+            return heapq.heappop(self._flying)[-1]
+        return None
+
+    @property
+    def due_us(self) -> float:
+        """When something changes next: a slot ends or an item arrives. Infinity where nothing is under way."""
+        slot_us = math.inf if self._egress.due_us is None else self._egress.due_us
+        return min(slot_us, self._flying[0][0] if self._flying else math.inf)
+
+    def _end_slots(self, now_us: float) -> None:
+        """What has left the interface by now is on its way."""
+        while (due_us := self._egress.due_us) is not None and due_us <= now_us:
+            sent = self._egress.complete()
+            arrival_us = sent.end_us + self._network.link(self._rank, sent.target).delay_us
+            heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent))
 
 
 class ShapedTransport:
@@ -39,10 +79,8 @@ class ShapedTransport:
         self.rank = inner.rank
         self.timeout_s = transfer_timeout_s
         self.changed = Condition()
-        self._inner, self._network = inner, network
-        self._egress = Egress[_Held](network, inner.rank)
-        self._flying: list[tuple[float, int, _Held]] = []  # a heap by arrival
-        self._numbers = count()
+        self._inner = inner
+        self._flight = Flight[_Held](network, inner.rank)
         self._num_held = 0
         self._broken: dict[int, Exception] = {}
         self._failed: Exception | None = None
@@ -55,9 +93,7 @@ class ShapedTransport:
         with self.changed:
             if (error := self.error_of(peer)) is not None:
                 raise error
-            now_us = _now_us()
-            self._end_slots(now_us)
-            self._egress.offer(peer, held, held.num_bytes, now_us)
+            self._flight.offer(peer, held, held.num_bytes, _now_us())
             self._num_held += 1
             self.changed.notify_all()
         return held
@@ -111,24 +147,11 @@ class ShapedTransport:
         with self.changed:
             while not self._stopped:
                 now_us = _now_us()
-                self._end_slots(now_us)
-                if self._flying and self._flying[0][0] <= now_us:
-                    return heapq.heappop(self._flying)[-1]
-                self.changed.wait(self._idle_s(now_us))
+                if (sent := self._flight.arrived(now_us)) is not None:
+                    sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes)
+                    return sent.item
+                self.changed.wait(min(_WAKE_S, (self._flight.due_us - now_us) / 1e6))
         return None
-
-    def _idle_s(self, now_us: float) -> float:
-        dues_us = [self._egress.due_us] if self._egress.due_us is not None else []
-        dues_us += [self._flying[0][0]] if self._flying else []
-        return min([_WAKE_S, *((due_us - now_us) / 1e6 for due_us in dues_us)])
-
-    def _end_slots(self, now_us: float) -> None:
-        """What has left the interface by now is on its way."""
-        while (due_us := self._egress.due_us) is not None and due_us <= now_us:
-            sent = self._egress.complete()
-            sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes)
-            arrival_us = sent.end_us + self._network.link(self.rank, sent.target).delay_us
-            heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent.item))
 
 
 class _Held:

@@ -19,7 +19,6 @@ from functools import partial
 from threading import BoundedSemaphore, Event, Lock, Thread
 
 from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
-from dpipe.streams import HOST, Streams
 from dpipe.transport import greeting
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, WAKE_S, Connection, Mesh
@@ -28,7 +27,6 @@ from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
-_OPEN = Security()
 _GREETING_S = 5.0  # in which one who dials must have said who it is
 _ACCEPT_S = 1.0  # the one who accepts looks around this often
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
@@ -151,39 +149,16 @@ class TcpTransport(Mesh[_Connection]):
 
     of = _Connection
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        bind: str = "127.0.0.1",
-        port: int = 0,
-        security: Security = _OPEN,
-        connections: int = 1,
-        chunk_bytes: int = 1 << 20,
-        buffer_bytes: int = 256 << 20,
-        transfer_timeout_s: float = 300.0,
-        connect_timeout_s: float = 20.0,
-        streams: Streams = HOST,
-    ) -> None:
-        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
-        super().__init__(
-            rank,
-            connections=connections,
-            chunk_bytes=chunk_bytes,
-            connect_timeout_s=connect_timeout_s,
-            buffer_bytes=buffer_bytes,
-            timeout_s=transfer_timeout_s,
-            streams=streams,
-        )
+    def _listen(self, bind: str, port: int, security: Security) -> int:
         self._token = security.token
         self._tls = Tls(security) if security.tls else None
         self._lobby = _Lobby()
-        self._strangers = BoundedSemaphore(MAX_LINKS * connections)  # who may be in the lobby at once
+        self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)  # who may be in the lobby at once
         self._stopping = Event()
-        self._listener = _listen(bind, port)
-        self.port = int(self._listener.getsockname()[1])
-        self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{rank}", daemon=True)
+        self._listener = _open_listener(bind, port)
+        self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
+        return int(self._listener.getsockname()[1])
 
     def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
         self._lobby.spawn(partial(self._call, connection, address, hello, deadline), f"dpipe-dial-{connection.name}")
@@ -264,7 +239,7 @@ class TcpTransport(Mesh[_Connection]):
         self._lobby.close(deadline + 1.0)
 
 
-def _listen(bind: str, port: int) -> socket.socket:
+def _open_listener(bind: str, port: int) -> socket.socket:
     host = bind.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import click
@@ -29,14 +30,22 @@ class Boto:
             from botocore.exceptions import BotoCoreError, ClientError
         except ModuleNotFoundError:
             raise InputError("scripts/aws needs boto3: pip install 'dpipe[aws]'") from None
-        self._client = partial(boto3.session.Session().client, endpoint_url=endpoint_url)
+        self._new_client = partial(boto3.session.Session().client, endpoint_url=endpoint_url)
+        self._clients: dict[tuple[str, str], Any] = {}
+        self._lock = Lock()  # regions are asked at the same time, and a session makes one client at a time
         self._errors = (BotoCoreError, ClientError)
 
     def __call__(self, region: str, operation: str, service: str = "ec2", **parameters: Any) -> Answer:
         try:
-            return dict(getattr(self._client(service, region_name=region), operation)(**parameters))
+            return dict(getattr(self._client(service, region), operation)(**parameters))
         except self._errors as error:
             raise AwsError(f"{region}: {operation}: {error}") from None
+
+    def _client(self, service: str, region: str) -> Any:
+        with self._lock:
+            if (service, region) not in self._clients:
+                self._clients[service, region] = self._new_client(service, region_name=region)
+            return self._clients[service, region]
 
 
 class DryRun:

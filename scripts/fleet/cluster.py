@@ -145,8 +145,7 @@ def status(hosts: Hosts, machines: list[Machine]) -> None:
     for machine, answer in zip(machines, answers, strict=True):
         for row in _rows(answer):
             table.add_row(machine.host.name, *row)
-    console = Console()
-    console.print(table, width=None if console.is_terminal else _WIDE)
+    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
     sys.exit(1 if any(isinstance(answer, str) for answer in answers) else 0)
 
 

@@ -110,7 +110,7 @@ class Hosts:
         if len(every) < num_ranks:
             raise HostsError(
                 f"{num_ranks} ranks need as many slots; {self.path} has {len(every)} on {len(self.hosts)} hosts: "
-                f"add hosts or slots, or give the run fewer ranks (pipeline.stages)"
+                f"add hosts or slots, or give the run fewer ranks (pipeline.stages, data_parallel.replicas)"
             )
         return [Seat(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
 

@@ -54,7 +54,7 @@ class Job:
         if not any(text.startswith("run.folder=") for text in overrides):
             overrides = (*overrides, f'run.folder="runs/{name}"')
         config = load(path, overrides)
-        seats = tuple(hosts.seats(config.pipeline.ranks))
+        seats = tuple(hosts.seats(config.world_size))
         text = path.read_text(encoding="utf-8")
         return cls(name, text, config, overrides, seats, hosts.coordinator, resume is not None, fallback)
 

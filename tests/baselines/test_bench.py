@@ -5,6 +5,7 @@ import pytest
 
 from dpipe.baselines import bench
 from dpipe.errors import RunError
+from dpipe.topology import Link
 
 
 @pytest.fixture
@@ -28,3 +29,12 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)
+
+
+def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() -> None:
+    fast, slow = Link(delay_ms=0.1, bandwidth_gbps=10), Link(delay_ms=0.3, bandwidth_gbps=20)
+    runs = [bench._Run(fast, 1.0, [1.02, 1.04]), bench._Run(slow, 2.0, [2.12, 2.16])]
+    row = bench._engine_row("1f1b", "tcp", runs)
+    assert row["measured / simulated"] == pytest.approx(1.05)
+    assert row["middle half"] == "1.025 to 1.075"
+    assert row["link"] == "0.20 ms, 15.0 Gbit/s"

@@ -9,5 +9,6 @@ TINY = Size(num_layers=2, width=16, num_heads=2, context=16, num_microbatches=2,
 def test_both_engines_learn_the_same_and_are_timed(schedule: str) -> None:
     row = compare_pipelining(schedule, TINY)
     assert row["loss difference"] < 1e-5
-    assert row["dpipe / torch"] == pytest.approx(row["dpipe_s"] / row["torch_s"])
-    assert row["dpipe_s"] > 0
+    low, high = map(float, row["middle half"].split(" to "))
+    assert 0 < low <= round(row["dpipe / torch"], 3) <= high
+    assert min(row["dpipe_s"], row["torch_s"]) > 0

@@ -193,3 +193,55 @@ def test_parameter_server_waits_for_the_norm_where_gradients_are_clipped() -> No
         for norm in (1.0, 0.0)
     )
     assert eager.step_us < clipped.step_us
+
+
+def a_gpt(**pipeline: object) -> Config:
+    model = {"num_layers": 6, "width": 256, "num_heads": 4, "context": 128, "vocab_size": 512}
+    train = {"batch_size": 64, "num_microbatches": 8}
+    return build({"model": model, "train": train, "pipeline": {"stages": 2, **pipeline}})
+
+
+def fullest(config: Config) -> int:
+    return max(rank.total for rank in forecast(config).memory)
+
+
+def test_memory_of_each_rank_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[pipeline]\nstages = 2\n")
+    row = json.loads(forecast_text(str(path), (), None, as_json=True))
+    assert len(row["memory"]) == 2
+    assert all(sum(v for k, v in rank.items() if k != "total") == rank["total"] > 0 for rank in row["memory"])
+    assert "rank 1 at most 0." in forecast_text(str(path), (), None, as_json=False)
+
+
+def test_auto_keeps_the_memory_in_bytes() -> None:
+    free, tight = a_gpt(schedule="auto"), fullest(a_gpt(schedule="1f1b", in_flight=1)) * 1.05
+    assert fullest(free) > tight
+    assert fullest(a_gpt(schedule="auto", memory_gb=tight / 1e9)) <= tight
+
+
+def test_run_that_cannot_fit_is_refused_with_what_would() -> None:
+    needed = fullest(a_gpt(schedule="gpipe"))
+    fits = fullest(a_gpt(schedule="gpipe", recompute="full"))
+    with pytest.raises(ConfigError) as refusal:
+        forecast(a_gpt(schedule="gpipe", memory_gb=0.9 * needed / 1e9))
+    assert f"would hold {needed / 1e9:.3f} GB" in str(refusal.value)
+    assert f'pipeline.recompute = "full" ({fits / 1e9:.3f} GB); pipeline.schedule = "1f1b"' in str(refusal.value)
+    forecast(a_gpt(schedule="gpipe", recompute="full", memory_gb=0.9 * needed / 1e9))
+
+
+def test_nothing_that_fits_is_said_too() -> None:
+    with pytest.raises(ConfigError, match="more stages or a smaller model would help"):
+        forecast(a_gpt(memory_gb=1e-6))
+
+
+def test_sharded_replicas_hold_a_share_of_the_optimizer_state() -> None:
+    def optimizer(kind: str) -> int:
+        return forecast(a_gpt().with_(data_parallel__kind=kind, data_parallel__replicas=4)).memory[0].optimizer
+
+    assert optimizer("sharded") == pytest.approx(optimizer("all-reduce") / 4, rel=1e-3)
+
+
+def test_memory_limit_of_replay_is_refused() -> None:
+    with pytest.raises(ConfigError, match="replay stages hold no model"):
+        forecast(a_replay(stages=2, memory_gb=1))

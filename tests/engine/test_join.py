@@ -5,7 +5,7 @@ import pytest
 from dpipe.config import Config
 from dpipe.coordinator.alone import Alone
 from dpipe.engine.build import launch_ranks, train_rank
-from dpipe.engine.join import address_toward, advertised_host
+from dpipe.engine.join import address_toward, advertised_host, refuse_shared_gpus
 from dpipe.engine.placement import Placement
 from dpipe.engine.replicas import Seat, torch_group
 from dpipe.errors import ConfigError, JoinError
@@ -80,3 +80,8 @@ def test_port_in_use_is_refused(tiny) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(JoinError, match="in use"):
             run_rank(tiny(pipeline__stages=2), Placement(0, 2, 0, address), join_s=1.0)
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    with pytest.raises(ConfigError, match="ranks 1 and 3 share the GPU b, and NCCL needs one for each rank"):
+        refuse_shared_gpus(["a", "b", "c", "b"])

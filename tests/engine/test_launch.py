@@ -14,7 +14,7 @@ import pytest
 
 from dpipe.engine import launch as launch_module
 from dpipe.engine.launch import environment, free_port, launch
-from dpipe.errors import JoinError
+from dpipe.errors import JoinError, RunError
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -71,6 +71,19 @@ def test_launch_leaves_the_terminal_to_rank_0(launcher, capfd):
     assert capfd.readouterr() == ("to out\n", "to err\n")
     assert sorted(launcher.log(1).splitlines()) == ["to err", "to out"]
     assert os.listdir(launcher.logs) == ["rank-1.log"]
+
+
+def test_quiet_launch_gives_rank_0_a_log_too(launcher, capfd):
+    assert launcher("print('said')", "print('said')", quiet=True) == 0
+    assert capfd.readouterr() == ("", "")
+    assert [launcher.log(rank) for rank in (0, 1)] == ["said\n"] * 2
+
+
+def test_launch_kills_ranks_that_have_not_ended_in_time(launcher):
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"the ranks have not ended after 0\.3 s and were killed"):
+        launcher("", SLEEP, timeout_s=0.3)
+    assert time.monotonic() - began < 10
 
 
 def test_launch_shows_the_last_words_of_the_first_to_fail(launcher):

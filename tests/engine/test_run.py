@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from dpipe.config import Config
+from dpipe.engine.blueprint import draft
+from dpipe.engine.build import written_by
+from dpipe.engine.folder import checkpoint_url
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
 from dpipe.engine.trace import load_plan, load_trace, write_chrome
@@ -239,6 +242,19 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
     text = generate_text(Path(config.run.folder), "The quick", tokens=5, temperature=0, seed=0)
     assert text.startswith("The quick")
     assert len(text) > len("The quick")
+
+
+def test_sample_is_left_out_where_a_part_of_the_model_is_on_another_machine(
+    tiny: Make, losses: Losses, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    corpus, url = draft(config).corpus, checkpoint_url(config)
+    assert corpus is not None
+    assert written_by(config, corpus, url, "The") is not None
+    next(Path(url).glob("*/model-00001-*")).unlink()
+    assert written_by(config, corpus, url, "The") is None
+    assert "run.sample is left out" in caplog.text
 
 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:

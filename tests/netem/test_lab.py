@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from leftovers import left_of
 
 from dpipe.errors import ProfileError
-from dpipe.topology import Link
+from dpipe.topology import Link, load_network
 from netem import lab as labs
 from netem import measure, probe, shell
 from netem.cli import main
@@ -61,18 +61,27 @@ def test_router_carries_coalesced_packets(lab):
 
 
 @pytest.mark.parametrize("asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps")
-def test_published_network_is_seen_as_it_is_asked(lab, profile, asked):
-    """Within 10 %, and as published where the router can. What a guest on two cores cannot: carry 10 Gbit/s, and wake
-    sooner than some 0.1 ms. The rate is then a share of what it carried when it came up, and a busy machine's share is
-    smaller; `lab set` and `lab status` warn of both."""
-    for share in (1.0, 0.65, 0.4, 0.4):
-        link = Link(asked.delay_ms, min(asked.bandwidth_gbps, share * lab.carries_gbps))
-        labs.set_profile(lab, profile(text(link)))
-        round_trip, rate = probe.compare(link, link, measure.observe(*lab.hosts[:2], link, seconds=1.0))
-        as_asked = (round_trip.close or abs(round_trip.observed - round_trip.asked) < 2 * GUEST_WAKES_MS) and rate.close
-        if as_asked:
-            break
-    assert as_asked, f"{round_trip}\n{rate}"
+def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, profile, asked):
+    """Delay and rate within 10 %. A rate that the router was not seen to carry, as 10 Gbit/s on two cores, is warned
+    of, and then the delay alone is promised; a delay is kept to the 0.1 ms in which a guest wakes."""
+    path = profile(text(asked))
+    labs.set_profile(lab, path)
+    warned = any(f"a link asks {asked.bandwidth_gbps:g} Gbit/s; the router carries" in w for w in warnings(lab, path))
+    assert warned == (asked.bandwidth_gbps > lab.carries_gbps)
+
+    def look() -> list[probe.Row]:
+        return probe.compare(asked, asked, measure.observe(*lab.hosts[:2], asked, seconds=1.0))
+
+    def good(rows: list[probe.Row]) -> bool:
+        delay, rate = rows
+        return (delay.close or abs(delay.observed - delay.asked) < 2 * GUEST_WAKES_MS) and (rate.close or warned)
+
+    rows = settled(look, good)
+    assert good(rows), "\n".join(map(str, rows))
+
+
+def warnings(lab: Lab, path: Path) -> list[str]:
+    return labs.warnings(lab, load_network(path))
 
 
 def test_links_that_differ_are_each_seen_as_asked(lab, profile):

@@ -60,3 +60,7 @@ def test_tied_stages_on_one_rank_exchange_nothing():
 def test_index_says_where_an_action_stands():
     schedule = forward_only(2, 3)
     assert schedule.index[parse_action("1F2")] == (1, 2)
+
+
+def test_splits_says_whether_any_backward_pass_is_split():
+    assert [lower(schedule).splits for schedule in (gpipe(2, 2), zero_bubble(2, 2))] == [False, True]

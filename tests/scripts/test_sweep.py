@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,18 +43,27 @@ class Bench:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def run(self, scale: int = 1, **keys: object) -> Result:
+    def run(
+        self,
+        scale: int = 1,
+        engine: str = "dpipe",
+        schedules: Sequence[str] = ("gpipe", "1f1b"),
+        most: int | None = None,
+        **keys: object,
+    ) -> Result:
         table = {
             "name": "small",
             "config": "config.toml",
             "networks": ["near.toml", "far.toml"],
-            "schedules": ["gpipe", "1f1b"],
-            "wires": ["fp32"],
             "scale": scale,
         } | keys
-        self.write("sweep.toml", "\n".join(f"{key} = {json.dumps(value)}" for key, value in table.items()))
-        arguments = [str(self.folder / "sweep.toml"), "--results", str(self.results)]
-        return CliRunner().invoke(self.sweep.main, arguments)
+        runs = {"engine": engine, "schedules": schedules}
+        blocks = [*table.items(), "[[run]]", *runs.items()]
+        self.write("sweep.toml", "\n".join(b if isinstance(b, str) else f"{b[0]} = {json.dumps(b[1])}" for b in blocks))
+        most = [] if most is None else ["--most", str(most)]
+        return CliRunner().invoke(
+            self.sweep.main, [str(self.folder / "sweep.toml"), "--results", str(self.results), *most]
+        )
 
     def lines(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.results.read_text().splitlines()]
@@ -63,9 +73,9 @@ class Bench:
 def bench(script, tmp_path, monkeypatch) -> Bench:
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
 
-    def measure(cell, timeout_s):
+    def measure(cell, at, timeout_s):
         bench.measured.append(str(cell))
-        return 1.5
+        return {"measured_s": 1.5}
 
     monkeypatch.setattr(bench.sweep, "measure", measure)
     return bench
@@ -95,10 +105,10 @@ def test_line_has_the_columns_and_where_they_are_from(bench):
 def test_interrupted_sweep_goes_on_where_it_stopped(bench, monkeypatch):
     measure = bench.sweep.measure
 
-    def interrupted(cell, timeout_s):
+    def interrupted(cell, at, timeout_s):
         if len(bench.measured) == 2:
             raise KeyboardInterrupt
-        return measure(cell, timeout_s)
+        return measure(cell, at, timeout_s)
 
     monkeypatch.setattr(bench.sweep, "measure", interrupted)
     assert bench.run().exit_code == 1
@@ -127,10 +137,10 @@ def test_cell_is_measured_again_on_a_network_that_has_changed(bench):
 def test_cell_that_fails_is_told_and_the_others_are_measured(bench, monkeypatch):
     measure = bench.sweep.measure
 
-    def failing(cell, timeout_s):
+    def failing(cell, at, timeout_s):
         if str(cell) == ALL[1]:
             raise bench.sweep.RunError(f"{cell} failed: out of luck")
-        return measure(cell, timeout_s)
+        return measure(cell, at, timeout_s)
 
     monkeypatch.setattr(bench.sweep, "measure", failing)
     result = bench.run()
@@ -139,15 +149,55 @@ def test_cell_that_fails_is_told_and_the_others_are_measured(bench, monkeypatch)
     assert bench.measured == [ALL[0], *ALL[2:]]
 
 
+def only_cell(bench, venue):
+    table = {"name": "s", "config": "config.toml", "venue": venue, "networks": ["far.toml"], "scale": 4}
+    sweep = bench.sweep.Sweep(**table, run=[{"schedules": ["1f1b"]}])
+    (cell,) = bench.sweep.cells(sweep, bench.folder / "work")
+    return cell
+
+
 def test_scale_divides_messages_bandwidth_and_window_but_not_delay(bench):
-    (cell,) = bench.sweep.cells(
-        bench.sweep.Sweep(
-            name="s", config="config.toml", networks=["far.toml"], schedules=["1f1b"], wires=["fp32"], scale=4
-        ),
-        bench.folder / "work",
-    )
+    cell = only_cell(bench, "shaped")
     assert cell.config.replay.message_bytes == 1000
     assert load_network(cell.config.transport.shape).default == Link(20, 0.25, window_bytes=1e6)
+
+
+def test_in_a_lab_the_kernel_has_its_own_window_and_ranks_listen_outside(bench):
+    config = only_cell(bench, "lab").config
+    assert load_network(config.predict.network).default == Link(20, 0.25, window_bytes=4e6)
+    assert config.transport.shape is None
+    assert config.node.bind == "0.0.0.0"
+
+
+def test_cells_of_another_venue_or_engine_are_others(bench):
+    bench.run(networks=["far.toml"], schedules=["gpipe"])
+    bench.run(networks=["far.toml"], schedules=["gpipe"], engine="torch")
+    assert only_cell(bench, "shaped").key != only_cell(bench, "lab").key
+    assert bench.measured == ["far dpipe gpipe fp32", "far torch gpipe fp32"]
+
+
+def test_torch_is_quoted_beside_how_far_its_losses_are_from_ours(bench):
+    bench.run(networks=["far.toml"], schedules=["gpipe"], engine="torch")
+    (line,) = bench.lines()
+    assert line["loss_difference"] < 1e-5
+
+
+def test_torch_that_learns_otherwise_is_not_quoted(bench, monkeypatch):
+    def differ(schedule, size):
+        raise AssertionError("the losses differ by 1")
+
+    monkeypatch.setattr(bench.sweep, "compare_pipelining", differ)
+    result = bench.run(networks=["far.toml"], schedules=["gpipe"], engine="torch")
+    assert result.exit_code == 1
+    assert "the losses differ by 1" in result.output
+    assert not bench.results.exists()
+
+
+def test_sweep_stops_after_as_many_cells_as_asked(bench):
+    bench.run(most=3)
+    assert bench.measured == ALL[:3]
+    bench.run(most=3)
+    assert bench.measured == ALL
 
 
 def test_profile_of_unlike_links_comes_back_as_it_was(bench):
@@ -159,8 +209,10 @@ def test_profile_of_unlike_links_comes_back_as_it_was(bench):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"engine": ["dpipe"]}, "engine: Extra inputs are not permitted"),
-        ({"engines": ["deepspeed"]}, "engines.0: Input should be 'dpipe', got 'deepspeed'"),
+        ({"engines": ["dpipe"]}, "engines: Extra inputs are not permitted"),
+        ({"engine": "deepspeed"}, "run.0.engine: Input should be 'dpipe' or 'torch', got 'deepspeed'"),
+        ({"engine": "torch", "schedules": ["auto"]}, "pipeline.schedule must be one of gpipe, 1f1b"),
+        ({"venue": "cloud"}, "venue: Input should be 'shaped' or 'lab', got 'cloud'"),
         ({"scale": 0}, "scale: Input should be greater than or equal to 1, got 0"),
         ({"schedules": ["wavefront"]}, "pipeline.schedule: Input should be .*, got 'wavefront'"),
         ({"networks": ["nowhere.toml"]}, r"nowhere.toml does not exist"),
@@ -205,6 +257,23 @@ def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
     assert line["predicted_s"] <= line["measured_s"] < line["predicted_s"] + 0.2
 
 
+def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch):
+    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step and then well."""
+    bench = Bench(script("sweep"), tmp_path, monkeypatch)
+
+    def stopped(argv_of_rank, num_ranks, **settings):
+        row = json.dumps({"step": 0, "loss": 0.0, "step_s": 1.0})
+        (settings["logs"].parent).mkdir(parents=True)
+        (settings["logs"].parent / "metrics.jsonl").write_text(row + "\n")
+        return 0
+
+    monkeypatch.setattr(script("trials"), "launch", stopped)
+    result = bench.run()
+    assert result.exit_code == 1
+    assert result.output.splitlines() == ["[1/4] near dpipe gpipe fp32 ... ", "Aborted!"]
+    assert not bench.results.exists()
+
+
 def test_run_that_fails_shows_the_end_of_what_it_said(script, tmp_path, monkeypatch):
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     bench.write("far.toml", FAR + "jitter_ms = 1")
@@ -218,4 +287,4 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     result = bench.run(networks=["far.toml"], schedules=["gpipe"], timeout_s=0.3)
     assert result.exit_code == 1
-    assert "far dpipe gpipe fp32 took longer than timeout_s 0.3" in result.output
+    assert "far dpipe gpipe fp32: the ranks have not ended after 0.3 s and were killed" in result.output

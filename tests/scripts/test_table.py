@@ -157,3 +157,10 @@ def test_png_without_matplotlib_says_what_to_install(table, results, tmp_path, m
     result = run(table, "--mode", "replay", "--results", results, "--png", tmp_path / "table.png")
     assert result.exit_code == 2
     assert "pip install 'dpipe[plot]'" in result.output
+
+
+def test_comparison_has_a_line_a_network_and_a_column_a_system(table, results):
+    lines = run(table, "--mode", "replay", "--results", results, "--compare").output.splitlines()
+    assert lines[0] == "| network | published gpipe fp32 | dpipe auto bf16 |"
+    assert lines[2] == "| 0.1 ms, 10 Gbit/s | 15.16 |  |"
+    assert lines[-1] == "| 50 ms, 1 Gbit/s | 29.08 | 15.00 |"

@@ -32,7 +32,12 @@ def small_gpt(dropout: float = 0.0, tied: bool = False) -> LayeredModel:
 
 
 def cut_model(
-    model: LayeredModel, cut: Sequence[int], *, recompute: str = "none", precision: str = "fp32"
+    model: LayeredModel,
+    cut: Sequence[int],
+    *,
+    recompute: str = "none",
+    precision: str = "fp32",
+    splits_backward: bool = True,
 ) -> list[Stage]:
     """One stage for each number of layers in `cut`."""
     starts = [0, *accumulate(cut)]
@@ -45,6 +50,7 @@ def cut_model(
             loss=model.loss if index == len(cut) - 1 else None,
             recompute=recompute,
             precision=precision,
+            splits_backward=splits_backward,
         )
         for index, (start, size) in enumerate(zip(starts, cut, strict=False))
     ]
@@ -129,8 +135,11 @@ def train(
     order: Callable[[Sequence[Stage], int], list[torch.Tensor]] = gpipe,
     **how: object,
 ) -> Result:
-    """Three steps; losses of all micro-batches, and the parameters at the end."""
-    stages = cut_model(model, cut, **how)
+    """Three steps; losses of all micro-batches, and the parameters at the end.
+
+    Linear layers are torch's own unless `order` splits the backward pass.
+    """
+    stages = cut_model(model, cut, splits_backward=order in (split, late_weights), **how)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
     losses: list[float] = []
@@ -169,6 +178,13 @@ def test_cut_changes_no_bit_in_half_precision(precision: str) -> None:
     model = small_gpt(dropout=0.1)
     whole = train(model, (4,), precision=precision)
     assert train(model, (1, 2, 1), split, precision=precision, recompute="full").equals(whole)
+
+
+def test_stage_made_for_whole_backward_passes_refuses_to_split_one() -> None:
+    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, splits_backward=False)
+    stage.forward(0, (torch.ones(1, 2),))
+    with pytest.raises(AssertionError, match="stage 0 was made for schedules that do not split"):
+        stage.backward_input(0, (torch.ones(1, 2),))
 
 
 def test_tied_weights_stay_equal_in_any_cut() -> None:

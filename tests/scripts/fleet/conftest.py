@@ -7,14 +7,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 from click.testing import CliRunner, Result
 from fleet import cluster as commands
+from fleet import ssh
+from fleet.ec2 import ssh_answers
 
 from dpipe.engine.launch import free_port
 
@@ -114,6 +117,9 @@ def keys(tmp_path_factory) -> Keys:
 def sshd(keys) -> Iterator[tuple[Sshd, int]]:
     port = free_port()
     server = keys.serve(port, ["127.0.0.1", "127.0.0.2"])
+    deadline = time.monotonic() + 20
+    while not ssh_answers("127.0.0.2", port) and time.monotonic() < deadline:
+        time.sleep(0.05)
     yield server, port
     server.stop()
 
@@ -148,8 +154,9 @@ class Cloud:
 
     def __call__(self, *words: str | Path, hosts: Path | None = None) -> Result:
         """A command of scripts/cluster."""
+        name, *more = map(str, words)
         given = ["--hosts", str(hosts or self.root / "hosts.toml")]
-        return CliRunner().invoke(commands.main, [*map(str, words), *given])
+        return CliRunner().invoke(commands.main, [name, *given, *more])
 
     def play(self, text: str) -> None:
         """What the ranks do in place of training."""
@@ -188,15 +195,28 @@ def new_cloud(sshd: tuple[Sshd, int], keys: Keys, root: Path) -> Cloud:
 
 
 def end_all_in(root: Path) -> None:
-    """Kill what was started there."""
+    """Kill what was started there, holders too, and wait: nothing may write there any more."""
+    ended = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cwd().startswith(str(root)):
+            if process.cwd().startswith(str(root)) or f"{root}/host" in " ".join(process.cmdline()):
                 process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, timeout=10)
+
+
+@pytest.fixture(scope="session")
+def sockets(sshd) -> Iterator[None]:
+    """Connections outlive the commands: to make one takes longer than most tests."""
+    with TemporaryDirectory(prefix="dpipe-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssh, "TemporaryDirectory", lambda prefix: nullcontext(folder))
+        patch.setattr(ssh.Machine, "disconnect", lambda machine: None)
+        yield
+        sshd[0].cut_all()
 
 
 @pytest.fixture
-def bare(sshd, keys, tmp_path, monkeypatch) -> Iterator[Cloud]:
+def bare(sshd, keys, sockets, tmp_path, monkeypatch) -> Iterator[Cloud]:
     """Machines on which nothing is installed."""
     cloud = new_cloud(sshd, keys, tmp_path)
     monkeypatch.setattr(commands, "REPOSITORY", cloud.repository)
@@ -212,7 +232,7 @@ def fresh(bare) -> Cloud:
 
 
 @pytest.fixture(scope="session")
-def installed(sshd, keys, tmp_path_factory) -> Cloud:
+def installed(sshd, keys, sockets, tmp_path_factory) -> Cloud:
     cloud = new_cloud(sshd, keys, tmp_path_factory.mktemp("cloud"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commands, "REPOSITORY", cloud.repository)
@@ -230,6 +250,20 @@ def cloud(installed) -> Iterator[Cloud]:
             if path.name in ("cluster", "netem.log", "shaped", "refuse", "off"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(installed.folder(number) / "src/runs", ignore_errors=True)
+
+
+@pytest.fixture
+def command_lines() -> Callable[[], list[list[str]]]:
+    """Of every process of this machine, as any user can read them."""
+
+    def read() -> list[list[str]]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has ended since
+                found.append(path.read_bytes().decode(errors="replace").split("\0"))
+        return found
+
+    return read
 
 
 @pytest.fixture

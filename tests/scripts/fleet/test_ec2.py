@@ -1,8 +1,8 @@
 """Instances on moto's server, which answers as EC2 does: launched whole or not at all, and ended by their tag."""
 
 import json
+import sys
 
-import boto3
 import pytest
 from click.testing import CliRunner
 from fleet import aws, ec2
@@ -19,33 +19,33 @@ HERE = "203.0.113.7/32"
 
 
 @pytest.fixture(scope="module")
-def server():
+def boto():
+    """Makes the calls of all tests here: a client takes its time to be made."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "x")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        yield aws.Boto(None)
     server.stop()
 
 
 @pytest.fixture
-def url(server, tmp_path, monkeypatch):
-    for key, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(key, value)
+def ec2_of(boto, tmp_path, monkeypatch):
+    """`ec2_of(region, "operation", ...)`; nothing of a test is left there."""
+    monkeypatch.setattr(aws, "Boto", lambda url: boto)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ec2, "POLL_S", 0.01)
-    monkeypatch.setattr(ec2, "READY_S", 1.0)
     monkeypatch.setattr(ec2, "ssh_answers", lambda address: True)
     (tmp_path / "me.pem").touch()
     for region in (ONE, TWO):
-        client(region).create_key_pair(KeyName="me")
-    yield server
+        boto(region, "create_key_pair", KeyName="me")
+    yield boto
     for region in (ONE, TWO):
-        client(region).delete_key_pair(KeyName="me")
-        ec2.down("t", [region], aws.Boto(None), lambda said: None)
-
-
-def client(region):
-    return boto3.client("ec2", region_name=region)
+        boto(region, "delete_key_pair", KeyName="me")
+    ec2.down("t", [ONE, TWO], boto, lambda said: None)
 
 
 def call(*words):
@@ -62,10 +62,10 @@ def there(region):
 
 def groups(region):
     filters = [{"Name": "tag:dpipe", "Values": ["t"]}]
-    return client(region).describe_security_groups(Filters=filters)["SecurityGroups"]
+    return aws.Boto(None)(region, "describe_security_groups", Filters=filters)["SecurityGroups"]
 
 
-def test_instances_of_two_regions_become_a_hosts_file(url):
+def test_instances_of_two_regions_become_a_hosts_file(ec2_of):
     done = up()
     assert done.exit_code == 0, done.output
     hosts = load_hosts(aws.Path("hosts.toml")).hosts
@@ -76,7 +76,7 @@ def test_instances_of_two_regions_become_a_hosts_file(url):
     assert (hosts[0].user, str(hosts[0].key)) == ("ubuntu", "me.pem")
 
 
-def test_nodes_reach_each_other_and_only_one_address_reaches_ssh(url):
+def test_nodes_reach_each_other_and_only_one_address_reaches_ssh(ec2_of):
     up()
     nodes = {f"{instance.public}/32" for region in (ONE, TWO) for instance in there(region)}
     for region in (ONE, TWO):
@@ -88,7 +88,7 @@ def test_nodes_reach_each_other_and_only_one_address_reaches_ssh(url):
         assert [pair["GroupId"] for pair in every["UserIdGroupPairs"]] == [group["GroupId"]]
 
 
-def test_one_region_talks_over_private_addresses_of_its_group(url):
+def test_one_region_talks_over_private_addresses_of_its_group(ec2_of):
     assert up("--region", ONE, "--count", "2").exit_code == 0
     hosts = load_hosts(aws.Path("hosts.toml")).hosts
     assert {host.advertise for host in hosts} == {instance.private for instance in there(ONE)}
@@ -97,22 +97,27 @@ def test_one_region_talks_over_private_addresses_of_its_group(url):
 
 
 @pytest.mark.parametrize(("market", "cycle"), [("--spot", "spot"), ("--on-demand", None)])
-def test_market_is_as_asked(url, market, cycle):
+def test_market_is_as_asked(ec2_of, market, cycle):
     up(market, "--region", ONE, "--count", "1")
-    (reservation,) = client(ONE).describe_instances(InstanceIds=[there(ONE)[0].id])["Reservations"]
+    (reservation,) = ec2_of(ONE, "describe_instances", InstanceIds=[there(ONE)[0].id])["Reservations"]
     assert reservation["Instances"][0].get("InstanceLifecycle") == cycle
 
 
-def test_status_lists_and_down_leaves_nothing(url):
+def test_status_lists_and_down_leaves_nothing(ec2_of, monkeypatch):
+    monkeypatch.setattr(aws, "all_regions", lambda calls: [ONE, TWO])
     up()
-    listed = call("status", "--region", f"{ONE},{TWO}").output
+    listed = call("status").output
     assert [instance.id in listed for instance in (*there(ONE), *there(TWO))] == [True] * 3
-    done = call("down")  # in whatever region
+    done = call("down")
     assert done.exit_code == 0, done.output
     assert [there(ONE), there(TWO), groups(ONE), groups(TWO)] == [[], [], [], []]
 
 
-def test_tag_in_use_is_refused_and_what_runs_stays(url):
+def test_all_regions_are_those_of_the_account(ec2_of):
+    assert {ONE, TWO} <= set(aws.all_regions(ec2_of))
+
+
+def test_tag_in_use_is_refused_and_what_runs_stays(ec2_of):
     up()
     done = up("--hosts-file", "other.toml")
     assert done.exit_code == 2
@@ -133,7 +138,7 @@ def test_tag_in_use_is_refused_and_what_runs_stays(url):
         (["--hosts-file", "me.pem"], "me.pem is there already; choose another --hosts-file"),
     ],
 )
-def test_mistake_is_named_before_anything_is_launched(url, words, expected):
+def test_mistake_is_named_before_anything_is_launched(ec2_of, words, expected):
     done = up(*words)
     assert done.exit_code == 2, done.output
     assert expected in done.output
@@ -162,7 +167,7 @@ def launch(calls, said, answers=lambda address: True):
     return ec2.up(order(), calls, said.append, answers=answers, timeout_s=0.05)
 
 
-def test_launch_that_fails_half_way_leaves_nothing(url):
+def test_launch_that_fails_half_way_leaves_nothing(ec2_of):
     said = []
     with pytest.raises(AwsError, match=f"{TWO}: run_instances: InsufficientInstanceCapacity"):
         launch(Failing((TWO, "run_instances")), said)
@@ -170,7 +175,7 @@ def test_launch_that_fails_half_way_leaves_nothing(url):
     assert [there(ONE), there(TWO), groups(ONE), groups(TWO)] == [[], [], [], []]
 
 
-def test_what_cannot_be_taken_back_is_named(url):
+def test_what_cannot_be_taken_back_is_named(ec2_of):
     left = Failing((TWO, "run_instances"), (ONE, "terminate_instances"))
     with pytest.raises(AwsError) as error:
         launch(left, [])
@@ -179,20 +184,19 @@ def test_what_cannot_be_taken_back_is_named(url):
     assert len(there(ONE)) == 2
 
 
-def test_machine_on_which_ssh_does_not_answer_is_named(url):
+def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
     with pytest.raises(AwsError, match=r"no SSH on [\d., ]+; does --ssh-from hold this machine's public address?"):
         launch(aws.Boto(None), [], answers=lambda address: False)
     assert there(ONE) == []
 
 
-def test_group_that_stays_is_named(url, monkeypatch):
-    monkeypatch.setattr(ec2, "READY_S", 0.05)
+def test_group_that_stays_is_named(ec2_of):
     up()
     with pytest.raises(AwsError, match=r"group sg-\w+ is left: .*delete_security_group"):
         ec2.down("t", [ONE], Failing((ONE, "delete_security_group")), lambda said: None, timeout_s=0.05)
 
 
-def test_interrupt_leaves_nothing(url):
+def test_interrupt_leaves_nothing(ec2_of):
     def interrupt(address):
         raise KeyboardInterrupt
 
@@ -209,12 +213,12 @@ class Fading(Failing):
     def __call__(self, region, operation, service="ec2", **parameters):
         if operation == "run_instances":
             told = super().__call__(region, operation, service, **parameters)
-            client(region).terminate_instances(InstanceIds=[told["Instances"][0]["InstanceId"]])
+            self._boto(region, "terminate_instances", InstanceIds=[told["Instances"][0]["InstanceId"]])
             return told
         return super().__call__(region, operation, service, **parameters)
 
 
-def test_instance_that_ends_while_starting_is_named(url):
+def test_instance_that_ends_while_starting_is_named(ec2_of):
     with pytest.raises(AwsError, match=r"i-\w+ ended while starting; the console says why"):
         launch(Fading(), [])
 
@@ -227,7 +231,7 @@ class Late(Failing):
         return {"Reservations": []} if operation == "describe_instances" else told
 
 
-def test_instances_too_new_to_be_found_are_terminated_too(url):
+def test_instances_too_new_to_be_found_are_terminated_too(ec2_of):
     with pytest.raises(AwsError, match="0 of 2 instances run, with addresses, in time"):
         launch(Late(), [])
     assert there(ONE) == []
@@ -245,14 +249,17 @@ def test_dry_run_prints_the_calls_and_makes_none(tmp_path, monkeypatch):
     assert "ec2 every-region terminate_instances" in call("down", "--dry-run").output
 
 
-def test_server_that_does_not_answer_is_named(url):
+def test_server_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     done = call("status", "--region", ONE, "--endpoint-url", "http://127.0.0.1:1")
     assert done.exit_code == 1
     assert f"aws: {ONE}: describe_instances: Could not connect to the endpoint URL" in done.output
 
 
 def test_missing_boto3_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(InputError, match=r"needs boto3: pip install 'dpipe\[aws\]'"):
         aws.Boto(None)
 

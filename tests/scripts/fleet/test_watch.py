@@ -89,9 +89,11 @@ def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
     monkeypatch.setattr(watch, "RETRY_S", 0.1)
     cloud.play("time.sleep(60)")
     broken = cloud.folder(1) / "src/scripts/fleet/agent.py"
-    later(ready(cloud, word="starts"), lambda: (broken.unlink(), cloud.sshd.cut_all()))
+    gone = broken.with_name("gone.py")
+    later(ready(cloud, word="starts"), lambda: (broken.rename(gone), cloud.sshd.cut_all()))
     monkeypatch.setattr(watch, "GRACE_S", 0.3)
     done = cloud.run("--name", "r")
+    gone.rename(broken)
     assert done.exit_code == 1
     assert f"rank 1 on 127.0.0.2:{cloud.port}: not heard of for 1 s: host 127.0.0.2:{cloud.port}: " in done.output
     assert "No such file or directory" in done.output

@@ -1,0 +1,74 @@
+"""Whether a run fits into the memory of its ranks, and what would: asked before anything starts."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from dpipe.config import Config
+from dpipe.engine.memory import stage_memory
+from dpipe.errors import ConfigError, ScheduleError
+from dpipe.schedule.plan import Schedule
+from dpipe.timeline.memory import LayerMemory, RankMemory, StageMemory, peak_memory
+
+Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for replay
+
+_FLOAT = 4
+_SUGGESTIONS = 3
+
+
+def stages_memory(config: Config, layers: Sequence[LayerMemory], cut: Sequence[int]) -> Stages:
+    """The memory of each stage's layers in this run; `cut` are layers a stage."""
+    if config.data_parallel.kind == "sharded":
+        replicas = config.data_parallel.replicas
+        layers = [replace(layer, optimizer_bytes=layer.optimizer_bytes // replicas) for layer in layers]
+    output = config.microbatch_size * config.model.context * config.model.width * _FLOAT
+    return stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
+
+
+def most_held(schedule: Schedule, stages: Stages) -> int:
+    """Bytes of the rank that holds most."""
+    return max(rank.total for rank in peak_memory(schedule, stages))
+
+
+def refuse_memory_of_replay(config: Config) -> None:
+    if config.pipeline.memory_gb is not None:
+        raise ConfigError("pipeline.memory_gb limits what a model holds, and replay stages hold no model; leave it out")
+
+
+def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Config], int]) -> None:
+    """Raises `ConfigError` where a rank is predicted to hold more than `pipeline.memory_gb`, with what would fit.
+
+    `held(config)` are the bytes that the fullest rank of another configuration of a GPT would hold.
+    """
+    limit = config.pipeline.memory_gb
+    if limit is None:
+        return
+    rank, worst = max(enumerate(memory), key=lambda pair: pair[1].total)
+    if worst.total <= limit * 1e9:
+        return
+    fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.layers == "gpt" else []
+    advice = f"these would fit: {'; '.join(fitting)}" if fitting else "more stages or a smaller model would help"
+    raise ConfigError(
+        f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} (parameters "
+        f"{worst.parameters / 1e9:.3f}, gradients {worst.gradients / 1e9:.3f}, optimizer {worst.optimizer / 1e9:.3f}, "
+        f"activations {worst.activations / 1e9:.3f}, working memory {worst.working / 1e9:.3f}); {advice}"
+    )
+
+
+def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iterator[str]:
+    """Single changes to the configuration, mildest first, under which it would fit."""
+    for key, value in _changes(config):
+        try:
+            after = held(config.with_(**{key: value}))
+        except (ConfigError, ScheduleError):
+            continue  # a change that does not go with the rest of the configuration
+        if after <= most:
+            yield f"{key.replace('__', '.')} = {json.dumps(value)} ({after / 1e9:.3f} GB)"
+
+
+def _changes(config: Config) -> Iterator[tuple[str, object]]:
+    train, pipeline = config.train, config.pipeline
+    yield from (("pipeline__recompute", kind) for kind in ("selective", "full") if kind != pipeline.recompute)
+    yield "pipeline__schedule", "1f1b"
+    yield from (("train__num_microbatches", train.num_microbatches * factor) for factor in (2, 4, 8, 16))
+    yield from (("pipeline__stages", pipeline.stages * factor) for factor in (2, 4))

@@ -1,0 +1,304 @@
+"""From GPU to GPU by NCCL (through cupy): for machines with a fast network between them, or one machine with NVLink.
+
+    rank 1                                              rank 2
+    link 1->2   --wait(made)--[send]--*  ===========>   *--[recv]--    link 1->2
+    link 2->1   --[recv]--*              <===========   --[send]--     link 2->1
+
+Each directed link is a communicator of two ranks and a stream of its own, so that one link never waits for another, and
+a receive that is posted early holds up nothing but its link. NCCL has no tags: what is sent and what is expected agree
+because both ends run one checked schedule. A pair of ranks needs two GPUs.
+
+The host only queues. A thread looks around for what went wrong meanwhile: a peer that is gone or too late has its links
+aborted, so that what the device waits for there ends, and whoever settles or waits next gets the error. NCCL notices
+the death of a peer over a network; within a machine it may not, and the coordinator's word ends the wait.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from threading import Event, Lock, Thread
+from typing import Any
+
+import torch
+
+from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
+from dpipe.streams import CudaStreams, Mark
+from dpipe.transport.base import Moved
+from dpipe.wire.spec import TensorSpec
+
+_CLOSE_S = 5.0  # for the last sends to leave
+_WATCH_S = 0.1
+_POLL_S, _POLL_MAX_S = 20e-6, 1e-3
+_SOURCE, _TARGET = 0, 1  # the ranks in a link's communicator
+
+Offer = Mapping[int, Sequence[int]]
+
+
+def load_nccl() -> Any:
+    """`cupy.cuda.nccl`; raises `ConfigError` that says what to install."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ConfigError(
+            f'transport.kind = "nccl" needs cupy ({error}): pip install "dpipe[cuda]", or take transport.kind = "tcp"'
+        ) from None
+    if not nccl.available:
+        raise ConfigError(
+            'transport.kind = "nccl": cupy finds no NCCL library; install one, such as pip install nvidia-nccl-cu13'
+        )
+    return nccl
+
+
+class _Transfer:
+    """A send or a receive that is queued on its link's stream."""
+
+    def __init__(self, link: "_Link", what: str, num_bytes: int, start: Mark, end: Mark) -> None:
+        self.link, self.what, self.end = link, what, end
+        self.waited_since: float | None = None
+        self._num_bytes, self._start = num_bytes, start
+        self._moved: Moved | None = None
+
+    @property
+    def moved(self) -> Moved | None:
+        """From when this end was ready: NCCL does not say when the peer was."""
+        return self._moved if self.done() else None
+
+    def done(self) -> bool:
+        streams = self.link.streams
+        # What is aborted comes to its end as well, so that after an error nothing more counts as done.
+        if self._moved is None and self.link.error is None and streams.done(self.end):
+            self._moved = Moved(streams.ns(self._start), streams.ns(self.end), self._num_bytes)
+        return self._moved is not None
+
+    def settle(self) -> None:
+        self.waited_since = self.waited_since or time.monotonic()
+        pause_s = _POLL_S
+        while not self.done():  # the watching thread ends it: it breaks the link when time is up
+            self.link.raise_if_broken()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+        if self.link.failed:
+            self.link.raise_if_broken()
+
+
+class _Sending(_Transfer):
+    wait = _Transfer.settle
+
+
+class _Receiving(_Transfer):
+    tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The current stream waits, not the host: what it is given next sees the tensor, if `settle` says so."""
+        self.waited_since = time.monotonic()
+        if self.link.failed or not self.done():
+            self.link.raise_if_broken()
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None, "a receive is waited for once"
+        self.link.streams.wait(self.end)
+        self.link.streams.keep(tensor)
+        return tensor
+
+
+class _Link:
+    """One direction between this rank and `peer`. Both directions with a peer die together."""
+
+    def __init__(self, rank: int, peer: int, streams: CudaStreams, byte: int, timeout_s: float) -> None:
+        self.rank, self.peer, self.streams = rank, peer, streams
+        self._byte = byte  # NCCL's number for the type
+        self.error: Exception | None = None
+        self.failed = False
+        self.communicator: Any = None
+        self.stream = streams.stream()
+        self.flying: deque[_Transfer] = deque()
+        self._timeout_s = timeout_s
+        self._head_since = 0.0
+        self._lock = Lock()
+
+    def launch(
+        self, kind: type[_Transfer], what: str, move: Callable[..., None], other: int, tensor: torch.Tensor
+    ) -> _Transfer:
+        """Queue the bytes of `tensor` on the current stream, which is this link's."""
+        start = self.streams.mark()
+        move(tensor.data_ptr(), tensor.nbytes, self._byte, other, self.stream.cuda_stream)
+        transfer = kind(self, what, tensor.nbytes, start, self.streams.mark())
+        self.flying.append(transfer)
+        return transfer
+
+    def raise_if_broken(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def look(self) -> Exception | None:
+        """What has gone wrong since the last look: NCCL's word, or a transfer that is waited for in vain."""
+        now = time.monotonic()
+        while self.flying and self.flying[0].done():
+            self.flying.popleft()
+            self._head_since = now
+        try:
+            self.communicator.check_async_error()
+        except RuntimeError as error:  # the base of cupy's NcclError
+            return PeerLost(f"rank {self.rank} lost rank {self.peer}: {error}")
+        head = self.flying[0] if self.flying else None
+        if head is None or head.waited_since is None:
+            return None
+        if now - max(head.waited_since, self._head_since) < self._timeout_s:
+            return None
+        return TransferTimeout(
+            f"rank {self.rank} has waited {self._timeout_s:g} s {head.what} rank {self.peer}; the peer is slower or "
+            "the network worse than timeouts.transfer allows, or the peer waits for something else"
+        )
+
+    def break_off(self, error: Exception, *, failed: bool = False) -> None:
+        """End the link: what the device waits for on it ends."""
+        with self._lock:
+            first = self.error is None
+            if first or failed:
+                self.error, self.failed = error, failed
+        if first and self.communicator is not None:
+            self.communicator.abort()
+
+    def close(self) -> None:
+        with self._lock:
+            first = self.error is None
+            self.error = self.error or PeerLost(f"rank {self.rank} has closed its link with rank {self.peer}")
+        if first and self.communicator is not None:
+            idle = all(self.streams.done(transfer.end) for transfer in self.flying)
+            (self.communicator.destroy if idle else self.communicator.abort)()
+
+
+class NcclTransport:
+    """Made in two steps, since a communicator's id is known to one end only:
+
+    transport = NcclTransport(rank, streams)
+    transport.connect({rank: offer of every rank})     what `transport.offer(peers)` gave on each
+
+    The second step opens each link and sends a byte through it. All ranks take the links in the same order, so that
+    none waits for one that waits for another.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        streams: CudaStreams,
+        *,
+        transfer_timeout_s: float = 300.0,
+        connect_timeout_s: float = 20.0,
+        nccl: Any = None,
+    ) -> None:
+        self.rank = rank
+        self._streams = streams
+        self._transfer_timeout_s, self._connect_timeout_s = transfer_timeout_s, connect_timeout_s
+        self._nccl = nccl or load_nccl()
+        self._links: dict[tuple[int, int], _Link] = {}  # by source and target
+        self._stopping, self._closing = Event(), Lock()
+        self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
+        self._opening: tuple[int, int] | None = None
+        self._id_type: Callable[[Sequence[int]], Any] = bytes
+
+    @property
+    def gpu(self) -> str:
+        """What no other GPU is called."""
+        return self._streams.gpu
+
+    def offer(self, peers: Collection[int]) -> dict[int, list[int]]:
+        """The ids of the communicators of the links from this rank, by target."""
+        ids = {peer: self._nccl.get_unique_id() for peer in peers}
+        self._id_type = next((type(unique_id) for unique_id in ids.values()), bytes)  # a tuple before cupy 14
+        return {peer: list(unique_id) for peer, unique_id in ids.items()}
+
+    def connect(self, offers: Mapping[int, Offer]) -> None:
+        """Open and check every link from and to this rank. Raises `JoinError` naming the peer that does not answer."""
+        pairs = sorted((source, target) for source, offer in offers.items() for target in offer)
+        mine = [pair for pair in pairs if self.rank in pair]
+        errors: list[Exception] = []
+        opener = Thread(
+            target=self._open_all, args=(mine, offers, errors), name=f"dpipe-nccl-open-{self.rank}", daemon=True
+        )
+        opener.start()
+        opener.join(self._connect_timeout_s)
+        if opener.is_alive() or errors:
+            assert self._opening is not None
+            (peer,) = set(self._opening) - {self.rank}
+            why = errors[0] if errors else f"no answer within {self._connect_timeout_s:g} s"
+            raise JoinError(
+                f"rank {self.rank} cannot open its NCCL link with rank {peer}: {why}; each rank needs a GPU of its own "
+                "and a network that NCCL can use (NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO says more); "
+                'between regions take transport.kind = "tcp" or "grpc"'
+            )
+        self._watcher.start()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> _Sending:
+        link = self._links[self.rank, peer]
+        link.raise_if_broken()
+        tensor = tensor.detach().contiguous()
+        made = self._streams.mark()
+        with self._streams.on(link.stream):
+            self._streams.wait(made)
+            self._streams.keep(tensor)
+            what = f"to hand over {tag} to"
+            sending = link.launch(_Sending, what, link.communicator.send, _TARGET, tensor)
+        assert isinstance(sending, _Sending)
+        return sending
+
+    def recv(self, like: TensorSpec, peer: int, tag: str) -> _Receiving:
+        link = self._links[peer, self.rank]
+        link.raise_if_broken()
+        with self._streams.on(link.stream):
+            tensor = like.empty(self._streams.device)
+            receiving = link.launch(_Receiving, f"for {tag} from", link.communicator.recv, _SOURCE, tensor)
+        assert isinstance(receiving, _Receiving)
+        receiving.tensor = tensor
+        return receiving
+
+    def fail(self, error: Exception) -> None:
+        """Every pending and later wait raises `error`; over a network NCCL lets the peers know."""
+        for link in self._links.values():
+            link.break_off(error, failed=True)
+
+    def close(self) -> None:
+        with self._closing:
+            deadline = time.monotonic() + _CLOSE_S
+            for (source, _), link in self._links.items():
+                for transfer in tuple(link.flying) if source == self.rank and link.error is None else ():
+                    with suppress(TimeoutError):
+                        self._streams.block(transfer.end, max(0.0, deadline - time.monotonic()))
+            self._stopping.set()
+            for link in self._links.values():
+                link.close()
+            if self._watcher.is_alive():
+                self._watcher.join(_CLOSE_S)
+
+    def _open_all(self, pairs: Sequence[tuple[int, int]], offers: Mapping[int, Offer], errors: list[Exception]) -> None:
+        """Open the links one after the other. In a thread, because NCCL has no deadline for it."""
+        try:
+            for source, target in pairs:
+                self._opening = source, target
+                peer = target if source == self.rank else source
+                link = _Link(self.rank, peer, self._streams, self._nccl.NCCL_UINT8, self._transfer_timeout_s)
+                end = _SOURCE if source == self.rank else _TARGET
+                with self._streams.on(link.stream):
+                    unique_id = self._id_type(offers[source][target])
+                    link.communicator = self._nccl.NcclCommunicator(2, unique_id, end)
+                self._links[source, target] = link
+                self._check(link, end)
+        except Exception as error:
+            errors.append(error)
+
+    def _check(self, link: _Link, end: int) -> None:
+        """One byte through the link: NCCL opens the way at the first use, and that must not be in the first step."""
+        with self._streams.on(link.stream):
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._streams.device)
+            move = link.communicator.send if end == _SOURCE else link.communicator.recv
+            transfer = link.launch(_Transfer, "for a first byte with", move, 1 - end, byte)
+        self._streams.block(transfer.end, self._connect_timeout_s)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_WATCH_S):
+            for link in tuple(self._links.values()):
+                error = None if link.error is not None else link.look()
+                if error is not None:
+                    for other in self._links.values():
+                        if other.peer == link.peer:
+                            other.break_off(error)

@@ -1,0 +1,14 @@
+"""The tables about Megatron's parallelism inside a stage, and what their systems are taken to be.
+
+megatron.py               Megatron-LM as the simulator sees it: memory of a rank, time of a layer, by strategy
+megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: peak memory, time over the baseline
+iteration.py              an iteration of tensor x pipeline x data parallel ranks, by dpipe's simulator
+scaling.py                GPT-3 XL and BERT 345M by cut, micro-batch and number of machines: seconds an iteration
+form.py                   rows as Markdown, CSV or JSON
+
+Each table is a module with `simulated(source) -> rows`, `note(rows)` and `draw(rows, figure)`.
+"""
+
+from tables import megatron_memory_time, scaling
+
+SIMULATED = {"megatron_memory_time": megatron_memory_time, **scaling.TABLES}

@@ -1,0 +1,70 @@
+"""Two ranks as processes: whether torch's engine takes the time that its schedule must take on our waits."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dpipe.baselines.torch_replay import check_config, main
+from dpipe.config import Config, build
+from dpipe.engine.forecast import forecast
+from dpipe.engine.launch import launch
+from dpipe.engine.metrics import read_rows
+from dpipe.errors import ConfigError
+
+TABLE = {
+    "model": {"layers": "replay"},
+    "replay": {"forward_ms": 10, "backward_ms": 20, "message_bytes": 4000},
+    "train": {"steps": 2, "batch_size": 6, "num_microbatches": 6},
+    "pipeline": {"stages": 2, "schedule": "gpipe"},
+}
+FILE = """
+    model.layers = "replay"
+    replay = { forward_ms = 10, backward_ms = 20, message_bytes = 4000 }
+    train = { steps = 2, batch_size = 6, num_microbatches = 6 }
+    pipeline = { stages = 2 }
+"""
+
+
+def a_config(**overrides: object) -> Config:
+    return build(TABLE).with_(**overrides)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(FILE)
+    overrides = [f"run.folder={tmp_path / 'run'}", f"pipeline.schedule={schedule}"]
+    given = [word for override in overrides for word in ("-o", override)]
+    argv = [sys.executable, "-m", "dpipe.baselines.torch_replay", str(tmp_path / "job.toml"), *given]
+    said: list[str] = []
+    assert launch(lambda rank: argv, 2, logs=tmp_path / "logs", on_line=said.append, timeout_s=90) == 0, said
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1]
+    at_least = forecast(a_config(pipeline__schedule=schedule)).cost.forward_us[0] * 3 * (6 + 1) / 1e6
+    assert rows[1]["step_s"] >= at_least - 0.005
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model__layers": "gpt"}, 'model.layers must be "replay"'),
+        ({"pipeline__schedule": "zero-bubble"}, "pipeline.schedule must be one of gpipe, 1f1b"),
+        ({"pipeline__wire": "bf16"}, 'pipeline.wire must be "none"'),
+        ({"pipeline__stages": 1}, "pipeline.stages must be above 1"),
+        ({"pipeline__in_flight": 4}, "pipeline.in_flight must be left out"),
+    ],
+)
+def test_what_torch_cannot_be_given_is_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(a_config(**overrides))
+
+
+def test_refusal_ends_with_2_and_without_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(FILE)
+    overrides = ["-o", f"run.folder={tmp_path / 'run'}", "-o", "pipeline.wire=bf16"]
+    place = {"DPIPE_RANK": "0", "DPIPE_WORLD_SIZE": "2", "DPIPE_COORDINATOR": "127.0.0.1:7000"}
+    result = CliRunner(env=place).invoke(main, [str(tmp_path / "job.toml"), *overrides])
+    assert result.exit_code == 2
+    assert "pipeline.wire must be" in result.output
+    assert not (tmp_path / "run").exists()

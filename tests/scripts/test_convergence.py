@@ -1,0 +1,107 @@
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+FILE = """
+    name = "small"
+    config = "config.toml"
+    overrides = ["train.steps=2"]
+    [[cell]]
+    name = "whole"
+    [[cell]]
+    name = "half"
+    overrides = ["pipeline.wire=bf16"]
+    within_percent = 1
+"""
+CONFIG = """
+    [model]
+    num_layers = 2
+    width = 16
+    num_heads = 2
+    context = 16
+    [data]
+    files = ["FOLDER/text.txt"]
+    cache = "FOLDER/cache"
+    held_out = 0.1
+    [train]
+    batch_size = 4
+    num_microbatches = 2
+    eval_every = 1
+    [pipeline]
+    stages = 2
+    [run]
+    tensorboard = false
+"""
+
+
+class Bench:
+    """A file of two cells in a folder of its own; the losses that they "reach" are given."""
+
+    def __init__(self, script, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.script, self.folder, self.results = script, folder, folder / "results.jsonl"
+        self.losses, self.trained = {"none": 2.0, "bf16": 2.01}, []
+        monkeypatch.setattr(script, "ROOT", folder)
+        (folder / "config.toml").write_text(CONFIG.replace("FOLDER", str(folder)))
+        (folder / "text.txt").write_text("It was a dark and stormy night. " * 100)
+
+    def run(self, text: str = FILE) -> Result:
+        (self.folder / "cells.toml").write_text(text)
+        return CliRunner().invoke(self.script.main, [str(self.folder / "cells.toml"), "--results", str(self.results)])
+
+
+@pytest.fixture
+def bench(script, tmp_path, monkeypatch) -> Bench:
+    bench = Bench(script("convergence"), tmp_path, monkeypatch)
+
+    def run_to_end(path, overrides, at, *, timeout_s):
+        wire = bench.script.load(path, overrides).pipeline.wire
+        bench.trained.append(wire)
+        return [
+            {"step": 0, "held_out_loss": 9.0},
+            {"step": 1, "loss": 5.0},
+            {"step": 2, "held_out_loss": bench.losses[wire]},
+        ]
+
+    monkeypatch.setattr(bench.script, "run_to_end", run_to_end)
+    return bench
+
+
+def test_table_holds_final_losses_against_the_first_cell(bench):
+    result = bench.run()
+    assert result.exit_code == 0
+    assert "| half | 2.0100 | +0.50 % | 1 % |" in result.output
+
+
+def test_loss_outside_its_bound_is_marked_and_ends_with_1(bench):
+    bench.losses["bf16"] = 1.97
+    result = bench.run()
+    assert result.exit_code == 1
+    assert "| half | 1.9700 | -1.50 % | 1 % MISSED |" in result.output
+
+
+def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
+    bench.run()
+    bench.run()
+    assert bench.trained == ["none", "bf16"]
+    bench.run(FILE.replace("within_percent = 1", "within_percent = 2"))
+    assert bench.trained == ["none", "bf16"]
+    bench.losses = {"none": 2.0, "int8": 2.0}
+    bench.run(FILE.replace("bf16", "int8"))
+    assert bench.trained == ["none", "bf16", "int8"]
+    assert len({json.loads(line)["key"] for line in bench.results.read_text().splitlines()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("within_percent = 1", "within = 1", "cell.1.within: Extra inputs are not permitted"),
+        ("within_percent = 1", "within_percent = 0", "cell.1.within_percent: Input should be greater than 0"),
+        ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire: Input should be"),
+    ],
+)
+def test_file_that_makes_no_sense_is_refused(bench, old, new, message):
+    result = bench.run(FILE.replace(old, new))
+    assert result.exit_code == 2
+    assert message in result.output

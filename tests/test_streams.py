@@ -1,0 +1,82 @@
+"""Streams: what is queued where, and who waits for whom; on a GPU that they overlap."""
+
+import time
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, ThreadedStreams
+
+from dpipe.streams import HOST, CudaStreams, streams_of
+
+
+def test_host_is_where_no_gpu_is_asked_for() -> None:
+    assert streams_of("cpu") is HOST
+
+
+def test_mark_on_the_host_is_the_time() -> None:
+    before = time.perf_counter_ns()
+    assert before <= HOST.ns(HOST.mark()) <= time.perf_counter_ns()
+
+
+def test_sending_waits_for_what_it_sends_and_for_nothing_later() -> None:
+    streams, ran = ThreadedStreams(FakeCuda()), []
+    made, later = streams._cuda.Event(enable_timing=True), streams._cuda.Event(enable_timing=True)
+    with streams.sending(made, [torch.zeros(1)]):
+        streams._cuda.current_stream().queue(lambda: ran.append("send"))
+        sent = streams.mark()
+    assert not streams.done(sent) and ran == []
+    made._fire()
+    streams.block(sent, 5)
+    assert ran == ["send"] and not streams.done(later)
+
+
+def test_tensors_that_are_sent_are_kept_for_the_send_stream() -> None:
+    streams, tensor = ThreadedStreams(FakeCuda()), torch.zeros(1)
+    with streams.sending(streams.mark(), [tensor]):
+        pass
+    assert streams.kept == [tensor]
+
+
+def test_receive_stream_does_not_wait_for_the_send_stream() -> None:
+    streams = ThreadedStreams(FakeCuda())
+    never = streams._cuda.Event(enable_timing=True)
+    with streams.sending(never, []):
+        pass
+    with streams.receiving():
+        streams.block(streams.mark(), 5)
+    never._fire()
+
+
+def test_waiting_on_the_host_ends_at_its_deadline() -> None:
+    streams = ThreadedStreams(FakeCuda())
+    with pytest.raises(TimeoutError, match=r"not come to an event within 0\.05 s"):
+        streams.block(streams._cuda.Event(enable_timing=True), 0.05)
+
+
+def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
+    streams = ThreadedStreams(FakeCuda())
+    before = time.perf_counter_ns()
+    mark = streams.mark()
+    streams.catch_up()
+    assert before - 1e6 <= streams.ns(mark) <= time.perf_counter_ns()
+
+
+@pytest.mark.gpu
+def test_sends_and_compute_are_on_the_device_at_once() -> None:
+    """Two busy kernels of 20 ms, calibrated in cycles: in the profiler's eyes they intersect."""
+    streams = CudaStreams(torch.device("cuda"))
+    start = streams.mark()
+    torch.cuda._sleep(10_000_000)
+    end = streams.mark()
+    streams.catch_up()
+    cycles = int(10_000_000 * 20 / start.elapsed_time(end))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        made = streams.mark()
+        with streams.sending(made, []):
+            torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if "spin_kernel" in e.name)
+    (_, first_end), (second_start, second_end) = spans
+    assert second_start < first_end, "the second kernel began when the first was over"
+    assert second_end - second_start > 5e3  # microseconds: they were busy

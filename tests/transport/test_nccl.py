@@ -1,0 +1,137 @@
+"""What NCCL's transport promises besides the conformance suite: over a fake of cupy, and what one GPU can show."""
+
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, ThreadedStreams
+from fake_nccl import FakeNccl
+
+from dpipe.errors import ConfigError, JoinError, PeerLost
+from dpipe.streams import CudaStreams
+from dpipe.transport.nccl import NcclTransport, load_nccl
+from dpipe.wire.spec import TensorSpec
+
+LIKE = TensorSpec((4,), torch.float32)
+
+
+def transports(num_ranks: int, **options) -> tuple[list[NcclTransport], FakeNccl]:
+    nccl, cuda = FakeNccl(), FakeCuda()
+    made = [NcclTransport(r, ThreadedStreams(cuda), nccl=nccl, **options) for r in range(num_ranks)]
+    return made, nccl
+
+
+def connect(ends: list[NcclTransport]) -> None:
+    """All with all."""
+    ranks = {end.rank for end in ends}
+    offers = {end.rank: end.offer(ranks - {end.rank}) for end in ends}
+    with ThreadPoolExecutor(len(ends)) as pool:
+        list(pool.map(lambda end: end.connect(offers), ends))
+
+
+@pytest.fixture
+def pair():
+    ends, _ = transports(2)
+    connect(ends)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_each_directed_link_has_a_communicator_of_its_own() -> None:
+    ends, nccl = transports(3)
+    connect(ends)
+    assert len(nccl.channels) == 6
+    assert len(nccl.communicators) == 12
+    for end in ends:
+        end.close()
+
+
+def test_waiting_for_a_receive_does_not_hold_up_the_host(pair: list[NcclTransport]) -> None:
+    streams = pair[1]._streams
+    pending = pair[1].recv(LIKE, 0, "0SEND_F0")
+    with streams.on(streams.stream()):  # else current is the program, whose waiting is the host's
+        tensor = pending.wait()
+        used = streams.mark()
+    assert not pending.done() and not streams.done(used)
+    pair[0].send(torch.arange(4.0), 1, "0SEND_F0")
+    pending.settle()
+    streams.block(used, 5)
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_send_leaves_behind_what_makes_its_tensor(pair: list[NcclTransport]) -> None:
+    streams, tensor, compute = pair[0]._streams, torch.zeros(4), pair[0]._streams.stream()
+    pending = pair[1].recv(LIKE, 0, "0SEND_F0")
+    with streams.on(compute):
+        held = streams._cuda.Event(enable_timing=True)
+        compute.wait_event(held)
+        compute.queue(lambda: tensor.fill_(7))
+        sent = pair[0].send(tensor, 1, "0SEND_F0")
+    assert not sent.done()
+    held._fire()
+    received = pending.wait()
+    pending.settle()
+    assert received.tolist() == [7] * 4
+
+
+def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(pair: list[NcclTransport]) -> None:
+    streams = pair[1]._streams
+    pending = pair[1].recv(LIKE, 0, "0SEND_F0")
+    with streams.on(streams.stream()):
+        pending.wait()
+    pair[0].fail(RuntimeError("this rank failed"))
+    with pytest.raises(PeerLost, match="rank 1 lost rank 0: NCCL_ERROR_REMOTE_ERROR"):
+        pending.settle()
+
+
+def test_rank_that_does_not_come_is_named() -> None:
+    (end, absent), _ = transports(2, connect_timeout_s=0.2)
+    offers = {0: end.offer([1]), 1: absent.offer([0])}
+    with pytest.raises(JoinError, match="rank 0 cannot open its NCCL link with rank 1: no answer within 0.2 s"):
+        end.connect(offers)
+
+
+def test_communicator_that_cannot_be_made_is_an_error_that_says_why() -> None:
+    (end, other), _ = transports(2)
+    with pytest.raises(JoinError, match="with rank 1: .*NCCL_SOCKET_IFNAME"):
+        end.connect({0: {1: list(b"unknown")}, 1: other.offer([0])})
+
+
+def test_error_names_the_extra_where_cupy_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match=r'pip install "dpipe\[cuda\]"'):
+        load_nccl()
+
+
+def test_error_names_the_library_that_cupy_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl = types.SimpleNamespace(available=False)
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    with pytest.raises(ConfigError, match="pip install nvidia-nccl-cu13"):
+        load_nccl()
+
+
+@pytest.mark.gpu
+def test_bytes_go_through_nccl_itself() -> None:
+    """From one GPU to itself, which is all that NCCL does on one: queued as a link queues them."""
+    pytest.importorskip("cupy", reason='needs cupy: pip install "dpipe[cuda]"')
+    nccl, streams = load_nccl(), CudaStreams(torch.device("cuda"))
+    stream, source = streams.stream(), torch.randn(1 << 20, device=streams.device, dtype=torch.bfloat16)
+    target = torch.zeros_like(source)
+    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    made = streams.mark()
+    with streams.on(stream):
+        streams.wait(made)
+        nccl.groupStart()
+        communicator.send(source.data_ptr(), source.nbytes, nccl.NCCL_UINT8, 0, stream.cuda_stream)
+        communicator.recv(target.data_ptr(), target.nbytes, nccl.NCCL_UINT8, 0, stream.cuda_stream)
+        nccl.groupEnd()
+        moved = streams.mark()
+    streams.block(moved, 30)
+    communicator.check_async_error()
+    communicator.destroy()
+    assert torch.equal(source, target)
