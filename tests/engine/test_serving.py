@@ -19,7 +19,7 @@ from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
 from dpipe.engine.launch import free_port
 from dpipe.engine.metrics import read_rows
-from dpipe.engine.serving import FolderSnapshots, serve_parameters
+from dpipe.engine.serving import FolderSnapshots, _beside, serve_parameters
 from dpipe.engine.trace import load_steps
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.timeline.span import Lane
@@ -289,3 +289,8 @@ def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
+
+
+def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
+    with pytest.raises(ConfigError, match=r"node\.advertise is none there"):
+        _beside(None, 7100, 0)
