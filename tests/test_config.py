@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +156,26 @@ def test_nccl_is_refused_what_it_cannot_move(table: dict[str, dict[str, object]]
     transport = {"kind": "nccl", **table.get("transport", {})}
     with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {named}'):
         build({**table, "transport": transport})
+
+
+SERVED = {"kind": "parameter-server", "replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"data_parallel": {"kind": "all-reduce", "staleness": 1}}, "go with data_parallel.kind"),
+        ({"data_parallel": {**SERVED, "delay": True}}, "set data_parallel.staleness = 1"),
+        ({"data_parallel": {**SERVED, "address": "10.0.0.1"}}, "must be HOST:PORT"),
+        ({"data_parallel": {**SERVED, "address": ["a:1", "b:2"]}}, "lists 2 servers"),
+        ({"data_parallel": {**SERVED, "staleness": 1}}, "set train.clip_norm = 0"),
+        ({"data_parallel": {**SERVED, "wire": "int8"}, "model": {"tie_embeddings": True}}, "tied embedding"),
+    ],
+)
+def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(table)
+
+
+def test_one_address_of_a_server_may_be_a_string() -> None:
+    assert build({"data_parallel": {**SERVED, "address": "10.0.0.1:7100"}}).data_parallel.address == ("10.0.0.1:7100",)

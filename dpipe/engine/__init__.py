@@ -8,6 +8,7 @@ trainer.py     the loop; metrics.py: where its numbers go; display.py: what a pe
 checkpoint.py  safetensors by layer names, any cut
 forecast.py    what a run will take, before it starts, without torch
 build.py       configuration in, running rank out: the only composition root
+serving.py     where parameter servers live: in ranks of replica 0, or `dpipe serve`
 trace.py       the last steps of all ranks beside their prediction
 report.py      the summary at the end of a run
 generate.py    text from a checkpoint

@@ -1,6 +1,10 @@
 """Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads over real links."""
 
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import dpipe
 from dpipe.config import Config
+from dpipe.dataparallel.client import ParameterLine
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
 from dpipe.engine.launch import free_port
 from dpipe.engine.metrics import read_rows
-from dpipe.engine.serving import FolderSnapshots, serve_parameters
+from dpipe.engine.serving import FolderSnapshots, _beside, serve_parameters
 from dpipe.engine.trace import load_steps
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.timeline.span import Lane
@@ -69,8 +75,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         (2, {"pipeline__stages": 2, "train__clip_norm": 0.1}),
         (3, {**EAGER, "data_parallel__servers": "per-stage"}),
         (4, {"train__clip_norm": 0.1, "transport__connections": 2}),
-        (2, {"pipeline__stages": 2, "pipeline__schedule": "zero-bubble", "data_parallel__servers": "per-stage"}),
-        (2, {"pipeline__stages": 4, "pipeline__stages_per_rank": 2, "pipeline__schedule": "interleaved", **EAGER}),
         (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
     ],
 )
@@ -183,6 +187,74 @@ def test_server_that_goes_away_and_comes_back_costs_no_bit(served: Make, losses:
     assert equal(parameters(config), parameters(whole))
 
 
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    """`serve(port)`: `dpipe serve` in a process of its own, listening; killed at the end."""
+    job = tmp_path / "job.toml"
+    job.write_text(f"[run]\nfolder = '{tmp_path / 'kept'}'\n")
+    environ = {**os.environ, "PYTHONPATH": str(Path(dpipe.__file__).parent.parent), "DPIPE_TOKEN": "secret"}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> subprocess.Popen[str]:
+        words = (sys.executable, "-u", "-m", "dpipe", "serve", str(job), "--bind", f"127.0.0.1:{port}")
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ))
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline().startswith(f"parameter server at 127.0.0.1:{port}")
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_killed_server_that_is_started_again_costs_no_bit(
+    served: Make, run_ranks: Run, losses: Losses, serve: Any
+) -> None:
+    """SIGKILL in the middle of a run with clipping; against a run whose server lived."""
+    whole, port = served(2, "whole", train__steps=30), free_port()
+    losses(whole)
+    first = serve(port)
+    config = served(2, data_parallel__address=(f"127.0.0.1:{port}",), train__steps=30, timeouts__transfer=100)
+    errors: list[BaseException | None] = []
+    worker = threading.Thread(target=lambda: errors.extend(run_ranks(config)))
+    worker.start()
+    wait_until(lambda: num_rows(config) >= 5)
+    first.kill()
+    first.wait(10)
+    assert num_rows(config) < 30
+    second = serve(port)
+    worker.join(90)
+    assert errors == [None, None]
+    assert equal(parameters(config), parameters(whole))
+    assert second.wait(30) == 0
+
+
+def num_rows(config: Config) -> int:
+    path = Path(config.run.folder) / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named(
+    served: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed_at: list[float] = []
+    plain = ParameterLine._chunks
+
+    def chunks(line: ParameterLine, step: int, connection: int) -> Iterator[bytes]:
+        for number, message in enumerate(plain(line, step, connection)):
+            if (line._worker.rank, step, number) == (1, 2, 1):
+                failed_at.append(time.monotonic())
+                raise OSError("the machine is gone")
+            yield message
+
+    monkeypatch.setattr(ParameterLine, "_chunks", chunks)
+    errors = run_ranks(served(2, train__steps=100_000, transport__chunk_bytes=4096, **EAGER))
+    assert time.monotonic() - failed_at[0] < 10
+    assert all(isinstance(error, RunError) for error in errors), errors
+    assert all("rank 1" in str(error) for error in errors)
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     pause = threading.Event()
     for _ in range(int(timeout_s / 0.02)):
@@ -217,3 +289,8 @@ def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
+
+
+def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
+    with pytest.raises(ConfigError, match=r"node\.advertise is none there"):
+        _beside(None, 7100, 0)
