@@ -35,22 +35,20 @@ def measure_link(way: str, num_bytes: int = 1_000_000) -> Link:
 def _run(rank: int, folder: str, way: str, num_bytes: int) -> None:
     torch.set_num_threads(1)
     transport = connect(rank, way, FileStore(str(Path(folder) / "store"), 2))
-    one_way_s = [median(_trips(transport, size)) / 2 for size in (_SMALL_BYTES, num_bytes)]
+    trips = [[_trip(transport, size) for size in (_SMALL_BYTES, num_bytes)] for _ in range(_REPEATS)]
+    one_way_s = [median(seconds) / 2 for seconds in zip(*trips, strict=True)]  # in turns: they are to be subtracted
     if rank == 0:
         (Path(folder) / "one_way_s.json").write_text(json.dumps(one_way_s))
     transport.close()
 
 
-def _trips(transport: Any, num_bytes: int) -> list[float]:
+def _trip(transport: Any, num_bytes: int) -> float:
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    spec, peer, seconds = TensorSpec.of(payload), 1 - transport.rank, []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        if transport.rank == 0:
-            transport.send(payload, peer, "there")
-            transport.recv(spec, peer, "back").wait()
-        else:
-            transport.recv(spec, peer, "there").wait()
-            transport.send(payload, peer, "back")
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    spec, peer, began = TensorSpec.of(payload), 1 - transport.rank, time.perf_counter()
+    if transport.rank == 0:
+        transport.send(payload, peer, "there")
+        transport.recv(spec, peer, "back").wait()
+    else:
+        transport.recv(spec, peer, "there").wait()
+        transport.send(payload, peer, "back")
+    return time.perf_counter() - began
