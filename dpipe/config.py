@@ -79,9 +79,20 @@ class Train(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: NotNegative = 1.0  # by the norm over all stages; 0 does not clip
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"  # half: with fp32 masters, and no autocast
+    compile: bool = False  # the layers, by torch.compile
     seed: int = 0
     eval_every: Count | None = None
     eval_batches: Count = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.parameters not in ("fp32", self.precision):
+            raise ValueError(
+                f"train.parameters {self.parameters!r} computes in {self.parameters}, but train.precision is "
+                f"{self.precision!r}: set both to the same, or leave train.parameters out"
+            )
+        return self
 
 
 class Pipeline(Section):
@@ -212,6 +223,11 @@ class Config(Section):
     def _check(self) -> Self:
         if self.transport.kind == "nccl":
             self._check_nccl()
+        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
+            raise ValueError(
+                f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
+                'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
+            )
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(

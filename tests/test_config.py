@@ -107,3 +107,14 @@ def test_nccl_is_refused_what_it_cannot_move(table: dict[str, dict[str, object]]
     transport = {"kind": "nccl", **table.get("transport", {})}
     with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {named}'):
         build({**table, "transport": transport})
+
+
+def test_half_parameters_need_half_precision() -> None:
+    with pytest.raises(ConfigError, match="train.parameters 'bf16' computes in bf16, but train.precision is 'fp32'"):
+        build({"train": {"parameters": "bf16"}})
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "auto"])
+def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=f'with train.compile pipeline.schedule must not be "{schedule}"'):
+        build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})

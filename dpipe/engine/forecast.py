@@ -134,7 +134,7 @@ def gpt_costs(config: Config) -> LayerCosts:
         vocab_size=vocab,
     )
     forward_s = tuple(f / (config.predict.gflops * 1e9) for f in flops)
-    message = wire_bytes(config.pipeline.wire, tokens * model.width)
+    message = wire_bytes(config.pipeline.wire, tokens * model.width, 4 if config.train.parameters == "fp32" else 2)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
