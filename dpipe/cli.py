@@ -14,7 +14,7 @@ from dpipe.errors import DpipeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-BENCHMARKS = ("engine", "transport", "pipelining")
+BENCHMARKS = ("engine", "transport", "pipelining", "mfu")
 
 
 class _Commands(click.Group):
@@ -185,6 +185,7 @@ def bench(name: str, as_json: bool) -> None:
       engine      each schedule on replay stages in four processes: measured step over simulated step
       transport   16 MB tensors between two processes: gRPC against gloo's send and recv
       pipelining  one GPT in two processes: dpipe against torch.distributed.pipelining
+      mfu         one GPT (1.3B on a GPU) in one stage: model FLOPs utilisation, against a plain training loop
     \b
     Example:
       dpipe bench engine

@@ -107,8 +107,15 @@ def bench_pipelining() -> list[Row]:
     ]
 
 
+def bench_mfu() -> list[Row]:
+    from dpipe.baselines.mfu import compare_here
+
+    return compare_here()
+
+
 _BENCHES: dict[str, Callable[[], list[Row]]] = {
     "engine": bench_engine,
     "transport": bench_transport,
     "pipelining": bench_pipelining,
+    "mfu": bench_mfu,
 }

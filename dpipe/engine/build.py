@@ -27,7 +27,7 @@ from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage, without_search
+from dpipe.engine.forecast import per_stage, vocabulary, without_search
 from dpipe.engine.generate import fill, sample
 from dpipe.engine.join import joined
 from dpipe.engine.launch import environment, launch, load_kernels_at_start
@@ -43,6 +43,7 @@ from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -233,6 +234,8 @@ def assemble(
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
         wants_stop=wants_stop,
         metrics=metrics,
+        streams=streams,
+        utilisation=partial(utilisation, config, streams.device),
     )
     return Trainer(job, 0 if start is None else start.step)
 
@@ -241,6 +244,21 @@ def fail_links(transport: Transport, kind: type[BaseException] | None, error: Ba
     """As an exit callback: nobody waits for a rank that leaves with an error."""
     if error is not None:
         transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
+
+
+def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
+    """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
+    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None or config.model.layers != "gpt":
+        return None
+    flops = gpt_train_flops(
+        num_sequences=config.train.batch_size,
+        context=config.model.context,
+        width=config.model.width,
+        num_layers=config.model.num_layers,
+        vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
+    )
+    return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
 def stages_at(schedule: Schedule, place: int) -> list[int]:
@@ -270,6 +288,8 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
         loss=blueprint.model.loss if last else None,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
+        parameters=config.train.parameters,
+        compiled=config.train.compile,
         seed=seed,
         first_microbatch=replica * microbatches,
         device=device,
