@@ -14,7 +14,7 @@ from dpipe.errors import DpipeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining")
+BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 
 
 class _Commands(click.Group):
@@ -206,6 +206,7 @@ def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
       all-reduce  64 MB averaged over four processes: dpipe against gloo
       transport   16 MB tensors between two processes: gRPC against gloo's send and recv
       pipelining  one GPT in two processes: dpipe against torch.distributed.pipelining
+      mfu         one GPT (1.3B on a GPU) in one stage: model FLOPs utilisation, against a plain training loop
     \b
     Example:
       dpipe bench engine

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpipe.errors import ConfigError
+from dpipe.presets import PRESETS
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -25,29 +26,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-
-def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, int]:
-    sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
-    return sizes | {"context": context, "vocab_size": vocab_size}
-
-
-# GPT-2 and GPT-3 as their papers size them (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of
-# the published tables), and table 1 of Narayanan et al. 2021.
-PRESETS = {
-    "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
-    "gpt3-xl": _gpt(24, 2048, 16, 2048, 50257),
-    "sc21-1.7b": _gpt(24, 2304, 24),
-    "sc21-3.6b": _gpt(30, 3072, 32),
-    "sc21-7.5b": _gpt(36, 4096, 32),
-    "sc21-18.4b": _gpt(40, 6144, 48),
-    "sc21-39.1b": _gpt(48, 8192, 64),
-    "sc21-76.1b": _gpt(60, 10240, 80),
-    "sc21-145.6b": _gpt(80, 12288, 96),
-    "sc21-310.1b": _gpt(96, 16384, 128),
-    "sc21-529.6b": _gpt(105, 20480, 128),
-    "sc21-1008b": _gpt(128, 25600, 160),
-}
 
 
 class Model(Section):
@@ -115,9 +93,20 @@ class Train(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: NotNegative = 1.0  # by the norm over all stages; 0 does not clip
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"  # half: with fp32 masters, and no autocast
+    compile: bool = False  # the layers, by torch.compile
     seed: int = 0
     eval_every: Count | None = None
     eval_batches: Count = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.parameters not in ("fp32", self.precision):
+            raise ValueError(
+                f"train.parameters {self.parameters!r} computes in {self.parameters}, but train.precision is "
+                f"{self.precision!r}: set both to the same, or leave train.parameters out"
+            )
+        return self
 
 
 class Pipeline(Section):
@@ -288,6 +277,11 @@ class Config(Section):
     def _check(self) -> Self:
         if self.transport.kind == "nccl":
             self._check_nccl()
+        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
+            raise ValueError(
+                f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
+                'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
+            )
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(

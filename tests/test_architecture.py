@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUND = {"config", "topology", "streams", "errors"}
+GROUND = {"config", "presets", "topology", "streams", "errors"}
 ALPHABETS = {"schedule", "wire"}
 SPECIALISTS = {"timeline", "dataparallel", "transport", "stage", "coordinator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "presets": set(),
+    "config": {"errors", "presets"},
     "topology": {"errors"},
     "streams": {"errors"},
     "schedule": {"errors", "topology"},

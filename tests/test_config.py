@@ -179,3 +179,14 @@ def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], wor
 
 def test_one_address_of_a_server_may_be_a_string() -> None:
     assert build({"data_parallel": {**SERVED, "address": "10.0.0.1:7100"}}).data_parallel.address == ("10.0.0.1:7100",)
+
+
+def test_half_parameters_need_half_precision() -> None:
+    with pytest.raises(ConfigError, match="train.parameters 'bf16' computes in bf16, but train.precision is 'fp32'"):
+        build({"train": {"parameters": "bf16"}})
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "auto"])
+def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=f'with train.compile pipeline.schedule must not be "{schedule}"'):
+        build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})

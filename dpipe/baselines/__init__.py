@@ -3,6 +3,7 @@
 bench.py              `dpipe bench`: the comparisons that need no second machine
 gloo.py               a tensor from one process to another: torch.distributed's gloo against our transports
 loopback.py           delay and rate of this machine's loopback, as a transport sees it
+mfu.py                how much of a device one GPT uses: a plain training loop against our engine
 rate.py               one end of a link between two hosts: what it carries
 torch_pipelining.py   the same GPT on torch.distributed.pipelining and on dpipe, step by step
 torch_replay.py       torch.distributed.pipelining on a replay configuration, one process a rank

@@ -146,9 +146,16 @@ def bench_pipelining() -> list[Row]:
     ]
 
 
+def bench_mfu() -> list[Row]:
+    from dpipe.baselines.mfu import compare_here
+
+    return compare_here()
+
+
 _BENCHES: dict[str, Callable[[], list[Row]]] = {
     "engine": bench_engine,
     "transport": bench_transport,
     "all-reduce": bench_all_reduce,
     "pipelining": bench_pipelining,
+    "mfu": bench_mfu,
 }

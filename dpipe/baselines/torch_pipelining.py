@@ -82,7 +82,7 @@ def compare_pipelining(schedule: str, size: Size | None = None, transport: str =
     """
     size = size or Size()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_rank, args=(schedule, size, transport, _free_port(), results), nprocs=NUM_RANKS)
+    spawn(_rank, args=(schedule, size, transport, free_port(), results), nprocs=NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
@@ -98,7 +98,7 @@ def compare_pipelining(schedule: str, size: Size | None = None, transport: str =
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     import socket
 
     with socket.socket() as probe:

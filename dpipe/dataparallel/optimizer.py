@@ -45,7 +45,13 @@ class Optimizer:
             {"params": [s.values for s in slices if s.decays], "weight_decay": settings.weight_decay},
             {"params": [s.values for s in slices if not s.decays], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas) if slices else None
+        # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to gain.
+        self._fused = bool(slices) and slices[0].values.is_cuda
+        self._adamw = (
+            torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=self._fused or None)
+            if slices
+            else None
+        )
 
     def step(self, learning_rate: float) -> None:
         if self._adamw is not None:
@@ -65,7 +71,7 @@ class Optimizer:
     def restore(self, num_updates: int, moments: Moments) -> None:
         for s in self._slices if num_updates else ():
             self._state_of(s).update(
-                {"step": torch.tensor(float(num_updates))}
+                {"step": torch.tensor(float(num_updates), device=s.values.device if self._fused else "cpu")}
                 | {key: _cut(moments[f"{s.name}.{key}"], s).to(s.values.device, copy=True) for key in _MOMENTS}
             )
 

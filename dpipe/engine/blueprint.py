@@ -22,6 +22,8 @@ from dpipe.transport.nccl import load_nccl
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -54,7 +56,7 @@ def draft(
     if config.transport.kind == "nccl":
         load_nccl()
     model = make_model(config)
-    probed = probe(model, _tokens(config), config.train.seed)
+    probed = probe(model, _tokens(config), config.train.seed, _DTYPES[config.train.parameters])
     check_recompute(config, probed)
     found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]

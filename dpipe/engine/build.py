@@ -29,22 +29,24 @@ from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import NoFeed, TextFeed
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import per_stage, without_search
-from dpipe.engine.generate import fill, sample
+from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch, load_kernels_at_start
+from dpipe.engine.memory import vocabulary
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
+from dpipe.engine.resume import agreed_start, find_start, restore, stages_at
 from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
-from dpipe.schedule.plan import Schedule
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -203,8 +205,7 @@ def assemble(
 ) -> Trainer:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     meeting, transport, streams = around.meeting, around.transport, around.streams
-    config, schedule = blueprint.config, blueprint.forecast.schedule
-    here = seat(config, rank)
+    config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
     stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
     recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
     tied_copy = tied[-1][0] if -1 in tied else None
@@ -256,6 +257,8 @@ def assemble(
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
         wants_stop=around.wants_stop,
         metrics=around.metrics,
+        streams=streams,
+        utilisation=partial(utilisation, config, streams.device),
     )
     return Trainer(job, 0 if start is None else start.step)
 
@@ -266,8 +269,19 @@ def fail_links(transport: Transport, kind: type[BaseException] | None, error: Ba
         transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
-def stages_at(schedule: Schedule, place: int) -> list[int]:
-    return [stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == place]
+def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
+    """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
+    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None or config.model.layers != "gpt":
+        return None
+    flops = gpt_train_flops(
+        num_sequences=config.train.batch_size,
+        context=config.model.context,
+        width=config.model.width,
+        num_layers=config.model.num_layers,
+        vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
+    )
+    return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
 def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | ReplayStage:
@@ -294,6 +308,8 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
         loss=blueprint.model.loss if last else None,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
+        parameters=config.train.parameters,
+        compiled=config.train.compile,
         seed=seed,
         first_microbatch=replica * microbatches,
         splits_backward=blueprint.forecast.schedule.splits,
@@ -317,42 +333,6 @@ def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
     assert blueprint.corpus is not None
     config = blueprint.config
     return TextFeed(blueprint.corpus, config.train, config.model.context, here.replica, here.num_replicas)
-
-
-def find_start(
-    config: Config, blueprint: Blueprint, rank: int, *, step: int | None = None, fallback: bool = False
-) -> checkpoint.Loaded:
-    """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
-    own = stages_at(blueprint.forecast.schedule, seat(config, rank).place)
-    layers = {layer for stage in own for layer in blueprint.layers_of(stage)}
-    url = checkpoint_url(config)
-    return checkpoint.load(url, lambda name: int(name.split(".")[1]) in layers, step, fallback)
-
-
-def agreed_start(
-    config: Config, blueprint: Blueprint, found: checkpoint.Loaded | None, meeting: Coordination, fallback: bool
-) -> checkpoint.Loaded:
-    """The newest checkpoint that every rank has whole: ranks that found different ones meet at the oldest.
-
-    Also where a measured split gives this rank other layers than it has looked for.
-    """
-    assert found is not None
-    told = meeting.gather("checkpoint found", str(found.step).encode()).wait(config.timeouts.transfer)
-    steps = [int(text) for text in told]
-    if len(set(steps)) > 1 and not fallback:
-        raise CheckpointError(
-            f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the files in one place, "
-            f"or --fallback to step {min(steps)}"
-        )
-    if found.step == min(steps) and config.pipeline.split != "measured":
-        return found
-    return find_start(config, blueprint, meeting.rank, step=min(steps))
-
-
-def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:
-    for stage in stages.values():
-        fill(stage.named_parameters(), start)
-    update.restore(start.state, start.optimizer)
 
 
 def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:

@@ -54,5 +54,7 @@ def describe(row: Mapping[str, Any]) -> str:
     links = " ".join(f"{link} {rate:.1f}" for link, rate in sorted(row["mb_per_s"].items()))
     return (
         f"loss {row['loss']:.4f}  lr {row['learning_rate']:.1e}  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"bubble {row['bubble']:.0%}" + (f"  MB/s {links}" if links else "")
+        f"bubble {row['bubble']:.0%}"
+        + (f"  MFU {row['mfu']:.0%}" if "mfu" in row else "")
+        + (f"  MB/s {links}" if links else "")
     )

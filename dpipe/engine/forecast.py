@@ -257,7 +257,7 @@ def gpt_costs(config: Config) -> LayerCosts:
         vocab_size=vocab,
     )
     forward_s = tuple(f / (config.predict.gflops * 1e9) for f in flops)
-    message = wire_bytes(config.pipeline.wire, tokens * model.width)
+    message = wire_bytes(config.pipeline.wire, tokens * model.width, 4 if config.train.parameters == "fp32" else 2)
     every = (message,) * len(flops)
     tied = vocab * model.width * 4 if model.tie_embeddings else 0
     parameters = gpt_layer_parameter_bytes(

@@ -74,6 +74,8 @@ def show_summary(
         console.print(_prediction(load_trace(run)), highlight=False, soft_wrap=True)
     if steps and shards > 1:
         console.print(_sharded(list(steps[-1]["optimizer_mb"].values()), shards), highlight=False, soft_wrap=True)
+    if steps and "gpu_memory_mb" in steps[-1]:
+        console.print(_gpu_memory(steps[-1]["gpu_memory_mb"]), highlight=False, soft_wrap=True)
     if sample is not None:
         console.print("\n[bold]The model writes:[/bold]")
         console.print(sample, highlight=False, markup=False)
@@ -117,6 +119,10 @@ def _prediction(trace: Trace) -> str:
         f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, measured / predicted "
         f"{measured / predicted:.3f} (median of the last {len(trace.steps)} steps)"
     )
+
+
+def _gpu_memory(peak_mb: dict[str, float]) -> str:
+    return "peak GPU memory: " + ", ".join(f"rank {rank} {mb / 1e3:.1f} GB" for rank, mb in peak_mb.items())
 
 
 def _places(run: Path, checkpoint_url: str | None) -> list[tuple[str, str]]:

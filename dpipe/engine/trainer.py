@@ -28,7 +28,9 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
+from dpipe.timeline.timers import Timers
 
 LOG = logging.getLogger("dpipe")
 
@@ -65,6 +67,8 @@ class Job:
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]
     metrics: Metrics | None = None  # rank 0
+    streams: Streams = HOST
+    utilisation: Callable[[float], float | None] = lambda seconds: None  # MFU of a step of so many seconds
 
 
 class Trainer:
@@ -74,6 +78,7 @@ class Trainer:
         self.job = job
         self.next_step = first_step
         self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
+        self._timers = Timers()
         self._step_s: dict[int, float] = {}  # of steps whose verdict is still out
 
     def run(self) -> bool:
@@ -103,7 +108,9 @@ class Trainer:
         job.update.begin(step, job.wants_stop, lambda: self._report(began))
         job.executor.run(job.schedule, job.feed.training(step), job.update)
         self._record_exchange()
-        self._traces.append(StepSpans(step, job.recorder.take(job.meeting.clock_offset_ns)))
+        spans = job.recorder.take(job.meeting.clock_offset_ns)
+        self._traces.append(StepSpans(step, spans))
+        self._timers.add(spans)
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)
@@ -127,6 +134,7 @@ class Trainer:
             "mb_per_s": {f"{self.job.here.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
             "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
+            "gpu_memory_mb": None if (peak := self.job.streams.peak_bytes()) is None else peak / 1e6,
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
@@ -139,6 +147,7 @@ class Trainer:
         if verdict.step % self.job.run.log_every:
             return
         LOG.info("step %d loss %.4f", verdict.step, verdict.loss)
+        LOG.info("%s", self._timers.line())
         if self.job.metrics is not None:
             self.job.metrics.write(self._row(verdict, seconds))
 
@@ -156,7 +165,14 @@ class Trainer:
             "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
             "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
             "optimizer_mb": {str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)},
+            **self._of_gpus(verdict, seconds),
         }
+
+    def _of_gpus(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
+        """Peak memory by rank, and the share of the GPUs' arithmetic that was used; nothing on CPUs."""
+        peaks = {str(r): report["gpu_memory_mb"] for r, report in enumerate(verdict.reports) if report["gpu_memory_mb"]}
+        used = self.job.utilisation(seconds)
+        return ({"gpu_memory_mb": peaks} if peaks else {}) | ({} if used is None else {"mfu": used})
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.next_step % every == 0

@@ -31,16 +31,19 @@ class LayerCost:
     kept_bytes: int = 0  # by the layer's graph for its backward, input and parameters apart
 
 
-def probe(model: LayeredModel, inputs: TensorSpec, seed: int) -> tuple[LayerCost, ...]:
+def probe(
+    model: LayeredModel, inputs: TensorSpec, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[LayerCost, ...]:
     """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
 
-    Raises `ConfigError` naming a layer whose shapes cannot be followed without values.
+    `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be followed without
+    values.
     """
     tensors: tuple[torch.Tensor, ...] = (inputs.empty("meta"),)
     costs = []
     for index in range(len(model.layers)):
         try:
-            layer = _without_memory(model, index, seed)
+            layer = _without_memory(model, index, seed).to(dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 returned = layer(*tensors)
             kept = _kept_bytes(layer, tensors)

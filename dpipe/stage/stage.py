@@ -17,6 +17,7 @@ from torch import nn
 
 from dpipe.errors import TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
+from dpipe.stage.masters import Masters
 from dpipe.stage.model import Loss
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
@@ -42,9 +43,11 @@ class Stage:
 
     `recompute` "full" holds only the layers' inputs between forward and backward, "selective" everything but what is
     inside an attention core, "none" everything. `precision` "bf16" and "fp16" run the layers under autocast;
-    parameters, gradients and what crosses a layer's boundary stay fp32. Micro-batch m draws the random numbers of
-    micro-batch `first_microbatch` + m of the whole batch, of which each replica has a share. Without `splits_backward`,
-    which `backward_input` needs, linear layers stay torch's own: 3 % faster, and the same to the bit.
+    parameters, gradients and what crosses a layer's boundary stay fp32. With `parameters` in half precision the layers
+    compute in it, and it crosses the boundaries; what is learned, and seen from outside, are their fp32 masters.
+    Micro-batch m draws the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
+    replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay torch's own: 3 %
+    faster, and the same to the bit. `compiled` layers cannot split it.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Stage:
         loss: Loss | None = None,
         recompute: str = "none",
         precision: str = "fp32",
+        parameters: str = "fp32",
+        compiled: bool = False,
         seed: int = 0,
         first_microbatch: int = 0,
         splits_backward: bool = True,
@@ -64,22 +69,28 @@ class Stage:
         self.index, self._first_microbatch = index, first_microbatch
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
         self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
-        self._half, self._device = _HALF[precision], torch.device(device)
+        stored, self._device = _HALF[parameters], torch.device(device)
+        self._half = _HALF[precision] if stored is None else None
+        self._masters = None if stored is None else Masters(self._layers, stored)
+        self._stale = True  # whether the masters may have changed since the layers last saw them
         self._passes: dict[int, list[_Pass]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
         self._splits_backward = splits_backward
         for layer in self._layers.values():
-            if splits_backward:
-                defer_weight_gradients(layer, self._weight_gradients)
             if recompute == "selective":
                 recompute_attention(layer)
+            if compiled:
+                layer.compile()
+            elif splits_backward:
+                defer_weight_gradients(layer, self._weight_gradients)
         self.begin_step(0)
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         """The random numbers of what follows are those of `step`; its loss is multiplied by `loss_scale`."""
         self._step, self._loss_factor = step, loss_scale / self._num_microbatches
+        self._stale = True
 
     def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         """Run the layers and stash what their backward needs. `targets` are for the last stage, whose output is the
@@ -89,6 +100,7 @@ class Stage:
         """
         assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
+        self._refresh()
         targets = None if targets is None else upload(targets, self._device)
         passes = []
         for index in self._layers:
@@ -110,6 +122,7 @@ class Stage:
         """
         input_grads = self._backward(microbatch, grads)
         make(self._weight_gradients.take())
+        self._collect()
         return input_grads
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -117,15 +130,18 @@ class Stage:
         assert self._splits_backward, f"stage {self.index} was made for schedules that do not split the backward pass"
         input_grads = self._backward(microbatch, grads)
         self._waiting[microbatch] = self._weight_gradients.take()
+        self._collect()
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
         """Add the weight gradients that `backward_input` of this micro-batch left."""
         make(self._waiting.pop(microbatch))
+        self._collect()
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         """As `forward`, in evaluation mode, with nothing stashed."""
+        self._refresh()
         targets = None if targets is None else upload(targets, self._device)
         inputs = tuple(upload(tensor, self._device) for tensor in inputs)
         with _evaluation_mode(self._layers.values()):
@@ -147,10 +163,12 @@ class Stage:
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
         """Parameters by layer, in order, named for the whole model, such as `layers.3.attention.qkv.weight`."""
-        return {
-            index: [(f"layers.{index}.{name}", parameter) for name, parameter in layer.named_parameters()]
-            for index, layer in self._layers.items()
-        }
+        named: Mapping[int, Iterable[tuple[str, nn.Parameter]]] = (
+            self._masters.named
+            if self._masters is not None
+            else {index: layer.named_parameters() for index, layer in self._layers.items()}
+        )
+        return {i: [(f"layers.{i}.{name}", parameter) for name, parameter in pairs] for i, pairs in named.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for named in self.layer_parameters().values():
@@ -160,6 +178,9 @@ class Stage:
         return [parameter for _, parameter in self.named_parameters()]
 
     def zero_grad(self) -> None:
+        self._stale = True
+        if self._masters is not None:
+            self._masters.forget()
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -176,6 +197,15 @@ class Stage:
         del self._passes[microbatch]
         return grads
 
+    def _refresh(self) -> None:
+        if self._masters is not None and self._stale:
+            self._masters.refresh()
+        self._stale = False
+
+    def _collect(self) -> None:
+        if self._masters is not None:
+            self._masters.collect()
+
     def _run(
         self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors
     ) -> Tensors:
@@ -188,7 +218,7 @@ class Stage:
                 returned = layer(*inputs)
             outputs = self._canonical(returned if isinstance(returned, tuple) else (returned,))
             if self._loss is not None and index == self._last:
-                outputs = (self._loss(*outputs, targets).float(),)
+                outputs = (self._loss(*map(_single, outputs), targets).float(),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
@@ -226,6 +256,11 @@ class Stage:
                 f"stage {self.index}, micro-batch {microbatch}: expected {_listed(self._expected)} as at the first "
                 f"micro-batch, got {_listed(got)}; shapes and dtypes must not change during a run"
             )
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    """As a loss takes it: in fp32, whatever the layers compute in."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _taken_grad(leaf: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,296 @@
+"""How much of a device a GPT's training uses: dpipe's engine, in one process or several, against a plain loop.
+
+    plain     for each micro-batch: forward, loss, backward; then fused AdamW        what anyone would write
+    dpipe     the same model, data and optimizer through schedule, executor and stages
+
+Both in one run, one after the other; the losses must agree before the times are worth comparing. Several stages are
+processes that share the one device, with TCP between them.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
+from torch.multiprocessing.spawn import spawn
+from torch.utils.checkpoint import checkpoint
+
+from dpipe.dataparallel.optimizer import AdamSettings, whole
+from dpipe.dataparallel.single import Single
+from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.recorder import Recorder
+from dpipe.schedule.generate import generate
+from dpipe.schedule.lower import lower
+from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
+from dpipe.stage.gpt import gpt
+from dpipe.stage.masters import Masters
+from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.partition import split
+from dpipe.stage.stage import Stage
+from dpipe.streams import streams_of, upload
+from dpipe.timeline.timers import timers_ms
+from dpipe.transport.local import LocalHub
+from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.codec import codec
+from dpipe.wire.spec import TensorSpec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADAM = AdamSettings(1e-4, 0.1, (0.9, 0.95))
+_WAIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch, and how it is run. GPT-3 XL and GPT-2 345M have 24 layers; the vocabulary is padded to 128s."""
+
+    name: str
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int
+    vocab_size: int = 50_304
+    microbatch_size: int = 4
+    num_microbatches: int = 8
+    stages: int = 1
+    recompute: str = "none"
+    precision: str = "bf16"
+    parameters: str = "bf16"
+    compiled: bool = False
+    device: str = "cuda"
+    num_steps: int = 5  # the first two are not timed
+
+    def model(self) -> LayeredModel:
+        return gpt(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            width=self.width,
+            num_heads=self.num_heads,
+            context=self.context,
+            dropout=0.0,
+            tied=False,
+        )
+
+    def layers(self, indices: Sequence[int]) -> dict[int, nn.Module]:
+        return {index: materialise(self.model(), index, 0, self.device) for index in indices}
+
+    def layers_of(self, stage: int) -> range:
+        """Blocks shared out evenly; the head counts as one block."""
+        counts = split([0.0] + [1.0] * (self.num_layers + 1), self.stages)
+        return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+
+    def batch(self, step: int) -> Batch:
+        shape = (self.num_microbatches, self.microbatch_size, self.context + 1)
+        tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        return Batch([(t[:, :-1].contiguous(),) for t in tokens], [t[:, 1:].contiguous() for t in tokens])
+
+    @property
+    def step_flops(self) -> float:
+        return gpt_train_flops(
+            num_sequences=self.microbatch_size * self.num_microbatches,
+            context=self.context,
+            width=self.width,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of a step, the loss of each, and the most memory that any process took of the device."""
+
+    step_s: float
+    losses: tuple[float, ...]
+    peak_bytes: int | None
+    timers: dict[str, float]
+
+
+def compare_mfu(case: Case) -> list[dict[str, Any]]:
+    """A row for the plain loop and one for dpipe.
+
+    Raises `AssertionError` where the losses differ by more than half precision explains: then the times mean nothing.
+    """
+    plain, ours = measure_plain(case), measure(case)
+    difference = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
+    assert difference < 0.05, f"the losses differ by {difference}: {plain.losses} against {ours.losses}"
+    return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
+
+
+def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> dict[str, Any]:
+    """What a table shows; `mfu` is None on a device whose peak is not known."""
+    name = torch.cuda.get_device_name(case.device) if torch.device(case.device).type == "cuda" else "CPU"
+    peak = peak_of(name)
+    tokens = case.microbatch_size * case.num_microbatches * case.context
+    return {
+        "model": case.name,
+        "context": case.context,
+        "engine": engine,
+        "stages": case.stages if engine == "dpipe" else 1,
+        "recompute": case.recompute,
+        "device": name,
+        "step_s": measured.step_s,
+        "tokens_per_s": tokens / measured.step_s,
+        "mfu": None if peak is None else mfu(case.step_flops, measured.step_s, peak, case.precision),
+        "memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
+        "over plain": None if plain is None else measured.step_s / plain.step_s,
+    }
+
+
+def measure_plain(case: Case) -> Measured:
+    """A training loop without dpipe's engine, in this process."""
+    layers = case.layers(range(case.num_layers + 2))
+    half = None if case.parameters == "fp32" else _DTYPES[case.parameters]
+    masters = None if half is None else Masters(layers, half)
+    own = [(str(i), p) for i, p in enumerate(p for layer in layers.values() for p in layer.parameters())]
+    named = own if masters is None else [(n, p) for pairs in masters.named.values() for n, p in pairs]
+    decaying = [{"params": [s.values for s in whole(named) if s.decays is d], "weight_decay": 0.1 * d} for d in (1, 0)]
+    fused = torch.device(case.device).type == "cuda"
+    optimizer = torch.optim.AdamW(decaying, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None)
+    forward = _plain_forward(case, list(layers.values()))
+
+    def step(index: int) -> float:
+        losses = []
+        if masters is not None:
+            masters.refresh()
+        for (inputs,), targets in zip(*_of(case.batch(index)), strict=True):
+            loss = forward(upload(inputs, torch.device(case.device)), upload(targets, torch.device(case.device)))
+            (loss / case.num_microbatches).backward()
+            losses.append(loss.detach())
+            if masters is not None:
+                masters.collect()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(float(loss) for loss in losses) / len(losses)
+
+    return _timed(case, step, dict)
+
+
+def _of(batch: Batch) -> tuple[Any, Any]:
+    return batch.inputs, batch.targets
+
+
+def _plain_forward(case: Case, layers: list[nn.Module]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    autocasts = case.parameters == "fp32" and case.precision != "fp32"
+    for layer in layers if case.compiled else ():
+        layer.compile()
+
+    def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x: Any = tokens
+        with torch.autocast(tokens.device.type, _DTYPES[case.precision]) if autocasts else nullcontext():
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False) if case.recompute == "full" else layer(x)
+        return case.model().loss(x.float(), targets)
+
+    return forward
+
+
+def measure(case: Case) -> Measured:
+    """dpipe's engine: in this process for one stage, else in one process a stage on the same device."""
+    if case.stages == 1:
+        return _run(case, 0, LocalHub(1).transport(0))
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(_process, args=(case, store.port, results), nprocs=case.stages)
+    found = [results.get() for _ in range(case.stages)]
+    by_stage: list[Measured] = [measured for _, measured in sorted(found, key=lambda pair: pair[0])]
+    peaks = [m.peak_bytes for m in by_stage if m.peak_bytes is not None]
+    total = sum(peaks) if peaks else None
+    return replace(by_stage[-1], peak_bytes=total, timers=by_stage[0].timers)
+
+
+def _process(rank: int, case: Case, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    transport = TcpTransport(rank, connect_timeout_s=_WAIT_S, streams=streams_of(case.device))
+    store.set(str(rank), f"127.0.0.1:{transport.port}")
+    peers = {rank - 1, rank + 1} & set(range(case.stages))
+    transport.connect({r: store.get(str(r)).decode() for r in range(case.stages)}, peers)
+    results.put((rank, _run(case, rank, transport)))
+    store.set(f"done {rank}", "")
+    store.wait([f"done {r}" for r in range(case.stages)])
+    transport.close()
+
+
+def _run(case: Case, rank: int, transport: Any) -> Measured:
+    last, streams = rank == case.stages - 1, streams_of(case.device)
+    stage = Stage(
+        rank,
+        case.layers(case.layers_of(rank)),
+        num_microbatches=case.num_microbatches,
+        loss=case.model().loss if last else None,
+        recompute=case.recompute,
+        precision=case.precision,
+        parameters=case.parameters,
+        compiled=case.compiled,
+        device=streams.device,
+    )
+    replicas, recorder = Single({rank: stage}, _ADAM), Recorder(rank, streams)
+    boundary = TensorSpec((case.microbatch_size, case.context, case.width), _DTYPES[case.parameters])
+    boundaries = [(boundary,)] * (case.stages - 1)
+    parts = Parts(rank, {rank: stage}, transport, codec("none"), boundaries, replicas, recorder, streams=streams)
+    executor, plan = Executor(parts), lower(generate("1f1b", case.stages, case.num_microbatches))
+    timers: dict[str, float] = {}
+
+    def on_step(index: int, loss: float | None) -> None:
+        replicas.step(index, 1.0)
+        stage.zero_grad()
+
+    def step(index: int) -> float:
+        stage.begin_step(index)
+        replicas.begin(index, _ADAM.learning_rate, 1.0)
+        loss = executor.run(plan, case.batch(index), on_step)
+        timers.update(timers_ms(recorder.take()))
+        return 0.0 if loss is None else loss
+
+    return _timed(case, step, lambda: timers)
+
+
+def _timed(case: Case, step: Callable[[int], float], timers: Callable[[], dict[str, float]]) -> Measured:
+    """Run the steps; the device's memory is given back before the next measurement."""
+    on_gpu = torch.device(case.device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(case.device)
+    seconds, losses = [], []
+    for index in range(case.num_steps):
+        began = time.perf_counter()
+        losses.append(step(index))
+        if on_gpu:
+            torch.cuda.synchronize(case.device)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(case.device) if on_gpu else None
+    return Measured(median(seconds[2:]), tuple(losses), peak, dict(timers()))
+
+
+def give_back_memory() -> None:
+    """Between measurements: what the last one had is freed, and the device has it back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+XL = Case("GPT-3 XL 1.3B", num_layers=24, width=2048, num_heads=16, context=2048)
+MEDIUM = Case("GPT-2 345M", num_layers=24, width=1024, num_heads=16, context=1024, microbatch_size=8)
+TINY = Case(
+    "tiny",
+    num_layers=2,
+    width=64,
+    num_heads=2,
+    context=32,
+    vocab_size=256,
+    microbatch_size=2,
+    num_microbatches=4,
+    device="cpu",
+    precision="fp32",
+    parameters="fp32",
+)
+
+
+def compare_here() -> list[dict[str, Any]]:
+    """`dpipe bench mfu`: the 1.3B model where there is a GPU, a tiny one where there is none."""
+    case = XL if torch.cuda.is_available() else TINY
+    return compare_mfu(case)

@@ -1,0 +1,24 @@
+"""Sizes of published models, by name: what `model.preset` stands for."""
+
+
+def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, int]:
+    sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
+    return sizes | {"context": context, "vocab_size": vocab_size}
+
+
+# GPT-2 and GPT-3 as their papers size them (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of
+# the published tables), and table 1 of Narayanan et al. 2021.
+PRESETS = {
+    "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
+    "gpt3-xl": _gpt(24, 2048, 16, 2048, 50257),
+    "sc21-1.7b": _gpt(24, 2304, 24),
+    "sc21-3.6b": _gpt(30, 3072, 32),
+    "sc21-7.5b": _gpt(36, 4096, 32),
+    "sc21-18.4b": _gpt(40, 6144, 48),
+    "sc21-39.1b": _gpt(48, 8192, 64),
+    "sc21-76.1b": _gpt(60, 10240, 80),
+    "sc21-145.6b": _gpt(80, 12288, 96),
+    "sc21-310.1b": _gpt(96, 16384, 128),
+    "sc21-529.6b": _gpt(105, 20480, 128),
+    "sc21-1008b": _gpt(128, 25600, 160),
+}

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+
+def a_row(**known):
+    base = {
+        "model": "GPT-3 XL 1.3B",
+        "context": 2048,
+        "engine": "dpipe",
+        "stages": 1,
+        "recompute": "none",
+        "step_s": 1.0,
+        "tokens_per_s": 2.0,
+        "mfu": 0.514,
+        "memory_gb": None,
+        "over plain": 1.011,
+    }
+    return base | known
+
+
+@pytest.mark.timeout(400)  # four processes that import torch
+def test_tiny_run_writes_both_files(script, tmp_path) -> None:
+    """One stage beside a plain loop, and two stages in two processes."""
+    result = CliRunner().invoke(script("gpu_check").main, ["--tiny", "--out", str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["failures"] == {}
+    assert [(r["engine"], r["stages"]) for r in report["rows"]] == [("plain", 1), ("dpipe", 1), ("dpipe", 2)]
+    assert all(r["tokens_per_s"] > 0 for r in report["rows"])
+    assert "| tiny | 32 | dpipe | 2 | none |" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_what_there_is_no_time_for_is_listed(script, tmp_path) -> None:
+    arguments = ["--tiny", "--minutes", "0", "--out", str(tmp_path)]
+    CliRunner().invoke(script("gpu_check").main, arguments, catch_exceptions=False)
+    assert "not measured: tiny, sequence 32, 2 stages, recompute none: no time was left" in (
+        tmp_path / "gpu_check.md"
+    ).read_text().replace("\n", " ")
+
+
+def test_aims_are_those_of_one_stage_without_recomputation(script) -> None:
+    rows = [a_row(), a_row(model="GPT-2 345M", **{"over plain": 1.02}), a_row(stages=4, mfu=0.9), a_row(engine="plain")]
+    assert script("gpu_check").aims(rows) == [
+        "MFU of the 1.3B model in one stage: 51.4% (aim: at least 50%)",
+        "engine over a plain loop, at worst: 1.020 (aim: at most 1.03)",
+    ]
+
+
+def test_every_size_is_run_in_one_stage_and_four(script) -> None:
+    cases = script("gpu_check").cases(False)
+    assert len({(c.name, c.context, c.stages, c.recompute) for c in cases}) == 2 * 2 * 2 * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_machine_without_a_gpu_is_told_what_is_missing(script, tmp_path) -> None:
+    result = CliRunner().invoke(script("gpu_check").main, ["--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "sees no CUDA GPU" in result.output
+    assert list(tmp_path.iterdir()) == []
