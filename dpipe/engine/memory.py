@@ -163,7 +163,8 @@ def _block(sizes: GptSizes, recompute: str) -> LayerMemory:
 def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, int, int]:
     """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
     u, c, half = sizes.unit, sizes.matrix, sizes.half
-    backward = 5 * u // 2 + max(2 * u, largest * 3 // 2) if half else 2 * u + max(4 * u, largest)
+    # When a weight's gradient is cast to fp32, the rounded weight, half as large, is gone already.
+    backward = 5 * u // 2 + max(2 * u, largest) if half else 2 * u + max(4 * u, largest)
     input_ = 13 * u // 2 - largest // 2 if half else 10 * u
     forward = 3 * u // 2 if half else 2 * u
     if c:

@@ -37,10 +37,15 @@ class WeightGradients:
 def make(products: Products) -> None:
     """Add the gradients to their weights; those of one weight are added up first, as autograd does."""
     for weight, factors in products.items():
-        made, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
-        for other in others:
-            made += other
-        weight.grad = made if weight.grad is None else weight.grad.add_(made)
+        _add(weight, factors)
+
+
+def _add(weight: nn.Parameter, factors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A function of its own, so that one weight's product is freed before the next one's is made."""
+    made, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
+    for other in others:
+        made += other
+    weight.grad = made if weight.grad is None else weight.grad.add_(made)
 
 
 class Linear(nn.Linear):

@@ -84,6 +84,7 @@ def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> 
         loss=model.loss if schedule.is_last(index) else None,
         recompute=recompute,
         precision="bf16" if sizes.half else "fp32",
+        splits_backward=schedule.splits,
     )
 
 
