@@ -161,6 +161,6 @@ def test_png_without_matplotlib_says_what_to_install(table, results, tmp_path, m
 
 def test_comparison_has_a_line_a_network_and_a_column_a_system(table, results):
     lines = run(table, "--mode", "replay", "--results", results, "--compare").output.splitlines()
-    assert lines[0] == "| network | published gpipe fp32 | dpipe auto bf16 |"
-    assert lines[2] == "| 0.1 ms, 10 Gbit/s | 15.16 |  |"
-    assert lines[-1] == "| 50 ms, 1 Gbit/s | 29.08 | 15.00 |"
+    assert lines[0] == "| network | published gpipe fp32 | published gpipe fp32 x 4 | dpipe auto bf16 |"
+    assert lines[2] == "| 0.1 ms, 10 Gbit/s | 15.16 | 16.17 |  |"
+    assert lines[-1] == "| 50 ms, 1 Gbit/s | 29.08 |  | 15.00 |"
