@@ -116,7 +116,7 @@ class Flights:
                 self._flying[stage].append(flight)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown()  # the other replicas wait for what has begun
 
     def _new_row(self, stage: int) -> torch.Tensor:
         return torch.empty(self._rows[stage].length, device=self._device)

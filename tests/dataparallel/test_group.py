@@ -33,7 +33,7 @@ def run(replicas: int, wire: str = "none", dies: int | None = None) -> list[Laye
             host=HOST,
             wire=wire,
             part_bytes=40,
-            timeout_s=20,
+            timeout_s=8,
         )
         stage = Layered()
         kind = AllReduce({0: stage}, ADAM, group)

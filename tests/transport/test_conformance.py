@@ -146,6 +146,8 @@ def test_receive_may_be_posted_before_the_send(pair: Pair) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_tensor_comes_to_where_the_receive_wants_it(pair: Pair, early: bool) -> None:
     first, second = pair
+    if isinstance(first, Settling):
+        pytest.skip("NCCL fills the memory of GPUs; replicas on it agree through torch.distributed")
     sent, row = torch.arange(6.0), torch.zeros(10)
     if early:
         pending = second.recv(TensorSpec.of(sent), 0, "0F0", row[2:8])
