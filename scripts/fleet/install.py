@@ -51,6 +51,10 @@ _SETUP = """set -eu
 # An environment that somebody else keeps: dpipe runs from its files, so only their generated part is made.
 _SETUP_IN = """set -eu
 python=$(realpath --no-symlinks {interpreter})
+"$python" -c 'import grpc_tools' 2>/dev/null || {{
+    echo "$python has no grpcio-tools, which compile the protos: pip install grpcio-tools==1.85.1 there" >&2
+    exit 1
+}}
 (
     cd {source}
     timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
