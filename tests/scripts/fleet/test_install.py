@@ -101,7 +101,17 @@ def test_environment_that_is_there_is_used_as_it_is(bare):
     bare.change({"new.txt": "new"})
     done = bare("up", hosts=hosts)
     assert done.exit_code == 1
-    assert "has no grpcio-tools" in done.output
+    assert "failed (1)" in done.output
+
+
+def test_environment_without_the_compiler_of_protos_is_told_what_to_install(bare):
+    venv = bare.root / "venv/bin"
+    venv.mkdir(parents=True)
+    (venv / "python").write_text('#!/bin/sh\ncase "$*" in *"import grpc_tools"*) exit 1 ;; esac\n')
+    (venv / "python").chmod(0o755)
+    done = bare("up", hosts=bare.write_hosts(name="venv.toml", top=f'venv = "{bare.root}/venv"\n'))
+    assert done.exit_code == 1
+    assert "pip install grpcio-tools" in done.output
 
 
 def test_put_copies_beside_the_project(cloud, tmp_path):
