@@ -24,12 +24,15 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
+_TRANSFORMERS = ("gpt", "bert")
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
 class Model(Section):
-    """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
+    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its keyword arguments."""
 
     layers: str = "gpt"
     options: dict[str, Any] = {}
@@ -39,27 +42,35 @@ class Model(Section):
     context: Count = 128
     vocab_size: Count | None = None  # default: the tokenizer's
     dropout: Fraction = 0.0
-    tie_embeddings: bool = False
+    tie_embeddings: bool = False  # BERT's are tied unless this says that they are not
     preset: str | None = None  # sizes by name, of which each can still be set
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """The sizes of the preset where none are given."""
-        name = given.get("preset") if isinstance(given, dict) else None
-        if name is None:
+        """What the preset says where nothing is given."""
+        if not isinstance(given, dict):
             return given
-        if name not in PRESETS:
+        name = given.get("preset")
+        if name is not None and name not in PRESETS:
             raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
-        return PRESETS[name] | given
+        filled = PRESETS.get(name, {}) | given
+        return ({"tie_embeddings": True} if filled.get("layers") == "bert" else {}) | filled
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in ("gpt", "replay") and ":" not in self.layers:
-            raise ValueError(f'model.layers {self.layers!r} must be "gpt", "replay" or "package.module:function"')
+        if self.layers not in (*_TRANSFORMERS, "replay") and ":" not in self.layers:
+            raise ValueError(
+                f'model.layers {self.layers!r} must be "gpt", "bert", "replay" or "package.module:function"'
+            )
         return self
+
+    @property
+    def is_transformer(self) -> bool:
+        """One of dpipe's own, whose costs are known by formula."""
+        return self.layers in _TRANSFORMERS
 
 
 class Replay(Section):
@@ -282,6 +293,8 @@ class Config(Section):
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
                 'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
             )
+        if self.model.layers == "bert" and self.run.sample is not None:
+            raise ValueError('run.sample is for models that continue a text, and model.layers is "bert"; leave it out')
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(

@@ -1,14 +1,18 @@
 """Sizes of published models, by name: what `model.preset` stands for."""
 
+from typing import Any
 
-def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, int]:
+
+def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, Any]:
     sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
     return sizes | {"context": context, "vocab_size": vocab_size}
 
 
-# GPT-2 and GPT-3 as their papers size them (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of
-# the published tables), and table 1 of Narayanan et al. 2021.
+# BERT as Megatron's published tables size it, with the words of Devlin et al. 2019; GPT-2 and GPT-3 as their papers do
+# (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of the published tables); and table 1 of
+# Narayanan et al. 2021.
 PRESETS = {
+    "bert-345m": _gpt(24, 1024, 16, 512, 30522) | {"layers": "bert"},
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
     "gpt3-xl": _gpt(24, 2048, 16, 2048, 50257),
     "sc21-1.7b": _gpt(24, 2304, 24),

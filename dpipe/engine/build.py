@@ -26,17 +26,16 @@ from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layer
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
-from dpipe.engine.feed import NoFeed, TextFeed
+from dpipe.engine.feed import NoFeed, feed_of
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage, without_search
+from dpipe.engine.forecast import layer_flops, per_stage, without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch, load_kernels_at_start
-from dpipe.engine.memory import vocabulary
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
-from dpipe.engine.replicas import Seat, data_parallel, seat
+from dpipe.engine.replicas import data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
 from dpipe.engine.resume import agreed_start, find_start, restore, stages_at
 from dpipe.engine.serving import Servers, attended, parameter_servers
@@ -46,7 +45,7 @@ from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.text import from_csv, to_csv
-from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
+from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
@@ -237,7 +236,7 @@ def assemble(
     )
     if start is not None:
         restore(start, stages, update)
-    feeds = blueprint.corpus is not None and (0 in stages or schedule.num_stages - 1 in stages)
+    corpus = blueprint.corpus if {0, schedule.num_stages - 1} & set(stages) else None
     job = Job(
         here=here,
         train=config.train,
@@ -251,7 +250,9 @@ def assemble(
         recorder=recorder,
         data_parallel=agreement,
         update=update,
-        feed=feed_of(blueprint, here) if feeds else NoFeed(config.train.num_microbatches),
+        feed=NoFeed(config.train.num_microbatches)
+        if corpus is None
+        else feed_of(config, corpus, here.replica, here.num_replicas),
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
@@ -272,15 +273,9 @@ def fail_links(transport: Transport, kind: type[BaseException] | None, error: Ba
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
     """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None or config.model.layers != "gpt":
+    if peak is None or not config.model.is_transformer:
         return None
-    flops = gpt_train_flops(
-        num_sequences=config.train.batch_size,
-        context=config.model.context,
-        width=config.model.width,
-        num_layers=config.model.num_layers,
-        vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
-    )
+    flops = train_flops(layer_flops(config, config.train.batch_size))
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
@@ -329,12 +324,6 @@ def tied_weights(
     return {end: (name, here[name]) for end, name in names.items() if name in here}
 
 
-def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
-    assert blueprint.corpus is not None
-    config = blueprint.config
-    return TextFeed(blueprint.corpus, config.train, config.model.context, here.replica, here.num_replicas)
-
-
 def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
     """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
     here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
@@ -369,9 +358,10 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         return
     scale = url = text = None
     if corpus is not None:
-        entropy = corpus.bigram_entropy()
-        scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
+        if config.model.layers != "bert":
+            entropy = corpus.bigram_entropy()
+            scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         if config.run.sample:
             text = written_by(config, corpus, url, config.run.sample)
     shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1

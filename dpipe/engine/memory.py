@@ -1,4 +1,4 @@
-"""What the layers of a GPT hold, by formula, before anything ran: parameters, activations, working memory. No torch.
+"""What the layers of a GPT or a BERT hold, by formula, before anything ran: all that a rank's memory is for. No torch.
 
     x ──norm──qkv──core──output──+──norm──mlp_in──gelu──mlp_out──+──>        u: one activation, B T D fp32 values
       1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
@@ -23,7 +23,10 @@ _FLOAT, _INT64 = 4, 8
 
 @dataclass(frozen=True)
 class GptSizes:
-    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits."""
+    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits.
+
+    `bert` adds token types, and a transform in front of the logits.
+    """
 
     batch_size: int
     context: int
@@ -34,6 +37,7 @@ class GptSizes:
     dropout: bool = False
     keeps_matrices: bool = False
     half: bool = False
+    bert: bool = False
 
     @property
     def unit(self) -> int:
@@ -53,7 +57,7 @@ class GptSizes:
 
 
 def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
-    """The memory of the configured GPT's layers. A fused attention is taken for granted on anything but a CPU."""
+    """The memory of the configured model's layers. A fused attention is taken for granted on anything but a CPU."""
     model, pipeline = config.model, config.pipeline
     sizes = GptSizes(
         config.microbatch_size,
@@ -61,12 +65,18 @@ def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
         model.width,
         model.num_heads,
         model.num_layers,
-        model.vocab_size or vocabulary(config.data.tokenizer),
+        vocabulary_of(config),
         dropout=model.dropout > 0,
         keeps_matrices=model.dropout > 0 and config.node.device == "cpu",
         half=config.train.precision != "fp32",
+        bert=model.layers == "bert",
     )
     return gpt_memory(sizes, pipeline.recompute)
+
+
+def vocabulary_of(config: Config) -> int:
+    """Words of the configured model."""
+    return config.model.vocab_size or vocabulary(config.data.tokenizer)
 
 
 def vocabulary(tokenizer: str) -> int:
@@ -97,13 +107,13 @@ def stage_memory(
 
 
 def _embedding(sizes: GptSizes) -> LayerMemory:
-    parameters = (sizes.vocab_size + sizes.context) * sizes.width * _FLOAT
+    parameters = (sizes.vocab_size + sizes.context + 2 * sizes.bert) * sizes.width * _FLOAT
     table = sizes.vocab_size * sizes.width * _FLOAT  # its gradient is dense, and made whole for every micro-batch
     noise = sizes.unit if sizes.dropout else 0
     return of_parameters(
         parameters,
         largest=table,
-        held_bytes=sizes.tokens(_INT64) + sizes.context * _INT64 + noise,
+        held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + sizes.context * _INT64 + noise,
         forward_bytes=2 * sizes.unit,
         backward_bytes=sizes.unit + table,
         input_bytes=sizes.unit + table,
@@ -116,16 +126,20 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
     table = sizes.vocab_size * sizes.width * _FLOAT
     given = u + sizes.tokens(_INT64)
     inside = (u // 2 + table // 2 if half else u) + logits + 2 * sizes.tokens(_FLOAT)
+    parameters = table + 2 * sizes.width * _FLOAT
+    if sizes.bert:
+        parameters += (2 * sizes.width**2 + 6 * sizes.width + sizes.vocab_size + 2) * _FLOAT
+        inside += (2 * u if half else 3 * u) + 2 * sizes.tokens(_FLOAT) + sizes.tokens(_INT64)
     forward = logits * 3 // 2 if half else logits
     weight = table * 3 // 2 if half else table
     backward = max(2 * logits, weight, 2 * u)
     if recompute == "full":
         forward, backward, inside = max(u, forward) + logits, backward + inside, 0
     return of_parameters(
-        table + 2 * sizes.width * _FLOAT,
+        parameters,
         largest=table,
         held_bytes=given + inside,
-        deferred_bytes=(u + logits) // (2 if half else 1),
+        deferred_bytes=((3 * u if sizes.bert else u) + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
         input_bytes=backward,

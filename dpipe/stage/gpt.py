@@ -27,7 +27,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
-        _init(self)
+        initialise(self)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -36,7 +36,7 @@ class Embedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(H)) v, with dropout; causal or not. It has no parameters."""
+    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or over what `mask_B11T` lets in. It has no parameters."""
 
     attention_core = True  # what selective recomputation looks for
 
@@ -44,9 +44,17 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.dropout, self.causal = dropout, causal
 
-    def forward(self, q_BNTH: torch.Tensor, k_BNTH: torch.Tensor, v_BNTH: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        q_BNTH: torch.Tensor,
+        k_BNTH: torch.Tensor,
+        v_BNTH: torch.Tensor,
+        mask_B11T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=self.causal)
+        return F.scaled_dot_product_attention(
+            q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_B11T, dropout_p=dropout, is_causal=self.causal
+        )
 
 
 class Attention(nn.Module):
@@ -59,9 +67,9 @@ class Attention(nn.Module):
         self.core = AttentionCore(dropout, causal=causal)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None = None) -> torch.Tensor:
         q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
-        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH)
+        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, mask_B11T)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
 
@@ -73,22 +81,22 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
 
-    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
+    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float, *, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, num_heads, dropout)
+        self.attention = Attention(width, num_heads, dropout, causal=causal)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
-        _init(self)
+        initialise(self)
         # The variance of the stream grows with each addition to it, of which there are two a block.
         for onto_stream in (self.attention.output, self.mlp_out):
             nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+    def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), mask_B11T))
         y_BTD: torch.Tensor = self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
         return x_BTD + y_BTD
 
@@ -100,7 +108,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocab_size, bias=False)
-        _init(self)
+        initialise(self)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         logits_BTV: torch.Tensor = self.output(self.norm(x_BTD))
@@ -125,7 +133,7 @@ def next_token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def _init(layer: nn.Module) -> None:
+def initialise(layer: nn.Module) -> None:
     """GPT-2's: normal with a standard deviation of 0.02; biases zero."""
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

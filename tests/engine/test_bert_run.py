@@ -1,0 +1,129 @@
+"""BERT in whole runs: as for the GPT, how the work is cut never changes the result, not by one bit."""
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tokenizers import BertWordPieceTokenizer
+
+from dpipe.config import Config
+from dpipe.engine.blueprint import draft
+from dpipe.engine.build import finish
+from dpipe.engine.forecast import forecast, gpt_costs
+from dpipe.engine.generate import generate_text
+from dpipe.engine.metrics import read_rows
+from dpipe.errors import ConfigError, DataError
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+Run = Callable[..., list[BaseException | None]]
+
+SUBJECTS, VERBS = ("the fox", "a dog", "the cat", "one bird", "an old man"), ("sees", "hears", "finds", "follows")
+SENTENCES = [f"{subject} {verb} {other} ." for subject in SUBJECTS for verb in VERBS for other in SUBJECTS]
+TEXT = "\n".join(SENTENCES) + "\n\n" + "\n".join(reversed(SENTENCES)) + "\n"
+
+CUTS: dict[str, dict[str, Any]] = {
+    "two stages": {"pipeline__stages": 2},
+    "four stages, zero-bubble": {"pipeline__stages": 4, "pipeline__schedule": "zero-bubble"},
+    "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
+    "recompute attention": {"pipeline__stages": 2, "pipeline__recompute": "selective"},
+    "recompute": {"pipeline__recompute": "full"},
+}
+
+
+@pytest.fixture
+def small(tiny: Make, tmp_path: Path) -> Make:
+    """`small(pipeline__stages=2)`: a BERT of four layers on a short text."""
+    (tmp_path / "sentences.txt").write_text(TEXT)
+    tokenizer = BertWordPieceTokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=60, show_progress=False)
+    tokenizer.save(str(tmp_path / "pieces.json"))
+
+    def make(**overrides: Any) -> Config:
+        bert = {
+            "model__layers": "bert",
+            "model__tie_embeddings": True,
+            "data__files": [str(tmp_path / "sentences.txt")],
+            "data__tokenizer": str(tmp_path / "pieces.json"),
+        }
+        return tiny(**(bert | overrides))
+
+    return make
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_losses_are_the_same_bit_for_bit(cut: str, small: Make, losses: Losses, tmp_path: Path) -> None:
+    settings = {"model__dropout": 0.1, "train__clip_norm": 0.1}
+    whole = losses(small(**settings))
+    assert losses(small(**settings, run__folder=str(tmp_path / "cut"), **CUTS[cut])) == whole
+    assert len(whole) == 3
+
+
+def test_replicas_read_the_batch_of_one_process(small: Make, losses: Losses, tmp_path: Path) -> None:
+    whole = losses(small(data_parallel__kind="none"))
+    shared = small(
+        train__num_microbatches=2,
+        data_parallel__kind="all-reduce",
+        data_parallel__replicas=2,
+        run__folder=str(tmp_path / "two"),
+    )
+    assert losses(shared) == pytest.approx(whole, rel=1e-6)
+
+
+def test_held_out_loss_falls(small: Make, losses: Losses) -> None:
+    config = small(pipeline__stages=2, train__steps=20, train__eval_every=20, data__held_out=0.4)
+    losses(config)
+    rows = [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
+    assert rows[-1] < rows[0] - 0.5
+
+
+def test_summary_tells_losses_and_not_how_to_generate(small: Make, losses: Losses) -> None:
+    config = small()
+    losses(config)
+    out = StringIO()
+    finish(draft(config), Path(config.run.folder), Console(file=out, width=200), stopped=False)
+    assert "bits per byte" not in out.getvalue()
+    assert "training" in out.getvalue()
+    assert "dpipe generate" not in out.getvalue()
+
+
+def test_generate_refuses_a_model_that_continues_no_text(small: Make, losses: Losses) -> None:
+    config = small(train__steps=1)
+    losses(config)
+    with pytest.raises(ConfigError, match='run of model.layers "bert", which fills in masked words'):
+        generate_text(Path(config.run.folder), "the fox", tokens=1, temperature=0.0, seed=0)
+
+
+def test_text_without_sentence_breaks_is_refused_before_anything_is_written(
+    small: Make, run_ranks: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "sentences.txt").write_text(TEXT.replace("\n", " "))
+    config = small()
+    (error,) = run_ranks(config)
+    assert isinstance(error, DataError)
+    assert "write one sentence a line" in str(error)
+    assert not Path(config.data.cache).exists()
+    assert not Path(config.run.folder).exists()
+
+
+def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
+    config = small(pipeline__stages=2)
+    (boundary,) = draft(config).boundaries
+    assert [str(spec) for spec in boundary] == ["float32[2, 16, 16]", "int32[2]"]
+    costs = gpt_costs(config)
+    assert costs.activation_bytes[0] == sum(spec.num_bytes for spec in boundary)
+    assert costs.gradient_bytes[0] == boundary[0].num_bytes
+
+
+def test_forecast_counts_the_parameters_of_the_preset() -> None:
+    """Of Megatron's published BERT, called 345M; its tied table is counted once."""
+    from dpipe.config import build
+
+    config = build({"model": {"preset": "bert-345m"}})
+    costs = gpt_costs(config)
+    parameters = (sum(costs.parameter_bytes) - costs.tied_bytes) / 4
+    assert parameters == pytest.approx(336e6, rel=0.01)
+    assert forecast(config).memory[0].parameters == sum(costs.parameter_bytes)
