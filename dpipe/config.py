@@ -16,15 +16,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpipe.errors import ConfigError
-from dpipe.presets import PRESETS
+from dpipe.presets import TRANSFORMERS, filled
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-
-
-_TRANSFORMERS = ("gpt", "bert")
 
 
 class Section(BaseModel):
@@ -48,29 +45,21 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """What the preset says where nothing is given."""
-        if not isinstance(given, dict):
-            return given
-        name = given.get("preset")
-        if name is not None and name not in PRESETS:
-            raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
-        filled = PRESETS.get(name, {}) | given
-        return ({"tie_embeddings": True} if filled.get("layers") == "bert" else {}) | filled
+        return filled(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in (*_TRANSFORMERS, "replay") and ":" not in self.layers:
-            raise ValueError(
-                f'model.layers {self.layers!r} must be "gpt", "bert", "replay" or "package.module:function"'
-            )
+        if self.layers not in (*TRANSFORMERS, "replay") and ":" not in self.layers:
+            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
+            raise ValueError(f'model.layers {self.layers!r} must be {known} or "package.module:function"')
         return self
 
     @property
     def is_transformer(self) -> bool:
         """One of dpipe's own, whose costs are known by formula."""
-        return self.layers in _TRANSFORMERS
+        return self.layers in TRANSFORMERS
 
 
 class Replay(Section):

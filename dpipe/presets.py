@@ -1,6 +1,9 @@
 """Sizes of published models, by name: what `model.preset` stands for."""
 
+from collections.abc import Mapping
 from typing import Any
+
+TRANSFORMERS = ("gpt", "bert")  # the models that are dpipe's own
 
 
 def _gpt(num_layers: int, width: int, num_heads: int, context: int = 2048, vocab_size: int = 51200) -> dict[str, Any]:
@@ -26,3 +29,15 @@ PRESETS = {
     "sc21-529.6b": _gpt(105, 20480, 128),
     "sc21-1008b": _gpt(128, 25600, 160),
 }
+
+
+def filled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `[model]`, with what a preset says of those that are not given; a BERT's embeddings are tied.
+
+    Raises `ValueError` for a preset that is not known.
+    """
+    name = given.get("preset")
+    if name is not None and name not in PRESETS:
+        raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
+    known = PRESETS.get(name, {}) | given
+    return {"tie_embeddings": known.get("layers") == "bert"} | known

@@ -134,8 +134,21 @@ def test_size_that_is_given_overrides_the_preset() -> None:
     assert (model.num_layers, model.width, model.context) == (2, 2048, 2048)
 
 
+def test_embeddings_of_bert_are_tied_unless_it_is_said_otherwise() -> None:
+    tied = [
+        build({"model": model}).model.tie_embeddings
+        for model in ({"preset": "bert-345m"}, {"layers": "bert"}, {"layers": "bert", "tie_embeddings": False}, {})
+    ]
+    assert tied == [True, True, False, False]
+
+
+def test_sample_of_bert_is_refused() -> None:
+    with pytest.raises(ConfigError, match='run.sample is for models that continue a text, and model.layers is "bert"'):
+        build({"model": {"layers": "bert"}, "run": {"sample": "My fellow"}})
+
+
 def test_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of gpt2-345m, gpt3-xl"):
+    with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of bert-345m, gpt2-345m, gpt3-xl"):
         build({"model": {"preset": "gpt5"}})
 
 

@@ -2,7 +2,7 @@
 
 executor.py    runs a rank's program over stages and a transport
 recorder.py    writes the spans of what it does
-feed.py        a step's data; data.py: text to tokens, a function of seed and step
+feed.py        a step's data, a function of seed and step; data.py: text to tokens; pairs.py: what BERT reads of them
 update.py      what ranks agree on before the optimizer step, and the step
 trainer.py     the loop; metrics.py: where its numbers go; display.py: what a person sees
 checkpoint.py  safetensors by layer names, any cut; resume.py: going on from one

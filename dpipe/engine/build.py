@@ -26,7 +26,7 @@ from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layer
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
-from dpipe.engine.feed import NoFeed, feed_of
+from dpipe.engine.feed import feed_of
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import layer_flops, per_stage, without_search
 from dpipe.engine.generate import sample
@@ -250,9 +250,7 @@ def assemble(
         recorder=recorder,
         data_parallel=agreement,
         update=update,
-        feed=NoFeed(config.train.num_microbatches)
-        if corpus is None
-        else feed_of(config, corpus, here.replica, here.num_replicas),
+        feed=feed_of(config, corpus, here.replica, here.num_replicas),
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),

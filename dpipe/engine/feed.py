@@ -69,14 +69,6 @@ class PairFeed:
         return Batch(list(cut), list(targets.chunk(self.train.num_microbatches)))
 
 
-def feed_of(config: Config, corpus: Corpus, replica: int = 0, num_replicas: int = 1) -> Feed:
-    """What the configured model reads of its text."""
-    if isinstance(corpus.tokenizer, SentenceTokenizer):
-        pairs = SentencePairs(corpus, corpus.tokenizer, config.model.context)
-        return PairFeed(pairs, config.train, replica, num_replicas)
-    return TextFeed(corpus, config.train, config.model.context, replica, num_replicas)
-
-
 @dataclass(frozen=True)
 class NoFeed:
     """For ranks that host neither end of the model, and for replay: nothing to read."""
@@ -89,3 +81,13 @@ class NoFeed:
 
     def held_out(self, index: int) -> Batch:
         return self.training(index)
+
+
+def feed_of(config: Config, corpus: Corpus | None, replica: int = 0, num_replicas: int = 1) -> Feed:
+    """What the configured model reads of its text; nothing without one."""
+    if corpus is None:
+        return NoFeed(config.train.num_microbatches)
+    if isinstance(corpus.tokenizer, SentenceTokenizer):
+        pairs = SentencePairs(corpus, corpus.tokenizer, config.model.context)
+        return PairFeed(pairs, config.train, replica, num_replicas)
+    return TextFeed(corpus, config.train, config.model.context, replica, num_replicas)

