@@ -126,13 +126,14 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
     table = sizes.vocab_size * sizes.width * _FLOAT
     given = u + sizes.tokens(_INT64)
     inside = (u // 2 + table // 2 if half else u) + logits + 2 * sizes.tokens(_FLOAT)
-    parameters = table + 2 * sizes.width * _FLOAT
-    if sizes.bert:
-        parameters += (2 * sizes.width**2 + 6 * sizes.width + sizes.vocab_size + 2) * _FLOAT
+    parameters, dense, more = table + 2 * sizes.width * _FLOAT, sizes.width**2 * _FLOAT, 0
+    if sizes.bert:  # a transform and its norm, a pooler, a bias a word, two logits of the pair
+        parameters += 2 * dense + (6 * sizes.width + sizes.vocab_size + 2) * _FLOAT
         inside += (2 * u if half else 3 * u) + 2 * sizes.tokens(_FLOAT) + sizes.tokens(_INT64)
+        more = max(0, 2 * dense - logits - 2 * u)  # beside the table's gradient, when the logits are given back
     forward = logits * 3 // 2 if half else logits
     weight = table * 3 // 2 if half else table
-    backward = max(2 * logits, weight, 2 * u)
+    backward = max(2 * logits, weight + 2 * u * sizes.bert, 2 * u)
     if recompute == "full":
         forward, backward, inside = max(u, forward) + logits, backward + inside, 0
     return of_parameters(
@@ -142,6 +143,7 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
         deferred_bytes=((3 * u if sizes.bert else u) + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
+        first_bytes=more,
         input_bytes=backward,
         weight_bytes=weight,
     )
@@ -196,7 +198,8 @@ def _dropout_bytes(sizes: GptSizes) -> int:
 
 
 def _mask(sizes: GptSizes) -> int:
-    return (6 if sizes.half else 4) * sizes.context**2
+    """The causal one, where the attention is not fused."""
+    return 0 if sizes.bert else (6 if sizes.half else 4) * sizes.context**2
 
 
 def of_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:

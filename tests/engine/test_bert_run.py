@@ -1,17 +1,15 @@
 """BERT in whole runs: as for the GPT, how the work is cut never changes the result, not by one bit."""
 
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
-from dpipe.config import Config
+from dpipe.config import Config, build
 from dpipe.engine.blueprint import draft
-from dpipe.engine.build import finish
+from dpipe.engine.folder import open_folder, save_configuration
 from dpipe.engine.forecast import forecast, gpt_costs
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
@@ -26,11 +24,9 @@ SENTENCES = [f"{subject} {verb} {other} ." for subject in SUBJECTS for verb in V
 TEXT = "\n".join(SENTENCES) + "\n\n" + "\n".join(reversed(SENTENCES)) + "\n"
 
 CUTS: dict[str, dict[str, Any]] = {
-    "two stages": {"pipeline__stages": 2},
-    "four stages, zero-bubble": {"pipeline__stages": 4, "pipeline__schedule": "zero-bubble"},
-    "measured split": {"pipeline__stages": 2, "pipeline__split": "measured"},
-    "recompute attention": {"pipeline__stages": 2, "pipeline__recompute": "selective"},
-    "recompute": {"pipeline__recompute": "full"},
+    "two stages": {"pipeline__stages": 2, "pipeline__split": "measured"},
+    "four stages": {"pipeline__stages": 4, "pipeline__schedule": "zero-bubble"},
+    "recompute attention": {"pipeline__recompute": "selective"},
 }
 
 
@@ -54,12 +50,12 @@ def small(tiny: Make, tmp_path: Path) -> Make:
     return make
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_losses_are_the_same_bit_for_bit(cut: str, small: Make, losses: Losses, tmp_path: Path) -> None:
+def test_losses_are_the_same_bit_for_bit_in_any_cut(small: Make, losses: Losses, tmp_path: Path) -> None:
     settings = {"model__dropout": 0.1, "train__clip_norm": 0.1}
     whole = losses(small(**settings))
-    assert losses(small(**settings, run__folder=str(tmp_path / "cut"), **CUTS[cut])) == whole
     assert len(whole) == 3
+    cut = {name: losses(small(**settings, **how, run__folder=str(tmp_path / name))) for name, how in CUTS.items()}
+    assert cut == dict.fromkeys(CUTS, whole)
 
 
 def test_replicas_read_the_batch_of_one_process(small: Make, losses: Losses, tmp_path: Path) -> None:
@@ -74,27 +70,17 @@ def test_replicas_read_the_batch_of_one_process(small: Make, losses: Losses, tmp
 
 
 def test_held_out_loss_falls(small: Make, losses: Losses) -> None:
-    config = small(pipeline__stages=2, train__steps=20, train__eval_every=20, data__held_out=0.4)
+    config = small(train__steps=10, train__eval_every=10, data__held_out=0.4, train__learning_rate=2e-2)
     losses(config)
     rows = [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
-    assert rows[-1] < rows[0] - 0.5
+    assert rows[-1] < rows[0] - 0.3
 
 
-def test_summary_tells_losses_and_not_how_to_generate(small: Make, losses: Losses) -> None:
-    config = small()
-    losses(config)
-    out = StringIO()
-    finish(draft(config), Path(config.run.folder), Console(file=out, width=200), stopped=False)
-    assert "bits per byte" not in out.getvalue()
-    assert "training" in out.getvalue()
-    assert "dpipe generate" not in out.getvalue()
-
-
-def test_generate_refuses_a_model_that_continues_no_text(small: Make, losses: Losses) -> None:
-    config = small(train__steps=1)
-    losses(config)
+def test_generate_refuses_a_model_that_continues_no_text(small: Make, tmp_path: Path) -> None:
+    folder = open_folder(small(), resume=False)
+    save_configuration(folder, small())
     with pytest.raises(ConfigError, match='run of model.layers "bert", which fills in masked words'):
-        generate_text(Path(config.run.folder), "the fox", tokens=1, temperature=0.0, seed=0)
+        generate_text(folder, "the fox", tokens=1, temperature=0.0, seed=0)
 
 
 def test_text_without_sentence_breaks_is_refused_before_anything_is_written(
@@ -120,8 +106,6 @@ def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
 
 def test_forecast_counts_the_parameters_of_the_preset() -> None:
     """Of Megatron's published BERT, called 345M; its tied table is counted once."""
-    from dpipe.config import build
-
     config = build({"model": {"preset": "bert-345m"}})
     costs = gpt_costs(config)
     parameters = (sum(costs.parameter_bytes) - costs.tied_bytes) / 4
