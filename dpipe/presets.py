@@ -1,6 +1,5 @@
 """Sizes of published models, by name: what `model.preset` stands for."""
 
-from collections.abc import Mapping
 from typing import Any
 
 TRANSFORMERS = ("gpt", "bert")  # the models that are dpipe's own
@@ -31,13 +30,14 @@ PRESETS = {
 }
 
 
-def filled(given: Mapping[str, Any]) -> dict[str, Any]:
+def filled(given: dict[str, Any]) -> dict[str, Any]:
     """The keys of `[model]`, with what a preset says of those that are not given; a BERT's embeddings are tied.
 
     Raises `ValueError` for a preset that is not known.
     """
-    name = given.get("preset")
-    if name is not None and name not in PRESETS:
-        raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
-    known = PRESETS.get(name, {}) | given
+    known = given
+    if (name := given.get("preset")) is not None:
+        if name not in PRESETS:
+            raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
+        known = PRESETS[name] | given
     return {"tie_embeddings": known.get("layers") == "bert"} | known

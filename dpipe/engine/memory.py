@@ -127,15 +127,19 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
     given = u + sizes.tokens(_INT64)
     inside = (u // 2 + table // 2 if half else u) + logits + 2 * sizes.tokens(_FLOAT)
     parameters, dense, more = table + 2 * sizes.width * _FLOAT, sizes.width**2 * _FLOAT, 0
+    # With the table's gradient; in half precision the rounded table and the logits are given back by then.
+    working = table - logits + u // 2 if half else table + u
     if sizes.bert:  # a transform and its norm, a pooler, a bias a word, two logits of the pair
         parameters += 2 * dense + (6 * sizes.width + sizes.vocab_size + 2) * _FLOAT
-        inside += (2 * u if half else 3 * u) + 2 * sizes.tokens(_FLOAT) + sizes.tokens(_INT64)
-        more = max(0, 2 * dense - logits - 2 * u)  # beside the table's gradient, when the logits are given back
+        inside += (3 * u // 2 + dense if half else 3 * u) + 2 * sizes.tokens(_FLOAT) + sizes.tokens(_INT64)
+        working += -7 * u // 2 if half else u
+        more = dense if half else 2 * dense - logits - 2 * u
     forward = logits * 3 // 2 if half else logits
-    weight = table * 3 // 2 if half else table
-    backward = max(2 * logits, weight + 2 * u * sizes.bert, 2 * u)
+    input_ = max(2 * logits, 2 * u)
+    backward = max(input_, working)
+    first = max(0, working + more - backward)
     if recompute == "full":
-        forward, backward, inside = max(u, forward) + logits, backward + inside, 0
+        forward, backward, input_, inside = max(u, forward) + logits, backward + inside, input_ + inside, 0
     return of_parameters(
         parameters,
         largest=table,
@@ -143,9 +147,9 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
         deferred_bytes=((3 * u if sizes.bert else u) + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
-        first_bytes=more,
-        input_bytes=backward,
-        weight_bytes=weight,
+        first_bytes=first,
+        input_bytes=input_,
+        weight_bytes=table * 3 // 2 if half else table,
     )
 
 
