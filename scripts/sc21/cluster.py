@@ -67,5 +67,12 @@ def predicted(case: Case, cluster: Cluster = DGX_A100) -> Row:
     job = Job(case.shape, case.tensor, case.pipeline, case.data, case.batch, case.strategy, kind, case.stages_per_rank)
     cost = stage_cost(job, device, hop_us=cluster.hop_us(case))
     seconds = pipeline_s(job, cost, _AT_ONCE) + cluster.agreement_s(case) + update_s(job, device)
-    memory = rank_memory(case.shape, case.tensor, case.pipeline, case.strategy, case.num_microbatches)
-    return row_of(case, seconds, memory.total / 1e9)
+    return row_of(case, seconds, memory_gb(case))
+
+
+def memory_gb(case: Case) -> float | None:
+    """Of the fullest GPU under 1F1B; what an interleaved schedule holds is not known here."""
+    if case.stages_per_rank > 1:
+        return None
+    held = rank_memory(case.shape, case.tensor, case.pipeline, case.strategy, case.num_microbatches)
+    return held.total / 1e9

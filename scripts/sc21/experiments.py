@@ -105,8 +105,6 @@ def figure_18() -> Iterator[Case]:
 
 def _largest_error(rows: Sequence[Row]) -> str:
     errors = [abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted]
-    if not errors:
-        return "none of the cases has run"
     return f"mean error {sum(errors) / len(errors):.1f} %, largest {max(errors):.1f} %, fitted rows apart"
 
 

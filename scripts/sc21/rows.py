@@ -16,7 +16,7 @@ class Row:
     """A case as it went, or as it is predicted to.
 
     `tflops` a GPU count what is recomputed, as the paper does (Narayanan et al. 2021, equation 3), `model_tflops` and
-    `mfu` do not. `memory_gb` is that of the fullest GPU, empty where it is not known.
+    `mfu` do not. `memory_gb` is that of the fullest GPU, and `fits` whether it has as much; empty where it is not known.
     """
 
     series: str
@@ -33,7 +33,7 @@ class Row:
     model_tflops: float
     mfu: float
     memory_gb: float | None
-    fits: bool
+    fits: bool | None
     published_tflops: float | None
     error_percent: float | None
     fitted: bool
@@ -57,7 +57,7 @@ def row_of(case: Case, seconds: float, memory_gb: float | None) -> Row:
         model,
         mfu(model * 1e12, 1.0, A100, "bf16"),
         memory_gb,
-        memory_gb is None or memory_gb * 1e9 <= A100_BYTES,
+        None if memory_gb is None else memory_gb * 1e9 <= A100_BYTES,
         case.published,
         None if case.published is None else round((done / case.published - 1) * 100, 1),
         case.fitted,
@@ -71,7 +71,7 @@ def draw(rows: Sequence[Row], figure: Any, *, x_label: str, y: str, title: str) 
         ours = [row for row in rows if row.series == series]
         (line,) = axes.plot([row.x for row in ours], [getattr(row, y) for row in ours], "-", label=series or "dpipe")
         for row in ours:
-            face = line.get_color() if row.fits else "none"
+            face = "none" if row.fits is False else line.get_color()
             axes.plot([row.x], [getattr(row, y)], "o", color=line.get_color(), markerfacecolor=face)
             if row.published_tflops is not None and y == "tflops":
                 axes.plot([row.x], [row.published_tflops], "x", color=line.get_color())

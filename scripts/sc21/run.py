@@ -33,7 +33,9 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
     except ModuleNotFoundError:
         raise ConfigError("the plot needs matplotlib; install the extra: pip install 'dpipe[plot]'") from None
     folder.mkdir(parents=True, exist_ok=True)
-    note = f"The paper: {experiment.statement}.\n\nHere: {experiment.finds(rows)}."
+    whole = len(rows) == len(experiment.cases)
+    found = experiment.finds(rows) if whole else f"{len(rows)} of {len(experiment.cases)} cases have run"
+    note = f"The paper: {experiment.statement}.\n\nHere: {found}."
     text = f"# {experiment.title}\n\n{as_text(rows, None, note)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     (folder / f"{name}.csv").write_text(as_text(rows, "csv", note) + "\n", encoding="utf-8")

@@ -206,6 +206,7 @@ def test_measured_steps_make_the_same_table(cluster: Path, tmp_path: Path) -> No
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     result = run("table_1", "--mode", "real", "--folder", tmp_path / "out")
     assert result.exit_code == 0, result.output
+    assert "1 of 10 cases have run" in result.output
     (row,) = csv.DictReader((tmp_path / "out/table_1.csv").open())
     assert (row["seconds"], row["memory_gb"]) == ("4", "40")
 
