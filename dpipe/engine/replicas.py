@@ -14,7 +14,7 @@ from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.group import TorchGroup
 from dpipe.dataparallel.layout import StepRule
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
@@ -25,6 +25,7 @@ from dpipe.engine.serving import Servers, chunk_bytes
 from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
+from dpipe.wire.collective import open_store
 
 
 @dataclass(frozen=True)
