@@ -24,7 +24,7 @@ class Model(Section):
     """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
 
     layers: str = "gpt"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     num_layers: Count = 4
     width: Count = 128
     num_heads: Count = 4

@@ -39,7 +39,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pickle": (),
     "netem": (),
 }
-WITHOUT_TORCH = ("config.py", "parallelism.py", "topology.py", "errors.py", "cli.py", "schedule/", "timeline/", "wire/format.py")
+WITHOUT_TORCH = (
+    "config.py",
+    "parallelism.py",
+    "topology.py",
+    "errors.py",
+    "cli.py",
+    "schedule/",
+    "timeline/",
+    "wire/format.py",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MEDIAN_FUNCTION_LINES = 420, 65, 10
 
 SOURCES = sorted(p for p in (ROOT / "dpipe").rglob("*.py") if "v1" not in p.parts)

@@ -44,9 +44,7 @@ class TorchGroup:
     ) -> None:
         self.replica, self.device = replica, torch.device(device)
         self._num_replicas, self._half, self._part_values = num_replicas, _HALF[wire], part_bytes // 4
-        self._group: Any = open_group(
-            store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
-        )
+        self._group: Any = open_group(store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s)
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone."""

@@ -155,6 +155,7 @@ class Update:
         """Cast the ballot; returns what the gradient is multiplied by, None for a step that is skipped."""
         seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
+        loss = loss if self._here.tensor_rank == 0 else None
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
         gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
         self._pending.append((self._step, gathering))
@@ -198,7 +199,7 @@ def count(
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
     assert len(losses) == here.num_replicas, f"step {step}: {len(losses)} ranks report a loss, not {here.num_replicas}"
     loss = sum(losses) / len(losses)
-    mine = [ballots[rank] for rank in here.row] if independent else ballots
+    mine = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
     squares = _add_up(ballot["norms"] for ballot in mine)
     norm = math.sqrt(sum(squares[layer] for layer in sorted(squares))) if squares else None
     stop = any(ballot["stop"] for ballot in ballots)

@@ -10,6 +10,7 @@ B batch · T position · D width · N heads · H width of a head · V vocabulary
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ _INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
-    tensor_plan = {"tokens": VocabularyEmbedding, "positions": SequenceEmbedding, "dropout": SequenceDropout}
+    tensor_plan: ClassVar = {"tokens": VocabularyEmbedding, "positions": SequenceEmbedding, "dropout": SequenceDropout}
 
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
 
-    tensor_plan = {
+    tensor_plan: ClassVar = {
         "attention.qkv": QkvLinear,
         "attention.core": SplitAttentionCore,
         "attention.output": RowLinear,
@@ -132,7 +133,7 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     draws = False
-    tensor_plan = {"output": ColumnLinear}
+    tensor_plan: ClassVar = {"output": ColumnLinear}
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()

@@ -100,8 +100,8 @@ class _Product(torch.autograd.Function):
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
     """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters stay.
 
-    Left as they are: subclasses but those of `Linear`, which may compute something else, and a weight that is made from other parameters
-    (`torch.nn.utils.weight_norm`), whose gradient has further to go.
+    Left as they are: subclasses but those of `Linear`, which may compute something else, and a weight that is made
+    from other parameters (`torch.nn.utils.weight_norm`), whose gradient has further to go.
     """
     for linear in module.modules():
         plain = type(linear) is nn.Linear and "weight" in dict(linear.named_parameters(recurse=False))

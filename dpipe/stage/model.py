@@ -34,6 +34,13 @@ class LayeredModel:
     tied: tuple[str, str] | None = None
     split_loss: Callable[[TensorGroup], Loss] | None = None
 
+    def loss_on(self, group: TensorGroup | None) -> Loss:
+        """The loss where `group` holds the last layer together; None is one rank."""
+        if group is None:
+            return self.loss
+        assert self.split_loss is not None, "the configuration splits dpipe's own models alone"
+        return self.split_loss(group)
+
 
 def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:
     """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU."""

@@ -1,4 +1,4 @@
-"""Between two stages of T ranks each: every rank sends its part of the activation, not all of it (Narayanan et al. 2021).
+"""Between stages of T ranks each: a rank sends its part of the activation, not all of it (Narayanan et al. 2021).
 
     stage s, rank 0  [a b] ──a──> rank 0  [a] ──gather──> [a b]  stage s + 1
              rank 1  [a b] ──b──> rank 1  [b] ──gather──> [a b]

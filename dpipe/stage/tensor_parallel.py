@@ -19,6 +19,7 @@ which of its modules become which of the classes below, with names and order of 
 B batch · S sequence · D width
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -89,7 +90,7 @@ class Piece:
 class ColumnLinear(Piece, Linear):
     """Some of the outputs: weight [out / T, in]."""
 
-    cut = {"weight": 0, "bias": 0}
+    cut: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.product(enter(input, self.group), self.bias)
@@ -98,13 +99,13 @@ class ColumnLinear(Piece, Linear):
 class QkvLinear(ColumnLinear):
     """Queries, keys and values of some of the heads: weight [3 D / T, D]."""
 
-    parts = 3
+    parts: ClassVar = 3
 
 
 class RowLinear(Piece, Linear):
     """Some of the inputs: weight [out, in / T]. The bias is whole, and is added once, to the sum."""
 
-    cut = {"weight": 1}
+    cut: ClassVar = {"weight": 1}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = leave(self.product(input, None), self.group)
@@ -114,7 +115,7 @@ class RowLinear(Piece, Linear):
 class VocabularyEmbedding(Piece, nn.Embedding):
     """Some of the words: weight [V / T, D]. The others are zeros here, and come from the rank that has them."""
 
-    cut = {"weight": 0}
+    cut: ClassVar = {"weight": 0}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         here = input - self.group.rank * len(self.weight)
@@ -150,6 +151,11 @@ class Shard:
     dim: int
     parts: int
     size: int
+
+    @property
+    def num_values(self) -> int:
+        """Of one rank's part."""
+        return math.prod(self.shape) // self.size
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of `rank` out of a whole of any shape with the right size."""
