@@ -124,6 +124,8 @@ class Predict(Section):
 
     network: str | None = None  # a network profile; default: transport.shape, or loopback
     gflops: Positive = 20.0  # arithmetic that one rank gets done a second, in 10^9
+    machine_gbps: Positive = 16.0  # between the ranks of a stage, where there are several: gloo's loopback by default
+    machine_delay_ms: NotNegative = 0.1  # of each of their exchanges
 
 
 class Run(Section):
@@ -251,6 +253,11 @@ class Config(Section):
     @property
     def world_size(self) -> int:
         return self.pipeline.ranks * self.tensor_parallel.size * self.data_parallel.replicas
+
+    @property
+    def num_machines(self) -> int:
+        """The ranks of a network profile: those that hold a stage together are one, and send as one."""
+        return self.pipeline.ranks * self.data_parallel.replicas
 
     @property
     def microbatch_size(self) -> int:

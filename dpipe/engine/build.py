@@ -212,7 +212,7 @@ def assemble(
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
     stages = {s: make_stage(blueprint, s, here.replica, around.group) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    recorder, tied = recorder_of(rank, around), tied_weights(blueprint, stages)
     elsewhere = counted_elsewhere(stages, tied, here)
     agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)
     stack.callback(agreement.close)
@@ -268,6 +268,13 @@ def assemble(
     return Trainer(job, 0 if start is None else start.step)
 
 
+def recorder_of(rank: int, around: Surroundings) -> Recorder:
+    recorder = Recorder(rank, around.streams)
+    if around.group is not None:
+        around.group.watch = recorder.exchanging
+    return recorder
+
+
 def fail_links(
     transport: Transport | TensorGroup, kind: type[BaseException] | None, error: BaseException | None, _: object
 ) -> None:
@@ -305,7 +312,11 @@ def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
     ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
     computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
-    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
+    size = config.tensor_parallel.size  # ranks that the simulator takes for one
+    return tuple(
+        Host(tuple(r // size for r in ranks[::size]), cores // config.node.threads // size or 1)
+        for (_, cores), ranks in crowded.items()
+    )
 
 
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
@@ -319,6 +330,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
         hosts,
         found.usual_replicas,
         config.counts_headers,
+        config.tensor_parallel.size,
     )
     save_plan(folder / "trace", plan)
 

@@ -143,6 +143,7 @@ class _Run:
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
         parts, stage = self._parts, self._parts.stages[action.stage]
+        parts.recorder.action = action
         match action.op:
             case Op.F:
                 self._forward(action, stage)

@@ -21,6 +21,7 @@ B batch · S sequence · D width
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,7 +77,21 @@ def split_dropout(x: torch.Tensor, probability: float, group: TensorGroup, dim: 
     """Dropout on a part, along `dim`, of what one process would have: it draws for all of it and takes its part."""
     whole = list(x.shape)
     whole[dim] *= group.size
-    return x * group.part(F.dropout(x.new_ones(whole), probability), dim)
+    noise = group.part(F.dropout(x.new_ones(whole), probability, inplace=True), dim)
+    return x * noise.clone()  # a view would keep all of it
+
+
+def _kept_in_part(whole: torch.Tensor, part: torch.Tensor, group: TensorGroup) -> AbstractContextManager[object]:
+    """What is kept of `whole` for backward, in whatever shape, is its `part`."""
+    place = whole.untyped_storage().data_ptr()
+
+    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
+        return kept.shape if kept.untyped_storage().data_ptr() == place else kept
+
+    def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
+        return group.all_gather(part, _SEQUENCE).view(packed) if isinstance(packed, torch.Size) else packed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class Piece:
@@ -88,12 +103,20 @@ class Piece:
 
 
 class ColumnLinear(Piece, Linear):
-    """Some of the outputs: weight [out / T, in]."""
+    """Some of the outputs: weight [out / T, in].
+
+    Where the sequence is split backward needs the whole input again: it keeps this rank's positions alone, and gathers
+    them once more (Korthikanti et al. 2022, section 4.2.2).
+    """
 
     cut: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.product(enter(input, self.group), self.bias)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))  # here, so that half as much is exchanged
+        whole = enter(input, self.group)
+        with _kept_in_part(whole, input.detach(), self.group) if self.group.sequence else nullcontext():
+            return self.product(whole, self.bias)
 
 
 class QkvLinear(ColumnLinear):

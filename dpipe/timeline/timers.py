@@ -58,6 +58,7 @@ def _timer(lane: Lane, op: Op) -> str | None:
             return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
         case Lane.UPDATE:
             return "optimizer"
-        case Lane.RECV | Lane.REDUCE:  # bytes moving beside compute: what of it was waited for is in WAIT
+        # Bytes moving beside compute, of which what was waited for is in WAIT, or inside of it.
+        case Lane.RECV | Lane.REDUCE | Lane.TENSOR:
             return None
     assert_never(lane)
