@@ -83,10 +83,10 @@ def split_dropout(x: torch.Tensor, probability: float, group: TensorGroup, dim: 
 
 def _kept_in_part(whole: torch.Tensor, part: torch.Tensor, group: TensorGroup) -> AbstractContextManager[object]:
     """What is kept of `whole` for backward, in whatever shape, is its `part`."""
-    place = whole.untyped_storage().data_ptr()
+    place = whole.untyped_storage()._cdata
 
     def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
-        return kept.shape if kept.untyped_storage().data_ptr() == place else kept
+        return kept.shape if kept.untyped_storage()._cdata == place else kept
 
     def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
         return group.all_gather(part, _SEQUENCE).view(packed) if isinstance(packed, torch.Size) else packed

@@ -56,18 +56,18 @@ class _Track:
 
     def events(self) -> Iterator[Event]:
         num_stages = 1 + max((span.action.stage for span in self.timeline.spans), default=0)
-        receives = {(*self._row(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
+        receives = {(self._row(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:
-                receive = receives.get((*self._row(span), counterpart(span.action, num_stages)))
+                receive = receives.get((self._row(span), counterpart(span.action, num_stages)))
                 # The trace of a run that was cut short may hold one end of a message alone.
                 yield from self._arrow(span, receive) if receive else ()
 
-    def _row(self, span: Span) -> tuple[int, int]:
-        """Which replica, and which of the ranks that hold a stage together: messages stay within."""
+    def _row(self, span: Span) -> int:
+        """Which replica, and in it which of the ranks that hold a stage together: messages stay within."""
         replica = span.rank * self.timeline.num_replicas // self.timeline.num_ranks
-        return replica, span.rank % self.timeline.tensor_size
+        return replica * self.timeline.tensor_size + span.rank % self.timeline.tensor_size
 
     def _slice(self, span: Span) -> Event:
         args: Event = {

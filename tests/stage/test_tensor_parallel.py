@@ -63,3 +63,28 @@ def test_shards_join_to_what_they_were_taken_from(dim: int, parts: int) -> None:
 def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
     """As drawn at `Shard`."""
     assert Shard((6,), 0, 3, 2).take(torch.arange(6), 1).tolist() == [1, 3, 5]
+
+
+def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
+    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block, and not more."""
+    batch, context, width, size = 4, 64, 16, 4
+    unit = batch * context * width * 4
+
+    def kept(group: TensorGroup) -> int:
+        model = gpt(vocab_size=24, num_layers=1, width=width, num_heads=4, context=context, dropout=0.0, tied=False)
+        layer = {1: materialise(model, 1, 3, "cpu")}
+        stage = Stage(0, layer, num_microbatches=1, split=Split(group, layer))
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        parameters = sum(parameter.nbytes for parameter in stage.parameters())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            stage.forward(0, (torch.ones(batch, context // size, width),))
+        return sum(storages.values()) - parameters
+
+    for found in on_ranks(size, kept, sequence=True):
+        assert found <= 17 * unit // size
