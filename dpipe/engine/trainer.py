@@ -107,11 +107,14 @@ class Trainer:
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step, job.wants_stop, lambda: self._report(began))
-        job.executor.run(job.schedule, job.feed.training(step), job.update)
+        asked = time.perf_counter()
+        batch = job.feed.training(step)
+        other_ms = {"batch-generator": (time.perf_counter() - asked) * 1e3}
+        job.executor.run(job.schedule, batch, job.update)
         self._record_exchange()
         spans = job.recorder.take(job.meeting.clock_offset_ns)
         self._traces.append(StepSpans(step, spans))
-        self._timers.add(spans)
+        self._timers.add(spans, other_ms | job.update.timers_ms)
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)

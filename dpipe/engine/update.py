@@ -11,8 +11,10 @@ rank. Who steps, and by what, is the data parallelism's business (`dataparallel/
 
 import json
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,13 +110,14 @@ class Update:
         self._verdict: Verdict | None = None
         self._settled = self._changed = False
         self._factor: float | None = 1.0
+        self.timers_ms: dict[str, float] = {}  # of this step, by the host's clock
         self.loss_scale = LossScale(train.precision == "fp16")
         self.num_updates = 0
 
     def begin(self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]) -> None:
         """`wants_stop` and `report` are asked when the ballot is cast, at this step's first STEP."""
         self._step, self._wants_stop, self._report = step, wants_stop, report
-        self._settled = self._changed = False
+        self._settled, self._changed, self.timers_ms = False, False, {}
         self._data_parallel.begin(step, learning_rate(self._train, step), self.loss_scale.value)
 
     def __call__(self, stage: int, loss: float | None) -> None:
@@ -122,7 +125,8 @@ class Update:
         if not self._settled:
             self._factor = self._settle(loss)
             self._settled = True
-        self._changed = self._data_parallel.step(stage, self._factor) or self._changed
+        with self._timed("optimizer-inner-step"):
+            self._changed = self._data_parallel.step(stage, self._factor) or self._changed
         self._stages[stage].zero_grad()
 
     def end(self) -> Verdict | None:
@@ -153,14 +157,22 @@ class Update:
 
     def _settle(self, loss: float | None) -> float | None:
         """Cast the ballot; returns what the gradient is multiplied by, None for a step that is skipped."""
-        seen = self._data_parallel.report(measure=self._waits)
+        with self._timed("optimizer-unscale-and-check-inf"):
+            seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
         loss = loss if self._here.tensor_rank == 0 else None
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
         gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
         self._pending.append((self._step, gathering))
-        self._verdict = self._collect() if len(self._pending) > self._lag else None
+        with self._timed("optimizer-clip-main-grad"):
+            self._verdict = self._collect() if len(self._pending) > self._lag else None
         return self._judge(self._verdict) if self._waits and self._verdict is not None else 1.0
+
+    @contextmanager
+    def _timed(self, timer: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.timers_ms[timer] = self.timers_ms.get(timer, 0.0) + (time.perf_counter() - began) * 1e3
 
     def _judge(self, verdict: Verdict) -> float | None:
         """Clip; an overflow skips the step on every rank."""

@@ -1,23 +1,34 @@
 """Where a rank's time goes, in the words of Megatron-LM's timers: from the spans of any step.
 
-    forward-compute   forward-recv   forward-send   backward-compute   backward-recv   backward-send
-    params-all-reduce   optimizer
+    batch-generator   forward-compute   forward-recv   forward-send   backward-compute   backward-recv   backward-send
+    backward-layernorm-all-reduce   backward-embedding-all-reduce   backward-params-all-reduce
+    optimizer   optimizer-unscale-and-check-inf   optimizer-clip-main-grad   optimizer-inner-step
 
 A `recv` is the time in which a rank has nothing to do but wait; a `send` is bytes moving, mostly beside compute, so the
-timers of a step do not add up to it.
+timers of a step do not add up to it. There is no `backward-send-forward-recv`: a rank that sends does not wait for what
+comes. The parts of `optimizer` are told by who steps; `clip-main-grad` holds the wait for all ranks' norms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import assert_never
 
 from dpipe.schedule.action import Op
 from dpipe.timeline.span import Lane, Span
 
 TIMERS = (
+    "batch-generator",
     *("forward-compute", "forward-recv", "forward-send"),
     *("backward-compute", "backward-recv", "backward-send"),
-    *("params-all-reduce", "optimizer"),
+    *("backward-layernorm-all-reduce", "backward-embedding-all-reduce", "backward-params-all-reduce"),
+    *("optimizer", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step"),
 )
+
+_WAITS = {
+    Op.RECV_F: "forward-recv",
+    Op.RECV_B: "backward-recv",
+    Op.RECV_TIED: "backward-embedding-all-reduce",
+}
 
 
 def timers_ms(spans: Iterable[Span]) -> dict[str, float]:
@@ -36,9 +47,9 @@ class Timers:
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
 
-    def add(self, spans: Iterable[Span]) -> None:
-        """A step is over."""
-        self._steps.append(timers_ms(spans))
+    def add(self, spans: Iterable[Span], other_ms: Mapping[str, float] = MappingProxyType({})) -> None:
+        """A step is over; `other_ms` are timers that have no spans."""
+        self._steps.append(timers_ms(spans) | dict(other_ms))
 
     def line(self) -> str:
         """`time (ms) | forward-compute: 12.3 | optimizer: 1.0`: the mean of the steps since the last line."""
@@ -53,12 +64,13 @@ def _timer(lane: Lane, op: Op) -> str | None:
         case Lane.COMPUTE:
             return "forward-compute" if op is Op.F else "backward-compute"
         case Lane.WAIT:
-            return {Op.RECV_F: "forward-recv", Op.RECV_B: "backward-recv"}.get(op, "params-all-reduce")
+            return _WAITS.get(op, "backward-params-all-reduce")
         case Lane.SEND:
             return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
         case Lane.UPDATE:
             return "optimizer"
-        # Bytes moving beside compute, of which what was waited for is in WAIT, or inside of it.
-        case Lane.RECV | Lane.REDUCE | Lane.TENSOR:
+        case Lane.TENSOR:  # but for that of gradients it is inside of compute
+            return "backward-layernorm-all-reduce" if op in (Op.REDUCE_GRAD, Op.STEP) else None
+        case Lane.RECV | Lane.REDUCE:  # bytes moving beside compute: what of it was waited for is in WAIT
             return None
     assert_never(lane)
