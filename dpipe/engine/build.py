@@ -216,8 +216,8 @@ def assemble(
     elsewhere = counted_elsewhere(stages, tied, here)
     agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)
     stack.callback(agreement.close)
-    for links in filter(None, (around.group, transport)):
-        stack.push(partial(fail_links, links))  # before that, or a thread may wait for a peer until its deadline
+    stack.push(partial(fail_links, around.group))
+    stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     stack.enter_context(attended(agreement, meeting))
     update = Update(
         stages,
@@ -276,11 +276,11 @@ def recorder_of(rank: int, around: Surroundings) -> Recorder:
 
 
 def fail_links(
-    transport: Transport | TensorGroup, kind: type[BaseException] | None, error: BaseException | None, _: object
+    links: Transport | TensorGroup | None, kind: type[BaseException] | None, error: BaseException | None, _: object
 ) -> None:
     """As an exit callback: nobody waits for a rank that leaves with an error."""
-    if error is not None:
-        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
+    if error is not None and links is not None:
+        links.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:

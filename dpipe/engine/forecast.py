@@ -5,7 +5,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -159,7 +159,8 @@ def forecast(
 
 def held_by_gpt(config: Config) -> int:
     """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
-    layers = gpt_costs(config)
+    check_vocabulary(config)
+    layers = on_ranks(config, gpt_costs(config))
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
@@ -380,9 +381,19 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
-            *(_memory_line(number, rank) for number, rank in enumerate(row["memory"])),
+            *_tensor_lines(config),
+            *(_memory_line(number * config.tensor_parallel.size, rank) for number, rank in enumerate(row["memory"])),
         )
     )
+
+
+def _tensor_lines(config: Config) -> Iterator[str]:
+    """Where several ranks hold a stage together: what is said of a machine, and what of each of its ranks."""
+    size, predict = config.tensor_parallel.size, config.predict
+    if size > 1:
+        link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
+        yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
+        yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"
 
 
 def _memory_line(rank: int, memory: dict[str, int]) -> str:

@@ -108,4 +108,4 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
         if plain:
             linear.__class__ = Linear
         if isinstance(linear, Linear):
-            linear.gradients = gradients  # type: ignore[assignment]
+            linear.gradients = gradients

@@ -197,7 +197,7 @@ class Split:
     """How the parameters of a stage lie on the ranks of `group`.
 
     Those in `shards`, by their name in the whole model, are cut; each rank has the others whole. Where the sequence is
-    split the gradient of those is a sum over positions of which each rank has some terms, unless it is in `equal`.
+    split the gradient of those is a sum over positions, of which each rank has some terms.
     """
 
     def __init__(self, group: TensorGroup, layers: Mapping[int, nn.Module]) -> None:

@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from dpipe.config import Config, build
-from dpipe.engine.forecast import forecast
+from dpipe.engine.forecast import forecast, forecast_text
 from dpipe.engine.tensor_cost import at_boundaries, exchange_s
 from dpipe.errors import ConfigError
 from dpipe.timeline.simulate import Cost
@@ -63,3 +65,11 @@ def test_parameters_are_shared_out() -> None:
 def test_words_that_do_not_divide_are_refused_with_a_number_that_does() -> None:
     with pytest.raises(ConfigError, match=r"bytes has 256 entries, which .*size 3 does not divide; set .* = 258"):
         forecast(build({"model": {"num_heads": 3, "width": 96}, "tensor_parallel": {"size": 3}}))
+
+
+def test_simulation_says_what_a_rank_is(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[pipeline]\nstages = 2\n[tensor_parallel]\nsize = 2\n")
+    text = forecast_text(str(tmp_path / "job.toml"), (), None, as_json=False)
+    assert "2 ranks a stage on one machine, assuming 16 Gbit/s and 0.1 ms between them" in text
+    assert "rank 0 at most" in text
+    assert "rank 2 at most" in text

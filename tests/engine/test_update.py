@@ -13,6 +13,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.replicas import Seat
 from dpipe.engine.update import Update, count, learning_rate
 from dpipe.errors import NumericError
+from dpipe.timeline.timers import TIMERS
 
 
 class OneLayer:
@@ -164,3 +165,23 @@ def test_state_restores_to_the_same_next_step() -> None:
     one_step(update, stage, -0.7, 1)
     one_step(resumed, other, -0.7, 1)
     assert torch.equal(stage.weight, other.weight)
+
+
+def test_parts_of_the_optimizer_are_timed_by_step() -> None:
+    stage = OneLayer()
+    update = an_update(stage)
+    for step in range(2):
+        one_step(update, stage, grad=1.0, step=step)
+        assert {name for name in update.timers_ms if name in TIMERS} == set(update.timers_ms)
+        assert len(update.timers_ms) == 3
+    update.begin(2, lambda: False, dict)
+    assert update.timers_ms == {}
+
+
+def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
+    here, heard = Seat(rank=1, tensor_size=2), Heard()
+    stage = OneLayer()
+    update = Update({0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here)
+    update.begin(0, lambda: False, dict)
+    update._settle(1.5)
+    assert heard.said[0]["loss"] is None
