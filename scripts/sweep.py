@@ -133,8 +133,7 @@ def scaled(network: Network, scale: int, *, windows: bool) -> Network:
         window = link.window_bytes / scale if link.window_bytes and windows else link.window_bytes
         return replace(link, bandwidth_gbps=link.bandwidth_gbps / scale, window_bytes=window)
 
-    default = None if network.default is None else slower(network.default)
-    return replace(network, default=default, links={ends: slower(link) for ends, link in network.links.items()})
+    return network.with_links(slower)
 
 
 def stated(network: Network) -> dict[str, Any]:
