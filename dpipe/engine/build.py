@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.base import DataParallel
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
@@ -48,6 +49,8 @@ from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
+from dpipe.stage.replay import ReplayStage
+from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
@@ -211,23 +214,17 @@ def assemble(
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
-    stages = {s: make_stage(blueprint, s, here.replica, around.group) for s in stages_at(schedule, here.place)}
-    recorder, tied = recorder_of(rank, around), tied_weights(blueprint, stages)
+    recorder = recorder_of(rank, around)
+    made = partial(make_stage, blueprint, replica=here.replica, group=around.group, timed=recorder.part)
+    stages = {s: made(s) for s in stages_at(schedule, here.place)}
+    tied = tied_weights(blueprint, stages)
     elsewhere = counted_elsewhere(stages, tied, here)
     agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, around.group))
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     stack.enter_context(attended(agreement, meeting))
-    update = Update(
-        stages,
-        config.train,
-        agreement,
-        gather=meeting.gather,
-        timeout_s=config.timeouts.transfer,
-        here=here,
-        lag=max(1, config.data_parallel.staleness),
-    )
+    update = make_update(config, here, stages, agreement, meeting, recorder)
     parts = Parts(
         here.place,
         as_executed(config, stages, around.group, schedule.num_stages),
@@ -296,6 +293,26 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
         vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
     )
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
+
+
+def make_update(
+    config: Config,
+    here: Seat,
+    stages: Mapping[int, Stage | ReplayStage],
+    agreement: DataParallel,
+    meeting: Coordination,
+    recorder: Recorder,
+) -> Update:
+    return Update(
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
+        timed=recorder.part,
+    )
 
 
 def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:

@@ -33,6 +33,7 @@ class Recorder:
         self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
         self.action: Action | None = None  # of the program, which this rank is at
+        self._parts: list[tuple[str, Mark, Mark]] = []
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -54,6 +55,15 @@ class Recorder:
             if self.action is not None:
                 end = self._streams.mark()
                 self._notes.append(_Note(Lane.TENSOR, self.action, start, end, 0, num_bytes))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs inside, a part of some span, under a name of its own."""
+        start = self._streams.mark()
+        try:
+            yield
+        finally:
+            self._parts.append((name, start, self._streams.mark()))
 
     def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
@@ -91,6 +101,15 @@ class Recorder:
         ]
         self._notes, self._transfers, self._sent, self.action = [], [], {}, None
         return tuple(spans)
+
+    def take_parts(self) -> dict[str, float]:
+        """Milliseconds by name of the parts since the last call."""
+        self._streams.catch_up()
+        parts, self._parts = self._parts, []
+        sums: dict[str, float] = {}
+        for name, start, end in parts:
+            sums[name] = sums.get(name, 0.0) + (self._streams.ns(end) - self._streams.ns(start)) / 1e6
+        return sums
 
     def _span(
         self,

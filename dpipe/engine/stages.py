@@ -9,12 +9,14 @@ from dpipe.engine.forecast import per_stage
 from dpipe.engine.replicas import Seat
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
+from dpipe.stage.stage import Stage, Timed
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import Split
 
 
-def make_stage(blueprint: Blueprint, index: int, replica: int, group: TensorGroup | None = None) -> Stage | ReplayStage:
+def make_stage(
+    blueprint: Blueprint, index: int, *, replica: int, group: TensorGroup | None, timed: Timed
+) -> Stage | ReplayStage:
     config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if blueprint.model is None:
@@ -45,6 +47,7 @@ def make_stage(blueprint: Blueprint, index: int, replica: int, group: TensorGrou
         first_microbatch=replica * microbatches,
         splits_backward=blueprint.forecast.schedule.splits,
         split=None if group is None else Split(group, layers),
+        timed=timed,
         device=device,
     )
 

@@ -107,14 +107,13 @@ class Trainer:
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step, job.wants_stop, lambda: self._report(began))
-        asked = time.perf_counter()
-        batch = job.feed.training(step)
-        other_ms = {"batch-generator": (time.perf_counter() - asked) * 1e3}
+        with job.recorder.part("batch-generator"):
+            batch = job.feed.training(step)
         job.executor.run(job.schedule, batch, job.update)
         self._record_exchange()
         spans = job.recorder.take(job.meeting.clock_offset_ns)
         self._traces.append(StepSpans(step, spans))
-        self._timers.add(spans, other_ms | job.update.timers_ms)
+        self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)

@@ -11,10 +11,9 @@ rank. Who steps, and by what, is the data parallelism's business (`dataparallel/
 
 import json
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from dpipe.config import Train
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.replicas import Seat
 from dpipe.errors import NumericError
+from dpipe.stage.stage import Timed
 
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # steps without an overflow before the scale doubles, as torch.amp.GradScaler
@@ -89,6 +89,7 @@ class Update:
 
     `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the replicas. A verdict
     that no step waits for is read `lag` steps later, so that no rank is held back by one that is that far behind.
+    `timed(name)` is around each part of a step (`timeline/timers.py`).
     """
 
     def __init__(
@@ -101,23 +102,23 @@ class Update:
         timeout_s: float,
         here: Seat = Seat(),  # noqa: B008 - frozen
         lag: int = 1,
+        timed: Timed = nullcontext,
     ) -> None:
         self._stages, self._train, self._data_parallel = stages, train, data_parallel
         self._gather, self._timeout_s, self._here = gather, timeout_s, here
         self._waits = train.clip_norm > 0 or train.precision == "fp16"
-        self._lag = 0 if self._waits else lag
+        self._lag, self._timed = 0 if self._waits else lag, timed
         self._pending: deque[tuple[int, Gathering]] = deque()
         self._verdict: Verdict | None = None
         self._settled = self._changed = False
         self._factor: float | None = 1.0
-        self.timers_ms: dict[str, float] = {}  # of this step, by the host's clock
         self.loss_scale = LossScale(train.precision == "fp16")
         self.num_updates = 0
 
     def begin(self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]) -> None:
         """`wants_stop` and `report` are asked when the ballot is cast, at this step's first STEP."""
         self._step, self._wants_stop, self._report = step, wants_stop, report
-        self._settled, self._changed, self.timers_ms = False, False, {}
+        self._settled = self._changed = False
         self._data_parallel.begin(step, learning_rate(self._train, step), self.loss_scale.value)
 
     def __call__(self, stage: int, loss: float | None) -> None:
@@ -162,17 +163,11 @@ class Update:
         norms = {str(layer): square for layer, square in seen.squares.items()}
         loss = loss if self._here.tensor_rank == 0 else None
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
-        gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
-        self._pending.append((self._step, gathering))
         with self._timed("optimizer-clip-main-grad"):
+            gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
+            self._pending.append((self._step, gathering))
             self._verdict = self._collect() if len(self._pending) > self._lag else None
         return self._judge(self._verdict) if self._waits and self._verdict is not None else 1.0
-
-    @contextmanager
-    def _timed(self, timer: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.timers_ms[timer] = self.timers_ms.get(timer, 0.0) + (time.perf_counter() - began) * 1e3
 
     def _judge(self, verdict: Verdict) -> float | None:
         """Clip; an overflow skips the step on every rank."""
