@@ -6,6 +6,7 @@ all of them to the last bit, wherever it is the same in meaning: gloo and NCCL b
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from dpipe.errors import PeerLost
 from dpipe.stage.seeding import paused
 from dpipe.wire.collective import open_group
+
+_LOOK = timedelta(seconds=0.2)
 
 Watch = Callable[[int], AbstractContextManager[None]]  # around an exchange, with the bytes that this rank sends
 
@@ -37,9 +40,9 @@ class TensorGroup:
     ) -> None:
         self.ranks, self.rank, self.size, self.sequence = ranks, rank, len(ranks), sequence
         self.watch: Watch = lambda num_bytes: nullcontext()
-        self._group: Any = open_group(
-            store, rank, self.size, host=host, device=torch.device(device), timeout_s=timeout_s
-        )
+        self._device = torch.device(device)
+        self._error: Exception | None = None
+        self._group: Any = open_group(store, rank, self.size, host=host, device=self._device, timeout_s=timeout_s)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or what `op` makes, of everybody's `tensor`, as a new one."""
@@ -68,15 +71,31 @@ class TensorGroup:
         return tensor.chunk(self.size, dim)[self.rank]
 
     def fail(self, error: Exception) -> None:
-        """End what is under way here; the others lose this rank."""
+        """From any thread: what is under way here, and what follows, raises `error`."""
+        self._error = error
         self._group.abort()
 
     def _do(self, begin: Callable[[], Any], num_bytes: int) -> None:
         try:
             with self.watch(num_bytes), paused():
-                begin().wait()
+                self._wait(begin())
         except RuntimeError as error:  # the only kind that torch raises here
             raise PeerLost(
                 f"rank {self.ranks[self.rank]} lost the tensor-parallel group of ranks {self.ranks[0]} to "
                 f"{self.ranks[-1]}: {error}"
             ) from error
+
+    def _wait(self, work: Any) -> None:
+        """Look up now and then whether the run has failed elsewhere: what gloo waits for cannot be interrupted.
+
+        NCCL's is aborted, and its `wait` only puts the current stream behind the exchange.
+        """
+        done = self._device.type == "cuda" and work.wait()
+        while not done:
+            if self._error is not None:
+                raise self._error
+            try:
+                done = work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():  # else it was the look that timed out; the group has a timeout of its own
+                    raise

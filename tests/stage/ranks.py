@@ -10,7 +10,9 @@ from dpipe.wire.collective import open_store
 HOST = "127.0.0.1"
 
 
-def on_ranks(size: int, work: Callable[[TensorGroup], Any], *, sequence: bool = False) -> list[Any]:
+def on_ranks(
+    size: int, work: Callable[[TensorGroup], Any], *, sequence: bool = False, timeout_s: float = 10
+) -> list[Any]:
     """What `work` returns on each rank; raises what one of them raised."""
     master = open_store(HOST, 0, 20, master=True)
     results: list[Any] = [None] * size
@@ -18,7 +20,7 @@ def on_ranks(size: int, work: Callable[[TensorGroup], Any], *, sequence: bool = 
     def main(rank: int) -> None:
         try:
             store = open_store(HOST, master.port, 20, master=False)
-            group = TensorGroup(store, range(size), rank, host=HOST, sequence=sequence, timeout_s=10)
+            group = TensorGroup(store, range(size), rank, host=HOST, sequence=sequence, timeout_s=timeout_s)
             results[rank] = work(group)
         except BaseException as error:
             results[rank] = error

@@ -1,10 +1,11 @@
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 from ranks import on_ranks
 
-from dpipe.errors import PeerLost
+from dpipe.errors import PeerLost, RunAborted
 from dpipe.stage.tensor_group import TensorGroup
 
 
@@ -43,6 +44,38 @@ def test_bytes_that_a_rank_sends_are_told() -> None:
         return told
 
     assert on_ranks(3, on_rank) == [[48 * 2 * 2 // 3, 48 * 2, 48 * 2 // 3]] * 3
+
+
+def test_failure_elsewhere_ends_a_wait() -> None:
+    """The others are there, but will not come: a rank hears of it by another way."""
+    over = threading.Event()
+
+    def on_rank(group: TensorGroup) -> None:
+        if group.rank == 1:
+            over.wait(8)
+            return
+        threading.Timer(0.1, group.fail, [RunAborted("rank 7 failed")]).start()
+        with pytest.raises(RunAborted, match="rank 7 failed"):
+            group.all_reduce(rows(group))
+        over.set()
+
+    on_ranks(2, on_rank)
+    assert over.is_set()
+
+
+def test_rank_that_is_silent_is_lost_after_the_timeout() -> None:
+    over = threading.Event()
+
+    def on_rank(group: TensorGroup) -> None:
+        if group.rank == 1:
+            over.wait(8)
+            return
+        with pytest.raises(PeerLost, match="lost the tensor-parallel group of ranks 0 to 1"):
+            group.all_reduce(rows(group))
+        over.set()
+
+    on_ranks(2, on_rank, timeout_s=1)
+    assert over.is_set()
 
 
 def test_rank_that_leaves_is_a_lost_peer_to_the_others() -> None:
