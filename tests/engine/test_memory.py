@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dpipe.schedule.plan import Schedule
 from dpipe.stage.bert import bert
 from dpipe.stage.gpt import gpt
 from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.tensor_parallel import Split
 from dpipe.timeline.memory import RankMemory, peak_memory
 
 STEPS = 2  # the first allocates the optimizer's state
@@ -78,15 +80,39 @@ def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> 
         tied=False,
     )
     each = len(model.layers) // schedule.num_stages
+    layers = {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)}
+    group: Any = OneOf(sizes) if sizes.ranks > 1 else None
     return Stage(
         index,
-        {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)},
+        layers,
         num_microbatches=schedule.num_microbatches,
-        loss=model.loss if schedule.is_last(index) else None,
+        loss=model.loss_on(group) if schedule.is_last(index) else None,
         recompute=recompute,
         precision="bf16" if sizes.half else "fp32",
         splits_backward=schedule.splits,
+        split=None if group is None else Split(group, layers),
     )
+
+
+class OneOf:
+    """The first of the ranks that hold a stage together, as to sizes: the others have what it has."""
+
+    rank = 0
+
+    def __init__(self, sizes: GptSizes) -> None:
+        self.size, self.sequence = sizes.ranks, sizes.sequence
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = None) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(torch.stack([tensor.detach()] * self.size).unbind(), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.stack(tensor.detach().chunk(self.size, dim))[0].clone()
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(self.size, dim)[0]
 
 
 def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> None:
@@ -111,7 +137,7 @@ def tokens(sizes: GptSizes) -> Tensors:
 
 
 def activation(sizes: GptSizes) -> Tensors:
-    return (torch.zeros(sizes.batch_size, sizes.context, sizes.width), *lengths(sizes))
+    return (torch.zeros(sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width), *lengths(sizes))
 
 
 def lengths(sizes: GptSizes) -> Tensors:
@@ -121,7 +147,7 @@ def lengths(sizes: GptSizes) -> Tensors:
 def predicted(schedule: Schedule, sizes: GptSizes, recompute: str) -> tuple[RankMemory, ...]:
     layers = gpt_memory(sizes, recompute)
     cut = [len(layers) // schedule.num_stages] * schedule.num_stages
-    return peak_memory(schedule, stage_memory(layers, cut, [sizes.unit] * (len(cut) - 1), recompute))
+    return peak_memory(schedule, stage_memory(layers, cut, [sizes.stream] * (len(cut) - 1), recompute))
 
 
 # Every value of size, schedule, strategy, precision and dropout beside several of the others.
