@@ -46,11 +46,15 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
 
 
 def submit(name: str, experiment: Experiment, *, dry_run: bool) -> None:
-    """Every case, or none: configurations are checked before the first is submitted."""
+    """Every case that dpipe can run, or none: configurations are checked before the first is submitted."""
     where = site(os.environ)
     for case in experiment.cases:
         load(CONFIGURATION, overrides(case))
     for case in experiment.cases:
+        if case.tensor > where.gpus_per_node:
+            said = f"a group of {case.tensor} needs one machine, and GPUS_PER_NODE is {where.gpus_per_node}"
+            click.echo(f"left out: {case.series} at {case.x}: {said}")
+            continue
         argv = batch_job(name, case, where)
         click.echo(shlex.join(argv))
         if not dry_run:

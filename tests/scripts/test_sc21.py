@@ -15,7 +15,7 @@ from sc21.experiments import EXPERIMENTS
 from sc21.run import main
 from sc21.slurm import CONFIGURATION, batch_job, case_name, overrides, site
 
-from dpipe.config import Config, load
+from dpipe.config import load
 from dpipe.errors import ConfigError
 from dpipe.presets import PRESETS
 
@@ -152,8 +152,7 @@ def test_case_is_a_batch_job_of_one_process_a_gpu() -> None:
 def test_cases_are_configurations_that_dpipe_takes() -> None:
     cases = [case for experiment in EXPERIMENTS.values() for case in experiment.cases]
     for case in cases:
-        if case.tensor == 1 or "tensor_parallel" in Config.model_fields:
-            assert load(CONFIGURATION, overrides(case)).world_size == case.gpus
+        assert load(CONFIGURATION, overrides(case)).world_size == case.gpus
 
 
 def test_cases_have_runs_of_their_own() -> None:
@@ -173,6 +172,13 @@ def test_dry_run_submits_nothing(cluster: Path, tmp_path: Path, monkeypatch: pyt
     stand_in(tmp_path, "touch $0.log", monkeypatch)
     assert run("figure_14", "--mode", "slurm", "--dry-run").output.count("sbatch --job-name") == 10
     assert not (tmp_path / "bin/sbatch.log").exists()
+
+
+def test_tensor_parallelism_over_two_machines_is_left_out(cluster: Path) -> None:
+    output = run("figure_13", "--mode", "slurm", "--dry-run").output
+    assert output.count("sbatch --job-name") == 6
+    assert output.count("left out: ") == 4
+    assert "left out: batch 32 at 4, 16: a group of 16 needs one machine, and GPUS_PER_NODE is 8" in output
 
 
 def test_refusal_of_sbatch_is_told(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
