@@ -168,6 +168,10 @@ CASES = """
     wide  gpipe        full       bf16  bert
     long  interleaved  selective  fp32  bert
     demo  1f1b         none       bf16  dropout  bert
+    demo  zero-bubble  none       fp32  2-ranks
+    words 1f1b         none       bf16  2-ranks
+    long  1f1b         full       fp32  2-ranks sequence
+    demo  1f1b         none       fp32  4-ranks sequence
 """
 
 
@@ -175,9 +179,16 @@ CASES = """
 def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
     size, name, recompute, precision, *more = case.split()
     num_stages, per_rank = SCHEDULES[name]
-    draws = "dropout" in more
-    half, is_bert = precision == "bf16", "bert" in more
-    sizes = GptSizes(*SIZES[size], dropout=draws, keeps_matrices=draws, half=half, bert=is_bert)
+    draws, ranks = "dropout" in more, next((int(word[0]) for word in more if word.endswith("-ranks")), 1)
+    sizes = GptSizes(
+        *SIZES[size],
+        dropout=draws,
+        keeps_matrices=draws,
+        half=precision == "bf16",
+        ranks=ranks,
+        sequence="sequence" in more,
+        bert="bert" in more,
+    )
     schedule = generate(name, num_stages, 3, stages_per_rank=per_rank)
     ours = predicted(schedule, sizes, recompute)
     theirs = [peak_by_torch(schedule, rank, sizes, recompute) for rank in range(schedule.num_ranks)]
