@@ -45,7 +45,7 @@ class SentenceTokenizer(FileTokenizer):
         ids = {mark: self._pieces.token_to_id(mark) for mark in _MARKS}
         if missing := [mark for mark, number in ids.items() if number is None]:
             raise DataError(f"data.tokenizer {path} has no {' '.join(missing)}, which BERT needs; {_HOW_TO_TOKENISE}")
-        self.first, self.separator, self.masked = ids.values()
+        self.first, self.separator, self.masked = (number for number in ids.values() if number is not None)
         self.fingerprint = b"sentences" + self.fingerprint
         self._pieces.encode_special_tokens = True  # "[SEP]" in a text is text
 
