@@ -218,7 +218,7 @@ class Config(Section):
     def _check_tensor_parallel(self) -> None:
         """What must be cut into equal parts, and what cannot be cut."""
         size, model = self.tensor_parallel.size, self.model
-        if model.layers != "gpt":
+        if not model.is_transformer:
             raise ValueError(
                 f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
                 f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"

@@ -14,13 +14,22 @@ B batch · T position · D width · V vocabulary
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpipe.stage.gpt import Block, initialise
+from dpipe.stage.gpt import Block, initialise, word_loss
 from dpipe.stage.model import LayeredModel
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.stage.tensor_parallel import (
+    ColumnLinear,
+    FirstPositionLinear,
+    SequenceDropout,
+    SequenceEmbedding,
+    VocabularyEmbedding,
+)
 
 IGNORED = -100  # the target of a word that was not masked out
 _TYPES = 2  # the first passage of a pair, and the second
@@ -29,6 +38,13 @@ Masked = tuple[torch.Tensor, torch.Tensor]  # x_BTD, lengths_B
 
 
 class Embedding(nn.Module):
+    tensor_plan: ClassVar = {
+        "tokens": VocabularyEmbedding,
+        "positions": SequenceEmbedding,
+        "types": SequenceEmbedding,
+        "dropout": SequenceDropout,
+    }
+
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
@@ -47,15 +63,15 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """A GPT's block that looks both ways, as far as each sequence goes."""
 
+    tensor_plan: ClassVar = {f"block.{place}": kind for place, kind in Block.tensor_plan.items()}
+
     def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
         self.block = Block(width, num_heads, num_layers, dropout, causal=False)
         self.draws = self.block.draws
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor) -> Masked:
-        positions_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
-        mask_BT = positions_T < lengths_B[:, None]
-        return self.block(x_BTD, mask_BT[:, None, None]), lengths_B
+        return self.block(x_BTD, lengths_B), lengths_B
 
 
 class Head(nn.Module):
@@ -63,6 +79,7 @@ class Head(nn.Module):
     whether the second passage follows the first."""
 
     draws = False
+    tensor_plan: ClassVar = {"output": ColumnLinear, "pair": FirstPositionLinear}
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -91,10 +108,13 @@ def bert(
         *(layer for _ in range(num_layers)),
         partial(Head, vocab_size, width),
     )
-    return LayeredModel(layers, masked_and_pair_loss, tied=("tokens.weight", "output.weight") if tied else None)
+    ends = ("tokens.weight", "output.weight") if tied else None
+    return LayeredModel(layers, masked_and_pair_loss, ends, lambda group: partial(masked_and_pair_loss, group=group))
 
 
-def masked_and_pair_loss(logits_BTV: torch.Tensor, pair_B2: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+def masked_and_pair_loss(
+    logits_BTV: torch.Tensor, pair_B2: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
+) -> torch.Tensor:
     """Cross entropy in nats: the mean over the words that were masked out, plus the mean over the pairs.
 
     Position 0 is [CLS], which is never masked: there the target is that of the pair, 0 where the second passage follows
@@ -102,5 +122,5 @@ def masked_and_pair_loss(logits_BTV: torch.Tensor, pair_B2: torch.Tensor, target
     """
     words_BT = targets_BT.clone()
     words_BT[:, 0] = IGNORED
-    words = F.cross_entropy(logits_BTV.flatten(0, 1), words_BT.flatten(), ignore_index=IGNORED)
+    words = word_loss(logits_BTV, words_BT, group)
     return words + F.cross_entropy(pair_B2, targets_BT[:, 0])

@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or over what `mask_B11T` lets in. It has no parameters."""
+    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or as far as each sequence is long. It has no parameters."""
 
     attention_core = True  # what selective recomputation looks for
 
@@ -64,9 +64,10 @@ class AttentionCore(nn.Module):
         q_BNTH: torch.Tensor,
         k_BNTH: torch.Tensor,
         v_BNTH: torch.Tensor,
-        mask_B11T: torch.Tensor | None = None,
+        lengths_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
+        mask_B11T = None if lengths_B is None else _up_to(lengths_B, k_BNTH.shape[2])
         return F.scaled_dot_product_attention(
             q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_B11T, dropout_p=dropout, is_causal=self.causal
         )
@@ -80,18 +81,24 @@ class SplitAttentionCore(Piece, AttentionCore):
         q_BNTH: torch.Tensor,
         k_BNTH: torch.Tensor,
         v_BNTH: torch.Tensor,
-        mask_B11T: torch.Tensor | None = None,
+        lengths_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not (self.training and self.dropout):
-            return super().forward(q_BNTH, k_BNTH, v_BNTH, mask_B11T)
+            return super().forward(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
         if self.causal:
             later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
             scores_BNTT = scores_BNTT.masked_fill(later_TT, -math.inf)
-        if mask_B11T is not None:
-            scores_BNTT = scores_BNTT.masked_fill(~mask_B11T, -math.inf)
+        if lengths_B is not None:
+            scores_BNTT = scores_BNTT.masked_fill(~_up_to(lengths_B, k_BNTH.shape[2]), -math.inf)
         chances_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
         return chances_BNTT.to(v_BNTH.dtype) @ v_BNTH
+
+
+def _up_to(lengths_B: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Which positions [B, 1, 1, T] lie within each sequence."""
+    positions_T = torch.arange(num_positions, device=lengths_B.device)
+    return (positions_T < lengths_B[:, None])[:, None, None]
 
 
 class Attention(nn.Module):
@@ -104,9 +111,9 @@ class Attention(nn.Module):
         self.core = AttentionCore(dropout, causal=causal)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
         q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
-        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, mask_B11T)
+        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
 
@@ -141,8 +148,8 @@ class Block(nn.Module):
         for onto_stream in (self.attention.output, self.mlp_out):
             nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
 
-    def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None = None) -> torch.Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), mask_B11T))
+    def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), lengths_B))
         y_BTD: torch.Tensor = self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
         return x_BTD + y_BTD
 
@@ -173,12 +180,10 @@ def gpt(
         partial(Head, vocab_size, width),
     )
     ends = ("tokens.weight", "output.weight") if tied else None
-    return LayeredModel(layers, next_token_loss, ends, lambda group: partial(next_token_loss, group=group))
+    return LayeredModel(layers, word_loss, ends, lambda group: partial(word_loss, group=group))
 
 
-def next_token_loss(
-    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
-) -> torch.Tensor:
+def word_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None) -> torch.Tensor:
     """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the words."""
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
     return F.cross_entropy(logits_NV, targets_N) if group is None else split_cross_entropy(logits_NV, targets_N, group)
