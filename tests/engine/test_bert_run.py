@@ -69,6 +69,13 @@ def test_replicas_read_the_batch_of_one_process(small: Make, losses: Losses, tmp
     assert losses(shared) == pytest.approx(whole, rel=1e-6)
 
 
+def test_stages_on_several_ranks_learn_as_one_process_does(small: Make, losses: Losses, tmp_path: Path) -> None:
+    settings = {"model__dropout": 0.1, "model__vocab_size": 64}
+    whole = losses(small(**settings))
+    how = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True, "pipeline__stages": 2}
+    assert losses(small(**settings, **how, run__folder=str(tmp_path / "split"))) == pytest.approx(whole, rel=1e-5)
+
+
 def test_held_out_loss_falls(small: Make, losses: Losses) -> None:
     config = small(train__steps=10, train__eval_every=10, data__held_out=0.4, train__learning_rate=2e-2)
     losses(config)
