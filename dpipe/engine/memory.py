@@ -176,18 +176,20 @@ def _bert_head(sizes: GptSizes, recompute: str) -> LayerMemory:
 
     With the table's gradient made, the logits are given back, and in half precision what was rounded.
     """
-    u, logits, table, half = sizes.unit, sizes.logits, sizes.table, sizes.half
-    dense, given = sizes.width**2 * _FLOAT, u + sizes.tokens(_INT64)
-    inside = (2 * u + table // 2 + dense if half else 4 * u) + logits + 4 * sizes.tokens(_FLOAT) + sizes.tokens(_INT64)
+    u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
+    dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
+    inside = 2 * r + table // 2 + dense if half else 4 * r
+    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64)
     later = table - logits - 3 * u if half else table + 2 * u
     first = later + (dense if half else 2 * dense - logits - 2 * u)
-    forward, input_ = logits * 3 // 2 if half else logits, max(2 * logits, 2 * u)
+    forward = logits * 3 // 2 if half else logits
+    input_ = max(2 * logits if sizes.ranks == 1 else logits, 2 * u)
     backward = max(input_, later)
     first_more = max(0, first - backward)
     if recompute == "full":
         forward, backward, input_, inside = max(u, forward) + logits, backward + inside, input_ + inside, 0
     return of_parameters(
-        table + 2 * dense + (8 * sizes.width + sizes.vocab_size + 2) * _FLOAT,
+        table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
         largest=table,
         held_bytes=given + inside,
         deferred_bytes=(3 * u + logits) // (2 if half else 1),
