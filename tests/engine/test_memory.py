@@ -172,6 +172,7 @@ CASES = """
     words 1f1b         none       bf16  2-ranks
     long  1f1b         full       fp32  2-ranks sequence
     demo  1f1b         none       fp32  4-ranks sequence
+    words 1f1b         none       fp32  2-ranks sequence bert
 """
 
 
