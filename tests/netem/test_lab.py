@@ -204,8 +204,9 @@ def test_router_that_refuses_says_what(lab):
 
 
 @pytest.fixture
-def other() -> Iterator[str]:
-    """The name of a second lab, of which nothing is left."""
+def other(monkeypatch) -> Iterator[str]:
+    """The name of a second lab, which is not measured as it comes up, and of which nothing is left."""
+    monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield OTHER
     labs.down(OTHER)
     assert left_of(OTHER) == []
@@ -223,8 +224,7 @@ def test_second_lab_comes_up_beside_the_first_and_goes_alone(lab, other):
     assert measure.delay_ms(*lab.hosts[:2]) < 1000
 
 
-def test_crashed_router_is_noticed_and_leaves_nothing(possible, other, monkeypatch):
-    monkeypatch.setattr(labs, "measured", lambda lab: lab)
+def test_crashed_router_is_noticed_and_leaves_nothing(possible, other):
     second = labs.up(other, num_hosts=2, router_kind="guest")
     for pid in shell.run(["ip", "netns", "pids", f"dpipe-{other}-router"]).split():
         os.kill(int(pid), 9)
@@ -244,9 +244,8 @@ def test_lab_that_does_not_come_up_leaves_nothing(possible, other, monkeypatch):
     assert left_of(other) == []
 
 
-def test_namespace_routes_between_hosts(possible, other, monkeypatch):
+def test_namespace_routes_between_hosts(possible, other):
     """All but the shaping, which the running kernel may lack."""
-    monkeypatch.setattr(labs, "measured", lambda lab: lab)
     routed = labs.up(other, num_hosts=2, router_kind="namespace")
     assert measure.delay_ms(*routed.hosts) < 1000
     with pytest.raises(NetemError, match="port9"):
