@@ -40,7 +40,7 @@ class Lab:
     """A lab that is up. What its router does by itself was measured as it came up, between hosts 0 and 1 at rest.
 
     On a machine with other work each look differs: kept are the shortest delay, which that work cannot shorten, and the
-    lowest rate, which a later run can count on.
+    lowest rate, which a later run is likelier to find again.
     """
 
     name: str

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAME, OTHER = f"t{os.getpid()}", f"u{os.getpid()}"
 PUBLISHED = [Link(0.1, 10), Link(1, 5), Link(5, 2), Link(10, 1), Link(50, 1)]
 GUEST_WAKES_MS = 0.1
+FULL_FRAME_BITS = 1514 * 8
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,12 @@ def python(host: measure.Host, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_router_carries_coalesced_packets(lab):
-    assert lab.carries_gbps > 1.2  # 0.6 where the router's devices cannot segment
-    assert lab.carries_packets > 2_000
+    """Several times what it carries packet by packet; half of that where the router's devices cannot segment."""
+
+    def coalesces(lab: Lab) -> bool:
+        return lab.carries_gbps > 1.5 * lab.carries_packets * FULL_FRAME_BITS * 1e-9
+
+    assert coalesces(lab) or coalesces(labs.measured(lab))
 
 
 @pytest.mark.parametrize("asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps")
