@@ -17,8 +17,6 @@ from dpipe.wire.rpc import TLS_NAME, Security
 from netem.router import MODULES
 
 GOLDEN = Path(__file__).parent / "golden"
-# A child that is forked beside the servers of other tests may be brought down by gRPC's own handlers of a fork.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
