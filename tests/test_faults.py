@@ -16,6 +16,8 @@ import pytest
 from dpipe.engine import checkpoint
 from dpipe.engine.launch import free_port
 
+pytestmark = pytest.mark.alone
+
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
 CONFIG = """
 [model]
