@@ -194,7 +194,7 @@ def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, 
     """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     # When a weight's gradient is cast to fp32, the rounded weight, half as large, is gone already.
-    backward = r + u + (u // 2 + max(2 * w, largest) if half else max(4 * w, largest))
+    backward = 2 * u + (u // 2 + max(2 * w, largest) if half else max(4 * w, largest))
     gathered = 2 * u if sizes.sequence else 0
     input_ = (4 * r + 2 * u + 7 * w + gathered) // 2 - largest // 2 if half else r + 2 * u + 7 * w + gathered
     forward = 3 * u // 2 if half else 2 * u

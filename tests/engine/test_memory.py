@@ -157,15 +157,26 @@ CASES = """
     long  1f1b         none       fp32  dropout
     long  zero-bubble  selective  bf16  dropout
     long  gpipe        full       bf16  dropout
+    demo  zero-bubble  none       fp32  2-ranks
+    words 1f1b         none       bf16  2-ranks
+    long  1f1b         full       fp32  2-ranks sequence
+    demo  1f1b         none       fp32  4-ranks sequence
 """
 
 
 @pytest.mark.parametrize("case", CASES.strip().splitlines())
 def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
-    size, name, recompute, precision, *dropout = case.split()
+    size, name, recompute, precision, *more = case.split()
     num_stages, per_rank = SCHEDULES[name]
-    draws = bool(dropout)
-    sizes = GptSizes(*SIZES[size], dropout=draws, keeps_matrices=draws, half=precision == "bf16")
+    draws, ranks = "dropout" in more, next((int(word[0]) for word in more if word.endswith("-ranks")), 1)
+    sizes = GptSizes(
+        *SIZES[size],
+        dropout=draws,
+        keeps_matrices=draws,
+        half=precision == "bf16",
+        ranks=ranks,
+        sequence="sequence" in more,
+    )
     schedule = generate(name, num_stages, 3, stages_per_rank=per_rank)
     ours = predicted(schedule, sizes, recompute)
     theirs = [peak_by_torch(schedule, rank, sizes, recompute) for rank in range(schedule.num_ranks)]
