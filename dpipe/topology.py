@@ -8,6 +8,7 @@ One TCP connection carries at most a window a round trip, whatever the bandwidth
 import math
 import tomllib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
@@ -107,14 +108,14 @@ class Network:
         links = [*self.links.values(), *([] if self.default is None else [self.default])]
         return self.over(max((link.connections for link in links), default=1))
 
+    def with_links(self, change: Callable[[Link], Link]) -> "Network":
+        """The same network, each of its links as `change` makes it."""
+        links = {ends: change(link) for ends, link in self.links.items()}
+        return replace(self, default=self.default and change(self.default), links=links)
+
     def for_payload(self) -> "Network":
         """The same network as messages see it where its rates are interfaces': packets' headers take their share."""
-
-        def less(link: Link) -> Link:
-            return replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
-
-        links = {ends: less(link) for ends, link in self.links.items()}
-        return replace(self, default=self.default and less(self.default), links=links)
+        return self.with_links(lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE))
 
     def check(self, num_ranks: int) -> None:
         """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not there."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.base import DataParallel
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
@@ -49,7 +50,7 @@ from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.model import materialise
 from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
+from dpipe.stage.stage import Stage, Timed
 from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
@@ -206,22 +207,15 @@ def assemble(
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
-    stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
+    recorder = Recorder(rank, streams)
+    stages = {s: make_stage(blueprint, s, here.replica, recorder.part) for s in stages_at(schedule, here.place)}
+    tied = tied_weights(blueprint, stages)
     tied_copy = tied[-1][0] if -1 in tied else None
     agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     stack.enter_context(attended(agreement, meeting))
-    update = Update(
-        stages,
-        config.train,
-        agreement,
-        gather=meeting.gather,
-        timeout_s=config.timeouts.transfer,
-        here=here,
-        lag=max(1, config.data_parallel.staleness),
-    )
+    update = make_update(config, here, stages, agreement, meeting, recorder)
     parts = Parts(
         here.place,
         stages,
@@ -284,7 +278,27 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
-def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | ReplayStage:
+def make_update(
+    config: Config,
+    here: Seat,
+    stages: Mapping[int, Stage | ReplayStage],
+    agreement: DataParallel,
+    meeting: Coordination,
+    recorder: Recorder,
+) -> Update:
+    return Update(
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
+        timed=recorder.part,
+    )
+
+
+def make_stage(blueprint: Blueprint, index: int, replica: int, timed: Timed) -> Stage | ReplayStage:
     config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if blueprint.model is None:
@@ -314,6 +328,7 @@ def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | Replay
         first_microbatch=replica * microbatches,
         splits_backward=blueprint.forecast.schedule.splits,
         device=device,
+        timed=timed,
     )
 
 

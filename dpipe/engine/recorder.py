@@ -31,6 +31,7 @@ class Recorder:
         self._notes: list[_Note] = []
         self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
+        self._parts: list[tuple[str, Mark, Mark]] = []
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -41,6 +42,15 @@ class Recorder:
         finally:
             cpu_ns = time.thread_time_ns() - cpu_start
             self._notes.append(_Note(lane, action, start, self._streams.mark(), cpu_ns))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs inside, a part of some span, under a name of its own."""
+        start = self._streams.mark()
+        try:
+            yield
+        finally:
+            self._parts.append((name, start, self._streams.mark()))
 
     def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
@@ -75,6 +85,15 @@ class Recorder:
         ]
         self._notes, self._transfers, self._sent = [], [], {}
         return tuple(spans)
+
+    def take_parts(self) -> dict[str, float]:
+        """Milliseconds by name of the parts since the last call."""
+        self._streams.catch_up()
+        parts, self._parts = self._parts, []
+        sums: dict[str, float] = {}
+        for name, start, end in parts:
+            sums[name] = sums.get(name, 0.0) + (self._streams.ns(end) - self._streams.ns(start)) / 1e6
+        return sums
 
     def _span(
         self,

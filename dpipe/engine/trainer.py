@@ -110,7 +110,7 @@ class Trainer:
         self._record_exchange()
         spans = job.recorder.take(job.meeting.clock_offset_ns)
         self._traces.append(StepSpans(step, spans))
-        self._timers.add(spans)
+        self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)

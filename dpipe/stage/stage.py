@@ -25,6 +25,7 @@ from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
+Timed = Callable[[str], AbstractContextManager[object]]  # around a part of the work, by its timer's name
 
 _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +48,8 @@ class Stage:
     compute in it, and it crosses the boundaries; what is learned, and seen from outside, are their fp32 masters.
     Micro-batch m draws the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
     replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay torch's own: 3 %
-    faster, and the same to the bit. `compiled` layers cannot split it.
+    faster, and the same to the bit. `compiled` layers cannot split it. `timed(name)` is around what half precision adds
+    to the optimizer's work.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Stage:
         first_microbatch: int = 0,
         splits_backward: bool = True,
         device: torch.device | str = "cpu",
+        timed: Timed = nullcontext,
     ) -> None:
-        self.index, self._first_microbatch = index, first_microbatch
+        self.index, self._first_microbatch, self._timed = index, first_microbatch, timed
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
         self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
         stored, self._device = _HALF[parameters], torch.device(device)
@@ -199,12 +202,14 @@ class Stage:
 
     def _refresh(self) -> None:
         if self._masters is not None and self._stale:
-            self._masters.refresh()
+            with self._timed("optimizer-copy-main-to-model-params"):
+                self._masters.refresh()
         self._stale = False
 
     def _collect(self) -> None:
         if self._masters is not None:
-            self._masters.collect()
+            with self._timed("optimizer-copy-to-main-grad"):
+                self._masters.collect()
 
     def _run(
         self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors

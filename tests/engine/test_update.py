@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -117,6 +118,14 @@ def test_verdict_of_the_same_step_is_waited_for_when_clipping() -> None:
     stage = OneLayer()
     verdict = one_step(an_update(stage, clip_norm=1.0), stage, 1.0)
     assert (verdict.step, verdict.norm) == (0, 2.0)
+
+
+def test_parts_of_a_step_are_timed_by_their_names() -> None:
+    stage, parts = OneLayer(), []
+    update = an_update(stage, clip_norm=1.0)
+    update._timed = lambda name: nullcontext(parts.append(name))
+    one_step(update, stage, 1.0)
+    assert parts == ["optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step"]
 
 
 def test_verdict_comes_one_step_late_when_nobody_needs_it() -> None:

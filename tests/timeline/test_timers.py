@@ -1,6 +1,6 @@
 from dpipe.schedule.action import parse_action
 from dpipe.timeline.span import Lane, Span
-from dpipe.timeline.timers import TIMERS, Timers, timers_ms
+from dpipe.timeline.timers import PARTS, TIMERS, Timers, timers_ms
 
 
 def span(lane: Lane, action: str, ms: float) -> Span:
@@ -29,11 +29,19 @@ def test_spans_are_summed_by_timer() -> None:
 
 def test_line_is_the_mean_of_the_steps_since_the_last() -> None:
     timers = Timers()
-    timers.add([span(Lane.COMPUTE, "0F0", 10), span(Lane.UPDATE, "0STEP", 1)])
-    timers.add([span(Lane.COMPUTE, "0F0", 20)])
+    timers.add([span(Lane.COMPUTE, "0F0", 10), span(Lane.UPDATE, "0STEP", 1)], {})
+    timers.add([span(Lane.COMPUTE, "0F0", 20)], {})
     assert timers.line() == "time (ms) | forward-compute: 15.0 | optimizer: 0.5"
-    timers.add([span(Lane.COMPUTE, "0F0", 7)])
+    timers.add([span(Lane.COMPUTE, "0F0", 7)], {})
     assert timers.line() == "time (ms) | forward-compute: 7.0"
+
+
+def test_parts_of_the_optimizer_stand_behind_it() -> None:
+    timers = Timers()
+    timers.add([span(Lane.UPDATE, "0STEP", 3)], {PARTS[3]: 2.0, PARTS[1]: 1.0})
+    assert timers.line() == (
+        "time (ms) | optimizer: 3.0 | optimizer-unscale-and-check-inf: 1.0 | optimizer-inner-step: 2.0"
+    )
 
 
 def test_line_of_no_step_is_empty() -> None:
