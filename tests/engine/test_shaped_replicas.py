@@ -6,7 +6,6 @@ a gradient's way, out and back, of two replicas  120 ms and the delays
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -14,8 +13,8 @@ from dpipe.config import Config, build
 from dpipe.engine.forecast import forecast
 from dpipe.engine.metrics import read_rows
 
-LATE_S = 0.03  # a busy machine adds to a step
-COMPUTE_S = 0.18
+LATE_S = 0.06  # what a busy machine adds even to the best of a few steps
+COMPUTE_S = 0.36
 
 
 @pytest.fixture
@@ -24,12 +23,12 @@ def replayed(tmp_path: Path) -> Callable[..., Config]:
     (tmp_path / "far.toml").write_text("delay_ms = 5\nbandwidth_gbps = 0.1")
 
     def make(kind: str, **data_parallel: object) -> Config:
-        sizes = {"forward_ms": 15, "backward_ms": 30, "message_bytes": 4, "parameter_bytes": 1_500_000}
+        sizes = {"forward_ms": 30, "backward_ms": 60, "message_bytes": 4, "parameter_bytes": 3_000_000}
         return build(
             {
                 "model": {"layers": "replay"},
                 "replay": sizes,
-                "train": {"steps": 5, "batch_size": 8, "num_microbatches": 4, "clip_norm": 0},
+                "train": {"steps": 4, "batch_size": 8, "num_microbatches": 4, "clip_norm": 0},
                 "data_parallel": {"kind": kind, "replicas": 2, "chunk_bytes": 1 << 18, **data_parallel},
                 "transport": {"kind": "tcp", "shape": str(tmp_path / "far.toml")},
                 "run": {"folder": str(tmp_path / "run"), "tensorboard": False, "trace_steps": 1},
@@ -42,9 +41,9 @@ def replayed(tmp_path: Path) -> Callable[..., Config]:
 @pytest.mark.parametrize(
     ("kind", "delay", "beside_compute_s"),
     [
-        ("all-reduce", False, 0.12),
+        ("all-reduce", False, 0.24),
         ("all-reduce", True, 0.0),  # all of it behind the next step
-        ("sharded", True, 0.06),  # but for the parameters that come back
+        ("sharded", True, 0.12),  # but for the parameters that come back
     ],
 )
 def test_step_takes_the_simulated_time(
@@ -56,7 +55,7 @@ def test_step_takes_the_simulated_time(
 ) -> None:
     config = replayed(kind, delay=delay)
     assert run_ranks(config) == [None, None]
-    measured = median([row["step_s"] for row in read_rows(Path(config.run.folder))[1:]])
+    measured = min(row["step_s"] for row in read_rows(Path(config.run.folder))[1:])
     predicted = forecast(config).step_us / 1e6
     assert predicted == pytest.approx(COMPUTE_S + beside_compute_s, abs=0.025)
     assert 0.97 * predicted <= measured <= 1.05 * predicted + LATE_S
