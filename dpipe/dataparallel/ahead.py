@@ -28,6 +28,7 @@ class Ahead:
         self._own: list[torch.Tensor] = []
         self._agreed: list[torch.Tensor] = []
         self._scale = 1.0
+        self.factor = 1.0  # of the last step's gradient, which this one's is multiplied by as well
 
     def remember(self, own: Sequence[torch.Tensor | None], loss_scale: float) -> None:
         """This replica's gradients, one a slice of the optimizer's, times `loss_scale`."""
@@ -36,12 +37,12 @@ class Ahead:
         self._scale = loss_scale
 
     @torch.no_grad()
-    def go(self, learning_rate: float, factor: float) -> None:
-        """Step by the gradients remembered, times `factor`, until `come_back`; not by one that is not finite."""
+    def go(self, learning_rate: float) -> None:
+        """Step by the gradients remembered until `come_back`; not by one that is not finite."""
         own, self._own = self._own, []
-        if own and all(gradient.sum().isfinite() for gradient in own):
+        if own and self._optimizer.learns and all(gradient.sum().isfinite() for gradient in own):
             self._agreed = [s.values.clone() for s in self._optimizer.slices]
-            self._optimizer.look_ahead([gradient * (factor / self._scale) for gradient in own], learning_rate)
+            self._optimizer.look_ahead([gradient * self._share for gradient in own], learning_rate)
 
     @torch.no_grad()
     def come_back(self) -> None:
@@ -54,7 +55,11 @@ class Ahead:
     def state(self) -> dict[str, torch.Tensor]:
         """The gradients that are remembered, for a checkpoint."""
         names = [f"{s.name}.{_OWN}{self._optimizer.range_of(s)}{self._mark}" for s in self._optimizer.slices]
-        return {n: g / self._scale for n, g in zip(names, self._own, strict=True)} if self._own else {}
+        return {n: g * self._share for n, g in zip(names, self._own, strict=True)} if self._own else {}
+
+    @property
+    def _share(self) -> float:
+        return self.factor / self._scale
 
     def restore(self, moments: Moments) -> None:
         """Take up this replica's gradients, or for want of them the mean that is still to come."""

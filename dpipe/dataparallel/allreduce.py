@@ -37,7 +37,7 @@ class AllReduce:
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings,
+        settings: AdamSettings | None,
         averaging: Averaging,
         *,
         lag: int = 0,
@@ -50,14 +50,14 @@ class AllReduce:
         self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
         ahead = self._single.optimizers.items() if lag else ()
         self._ahead = {stage: Ahead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead}
-        self._loss_scale = self._factor = 1.0
+        self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._single.begin(step, learning_rate, 1.0)
         for ahead in self._ahead.values():
             ahead.come_back()  # from a step that was aborted
-            ahead.go(learning_rate, self._factor)
+            ahead.go(learning_rate)
 
     def start(self, stage: int) -> None:
         if stage in self._ahead:
@@ -77,7 +77,7 @@ class AllReduce:
         flight = self._flights.take(stage)
         if stage in self._ahead:
             self._ahead[stage].come_back()
-            self._factor = self._factor if factor is None else factor
+            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
         return flight is not None and self._single.step(stage, factor)
 
     def finish(self, stage: int) -> None:

@@ -43,21 +43,20 @@ class Slice:
 
 
 class Optimizer:
-    """AdamW of one stage, or of the part of it that is here. Steps by `values.grad` of each slice."""
+    """AdamW of one stage, or of the part of it that is here. Steps by `values.grad` of each slice.
 
-    def __init__(self, slices: Sequence[Slice], settings: AdamSettings, *, whole: bool) -> None:
+    Without `settings` nothing is learned: a replayed stage has bytes to exchange, and no arithmetic.
+    """
+
+    def __init__(self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool) -> None:
         self.slices, self._whole, self._settings = slices, whole, settings
-        groups = [
-            {"params": [s.values for s in slices if s.decays], "weight_decay": settings.weight_decay},
-            {"params": [s.values for s in slices if not s.decays], "weight_decay": 0.0},
-        ]
         # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to gain.
         self._fused = bool(slices) and slices[0].values.is_cuda
-        self._adamw = (
-            torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=self._fused or None)
-            if slices
-            else None
-        )
+        self._adamw = _adamw(slices, settings, self._fused) if slices and settings is not None else None
+
+    @property
+    def learns(self) -> bool:
+        return self._adamw is not None
 
     def step(self, learning_rate: float) -> None:
         if self._adamw is not None:
@@ -68,12 +67,14 @@ class Optimizer:
     @torch.no_grad()
     def look_ahead(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Move `values` as a step by these gradients would, and leave the moments as they are."""
+        settings = self._settings
+        assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
-            state, decay = self._state_of(s), self._settings.weight_decay if s.decays else 0.0
+            state, decay = self._state_of(s), settings.weight_decay if s.decays else 0.0
             avg, avg_sq = (state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS)
             updates = float(state["step"]) if state else 0.0
             gradient = gradient.to(s.values)
-            adamw_step(s.values, gradient, avg, avg_sq, updates, self._settings.betas, learning_rate, decay)
+            adamw_step(s.values, gradient, avg, avg_sq, updates, settings.betas, learning_rate, decay)
 
     def range_of(self, s: Slice) -> str:
         """What a name in a checkpoint ends in for `s`."""
@@ -100,9 +101,16 @@ class Optimizer:
         return sum(self._state_of(s)[key].nbytes for s in self.slices for key in _MOMENTS if self._state_of(s))
 
     def _state_of(self, s: Slice) -> dict[str, torch.Tensor]:
-        assert self._adamw is not None
-        state: dict[str, torch.Tensor] = self._adamw.state[s.values]
+        state: dict[str, torch.Tensor] = {} if self._adamw is None else self._adamw.state[s.values]
         return state
+
+
+def _adamw(slices: Sequence[Slice], settings: AdamSettings, fused: bool) -> torch.optim.AdamW:
+    groups = [
+        {"params": [s.values for s in slices if s.decays], "weight_decay": settings.weight_decay},
+        {"params": [s.values for s in slices if not s.decays], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=fused or None)
 
 
 def whole(named: Iterable[Named]) -> list[Slice]:

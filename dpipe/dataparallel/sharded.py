@@ -34,7 +34,7 @@ class Sharded:
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings,
+        settings: AdamSettings | None,
         gradients: DirectExchange,
         parameters: DirectExchange,
         *,
@@ -48,12 +48,12 @@ class Sharded:
         self._gathering: dict[int, Future[None]] = {}
         self._ahead = {index: Ahead(shard.optimizer) for index, shard in self._shards.items() if lag}
         self._held: dict[int, Gradients] = {}  # with a delay, until the next step has gathered its parameters
-        self._rate = self._loss_scale = self._factor = 1.0
+        self._rate = self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         for stage, ahead in self._ahead.items():
             ahead.come_back()  # from a step that was aborted
-            ahead.go(learning_rate, self._factor)
+            ahead.go(learning_rate)
             self._begin_gather(stage)
         self._begin_held()
         self._rate, self._loss_scale = learning_rate, loss_scale
@@ -82,7 +82,7 @@ class Sharded:
         if late:
             self._ahead[stage].come_back()
             self._gathering.pop(stage, None)
-            self._factor = self._factor if factor is None else factor
+            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
         if flight is None or factor is None:
             return False
         self._shards[stage].step(flight.row, factor, self._rate)
@@ -148,7 +148,7 @@ class Sharded:
 class Shard:
     """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
 
-    def __init__(self, row: Row, piece: slice, settings: AdamSettings) -> None:
+    def __init__(self, row: Row, piece: slice, settings: AdamSettings | None) -> None:
         self.piece, self._row = piece, row
         self._spans = list(row.spans(piece))
         self._slices = [

@@ -21,9 +21,7 @@ class Single:
     ) -> None:
         self._stages, self._tied_copy = stages or {}, tied_copy
         self.optimizers = {
-            index: Optimizer(whole(trained(stage)), settings, whole=True)
-            for index, stage in self._stages.items()
-            if settings is not None
+            index: Optimizer(whole(trained(stage)), settings, whole=True) for index, stage in self._stages.items()
         }
         self._rate, self._loss_scale = 0.0, 1.0
 

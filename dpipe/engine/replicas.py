@@ -79,7 +79,8 @@ def data_parallel(
 ) -> DataParallel:
     """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
     train, chosen = config.train, config.data_parallel
-    adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
+    replayed = config.model.layers == "replay"
+    adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
         return Single(stages, adam, tied_copy)
 

@@ -156,7 +156,7 @@ def test_gradient_that_is_not_finite_leads_nowhere() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember([*gradients(stage, 0, 0)[:2], torch.full((11, 2), torch.inf)], 1.0)
-    one.go(RATE, 1.0)
+    one.go(RATE)
     assert equal(values(stage), values(Layered()))
 
 
@@ -164,7 +164,7 @@ def test_loss_scale_is_taken_out() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember([gradient * 1024.0 for gradient in gradients(stage, 0, 1)], 1024.0)
-    one.go(RATE, 1.0)
+    one.go(RATE)
     assert equal(values(stage), stepped_alone(1))
 
 
@@ -172,7 +172,7 @@ def test_way_back_is_to_the_bit() -> None:
     stage = Layered()
     one = ahead(stage)
     one.remember(gradients(stage, 0, 0), 1.0)
-    one.go(RATE, 1.0)
+    one.go(RATE)
     assert not equal(values(stage), values(Layered()))
     one.come_back()
     assert equal(values(stage), values(Layered()))
@@ -183,5 +183,5 @@ def test_replica_without_a_gradient_of_its_own_goes_ahead_by_the_mean() -> None:
     one = ahead(stage)
     names = [name for name, _ in trained(stage)]
     one.restore({f"{n}.delayed_grad": g for n, g in zip(names, gradients(stage, 0, 2), strict=True)})
-    one.go(RATE, 1.0)
+    one.go(RATE)
     assert equal(values(stage), stepped_alone(2))

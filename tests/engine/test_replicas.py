@@ -116,17 +116,18 @@ def test_run_goes_on_with_other_replicas_and_stages(
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "apart"),
     [
-        ("all-reduce", {"data_parallel__delay": True}),
-        ("sharded", {"data_parallel__delay": True}),
-        ("parameter-server", {"data_parallel__staleness": 1, "train__clip_norm": 0.0}),
-        ("parameter-server", {"data_parallel__wire": "bf16"}),
-        ("local-sgd", {"data_parallel__inner_steps": 2}),
+        ("all-reduce", {"data_parallel__delay": True}, ROUNDING),
+        ("sharded", {"data_parallel__delay": True}, ROUNDING),
+        ("parameter-server", {"data_parallel__wire": "bf16"}, ROUNDING),
+        # Workers try out what is not agreed on yet; a checkpoint has what is.
+        ("parameter-server", {"data_parallel__staleness": 1, "train__clip_norm": 0.0}, 2e-3),
+        ("local-sgd", {"data_parallel__inner_steps": 2}, ROUNDING),
     ],
 )
 def test_checkpoint_of_every_kind_is_taken_up_by_other_replicas_and_stages(
-    kind: str, settings: dict[str, Any], split: Make, losses: Losses
+    kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
 ) -> None:
     """What was held out is as well known after as before, and learning goes on."""
     settings = {"train__eval_every": 2, "train__decay": "none", **settings}
@@ -136,7 +137,7 @@ def test_checkpoint_of_every_kind_is_taken_up_by_other_replicas_and_stages(
     after = split(3, kind, train__steps=6, pipeline__stages=2, **settings)
     losses(after, resume=True)
     again, at_6 = held_out(after)[-2:]
-    assert again == pytest.approx(at_4, rel=ROUNDING)
+    assert again == pytest.approx(at_4, rel=apart)
     assert at_6 < at_4 < at_2
 
 
