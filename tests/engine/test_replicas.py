@@ -118,15 +118,12 @@ def test_run_goes_on_with_other_replicas_and_stages(
 @pytest.mark.parametrize(
     ("kind", "settings", "apart"),
     [
-        ("all-reduce", {"data_parallel__delay": True}, ROUNDING),
-        ("sharded", {"data_parallel__delay": True}, ROUNDING),
-        ("parameter-server", {"data_parallel__wire": "bf16"}, ROUNDING),
         # Workers try out what is not agreed on yet; a checkpoint has what is.
         ("parameter-server", {"data_parallel__staleness": 1, "train__clip_norm": 0.0}, 2e-3),
         ("local-sgd", {"data_parallel__inner_steps": 2}, ROUNDING),
     ],
 )
-def test_checkpoint_of_every_kind_is_taken_up_by_other_replicas_and_stages(
+def test_checkpoint_in_the_middle_of_an_agreement_is_taken_up_by_other_replicas_and_stages(
     kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
 ) -> None:
     """What was held out is as well known after as before, and learning goes on."""

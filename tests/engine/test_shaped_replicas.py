@@ -39,21 +39,16 @@ def replayed(tmp_path: Path) -> Callable[..., Config]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "delay", "beside_compute_s"),
+    ("kind", "beside_compute_s"),
     [
-        ("all-reduce", False, 0.24),
-        ("all-reduce", True, 0.0),  # all of it behind the next step
-        ("sharded", True, 0.12),  # but for the parameters that come back
+        ("all-reduce", 0.0),  # all of it behind the next step
+        ("sharded", 0.12),  # but for the parameters that come back
     ],
 )
-def test_step_takes_the_simulated_time(
-    kind: str,
-    delay: bool,
-    beside_compute_s: float,
-    replayed: Callable[..., Config],
-    run_ranks: Callable[..., list[object]],
+def test_delayed_step_takes_the_simulated_time(
+    kind: str, beside_compute_s: float, replayed: Callable[..., Config], run_ranks: Callable[..., list[object]]
 ) -> None:
-    config = replayed(kind, delay=delay)
+    config = replayed(kind, delay=True)
     assert run_ranks(config) == [None, None]
     measured = min(row["step_s"] for row in read_rows(Path(config.run.folder))[1:])
     predicted = forecast(config).step_us / 1e6
