@@ -322,18 +322,19 @@ def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
 
 
 def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
-    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run.
+
+    None where ranks hold a stage together: they wait for each other inside their compute, which is no processor's time,
+    so that their spans are taken to be as long as they were, cores shared and all.
+    """
     here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
     told = meeting.gather("trained", here).wait(config.timeouts.transfer)
     machines = [tuple(json.loads(payload)) for payload in told]
     ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
     computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = computes and config.tensor_parallel.size == 1
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
-    size = config.tensor_parallel.size  # ranks that the simulator takes for one
-    return tuple(
-        Host(tuple(r // size for r in ranks[::size]), cores // config.node.threads // size or 1)
-        for (_, cores), ranks in crowded.items()
-    )
+    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
 
 
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:

@@ -102,6 +102,7 @@ def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(split: Make,
     sizes = [span.num_bytes for span in exchanged if span.rank == 0 and str(span.action) == "0F0"]
     assert sizes.count(unit) == 1 + 2 * 2  # the embedding's, and two of each block
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
+    assert trace.plan.hosts == ()  # they wait for each other inside their compute: it takes as long as it took
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(
