@@ -74,7 +74,7 @@ class DataParallel(Section):
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20  # of a gradient that are exchanged at once
     group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
-    delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
+    delay: bool = False  # each step uses the mean gradient of the step before, whose exchange hides behind this one
     servers: Literal["one", "per-stage"] = "one"  # parameter servers
     address: tuple[str, ...] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
     staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest

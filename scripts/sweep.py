@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal
 
 import click
@@ -35,13 +35,19 @@ MODULES = {"dpipe": ("dpipe", "train"), "torch": ("dpipe.baselines.torch_replay"
 
 
 class Runs(BaseModel):
-    """One engine: each schedule with each wire format."""
+    """One engine: each schedule with each wire format, on all networks of the sweep or on some of them.
+
+    `overrides` change the configuration; `label` is what the table calls the engine then, beside its name.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: Literal["dpipe", "torch"] = "dpipe"
+    label: str = ""
     schedules: tuple[str, ...]
     wires: tuple[Literal["fp32", "bf16", "int8"], ...] = ("fp32",)
+    networks: tuple[str, ...] = ()  # default: the sweep's
+    overrides: tuple[str, ...] = ()
 
 
 class Sweep(BaseModel):
@@ -73,6 +79,11 @@ class Cell:
     config_path: Path
     overrides: tuple[str, ...]
     sweep: "Sweep"
+    label: str = ""
+
+    @property
+    def system(self) -> str:
+        return f"{self.engine} {self.label}".strip()
 
     @property
     def config(self) -> Config:
@@ -85,7 +96,7 @@ class Cell:
         return key_of(self.config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network))
 
     def __str__(self) -> str:
-        return f"{self.network.name} {self.engine} {self.schedule} {self.wire}"
+        return f"{self.network.name} {self.system} {self.schedule} {self.wire}"
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
@@ -95,7 +106,8 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
     if sweep.scale > 1 and base.model.layers != "replay":
         raise ConfigError(f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it")
     work.mkdir(parents=True, exist_ok=True)
-    for runs, profile in product(sweep.run, sweep.networks):
+    each = [(block, name) for block in sweep.run for name in block.networks or sweep.networks]
+    for runs, profile in each:
         network = load_network(ROOT / profile)
         seen = work / Path(profile).name
         seen.write_text(as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")), encoding="utf-8")
@@ -107,8 +119,9 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
                 f"pipeline.schedule={json.dumps(schedule)}",
                 f"pipeline.wire={json.dumps(WIRES[wire])}",
                 *([f"data_parallel.wire={json.dumps(WIRES[wire])}"] if base.data_parallel.replicas > 1 else []),
+                *runs.overrides,
             )
-            cell = Cell(runs.engine, schedule, wire, network, seen, path, given, sweep)
+            cell = Cell(runs.engine, schedule, wire, network, seen, path, given, sweep, runs.label)
             network.check(cell.config.world_size)
             if runs.engine == "torch":
                 torch_replay.check_config(cell.config)
@@ -156,14 +169,22 @@ def as_profile(network: Network) -> str:
 
 
 def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
-    """Seconds a step, the median without the first step, and what the network then gave."""
+    """Seconds a step, without the first one, and what the network then gave."""
     observed = at.become(cell.profile)
     try:
         rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=MODULES[cell.engine])
     except RunError as error:
         raise RunError(f"{cell}: {error}") from None
     seconds = [row["step_s"] for row in rows if "step_s" in row]
-    return {"measured_s": round(median(seconds[1:]), 3), "steps_s": seconds, "observed": observed}
+    return {"measured_s": round(usual(seconds[1:], cell.config), 3), "steps_s": seconds, "observed": observed}
+
+
+def usual(seconds: list[float], config: Config) -> float:
+    """The median step; where replicas agree now and then, the mean over the last whole rounds of that."""
+    agreement, steps = config.data_parallel, len(seconds)
+    if agreement.kind != "local-sgd" or agreement.replicas == 1:
+        return median(seconds)
+    return mean(seconds[steps % agreement.inner_steps :])
 
 
 def difference_of_losses(engine: str, schedule: str) -> float | None:
@@ -183,7 +204,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         delay_ms=link.delay_ms if link else None,
         bandwidth_gbps=link.bandwidth_gbps if link else None,
         data_parallel=config.data_parallel.replicas,
-        engine=cell.engine,
+        engine=cell.system,
         schedule=cell.schedule + ("" if stages == NUM_STAGES else f", {stages} stages"),
         wire=cell.wire,
         predicted_s=round(prediction.step_us / 1e6, 3),

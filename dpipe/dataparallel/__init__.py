@@ -8,6 +8,7 @@ feedback.py   numbers on the wire, with error feedback where they are rounded mu
 exchange.py   reduce-scatter and all-gather between replicas, direct, part by part
 group.py      the same by a torch.distributed group: gloo or NCCL
 flights.py    exchanges under way beside the compute, and a step late where that is wanted
+ahead.py      where replicas compute while the gradient of the step before is on its way
 allreduce.py  every replica averages all of the gradient and takes the whole step
 sharded.py    every replica holds the optimizer of its shard
 local_sgd.py  replicas step by themselves, and agree on parameters now and then

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
 from dpipe.dataparallel.flights import Flights, Ready
 from dpipe.dataparallel.optimizer import AdamSettings, trained
@@ -26,14 +27,17 @@ class Averaging(Protocol):
 
 
 class AllReduce:
-    """`lag` 1 delays the gradient by a step. Replica 0 speaks for all: they hold the same, to the last bit."""
+    """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed (`ahead.py`).
+
+    Replica 0 speaks for all: between steps they hold the same, to the last bit.
+    """
 
     independent = False
 
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings,
+        settings: AdamSettings | None,
         averaging: Averaging,
         *,
         lag: int = 0,
@@ -44,13 +48,20 @@ class AllReduce:
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
         name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
         self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
+        ahead = self._single.optimizers.items() if lag else ()
+        self._ahead = {stage: Ahead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead}
         self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._single.begin(step, learning_rate, 1.0)
+        for ahead in self._ahead.values():
+            ahead.come_back()  # from a step that was aborted
+            ahead.go(learning_rate)
 
     def start(self, stage: int) -> None:
+        if stage in self._ahead:
+            self._ahead[stage].remember(self._rows[stage].gradients(), self._loss_scale)
         self._flights.begin(stage, self._loss_scale, self._averaging.average)
 
     def wait(self) -> None:
@@ -64,6 +75,9 @@ class AllReduce:
 
     def step(self, stage: int, factor: float | None) -> bool:
         flight = self._flights.take(stage)
+        if stage in self._ahead:
+            self._ahead[stage].come_back()
+            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
         return flight is not None and self._single.step(stage, factor)
 
     def finish(self, stage: int) -> None:
@@ -73,16 +87,18 @@ class AllReduce:
         return self._flights.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
-        if not self._speaks:
-            return {}
-        state = self._single.state()
-        for stage, row in self._rows.items():
+        state = {name: gradient for ahead in self._ahead.values() for name, gradient in ahead.state().items()}
+        state |= self._single.state() if self._speaks else {}
+        for stage, row in self._rows.items() if self._speaks else ():
             state |= self._flights.delayed_state(stage, slice(0, row.length), whole=True)
         return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         self._single.restore(num_updates, moments)
-        self._flights.restore(moments)
+        if self._ahead:
+            self._flights.restore(moments)
+        for ahead in self._ahead.values():
+            ahead.restore(moments)
 
     @property
     def optimizer_bytes(self) -> int:

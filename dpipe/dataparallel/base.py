@@ -14,7 +14,9 @@ What each kind does when. "average" is the gradient's mean over replicas; |..|^2
                                                 of this   of replica    outer step begins         are here
                                                 replica
 
-`report` goes into the ballot that all ranks cast (`engine/update.py`); the verdict on it is the `factor`.
+`report` goes into the ballot that all ranks cast (`engine/update.py`); the verdict on it is the `factor`. With a step's
+delay (all-reduce, sharded) the gradient that has come is that of the step before, and from `begin` to `step` parameters
+are where this replica's own gradient leads (`ahead.py`); between steps they are what all agree on.
 """
 
 from collections.abc import Mapping, Sequence

@@ -88,6 +88,7 @@ class ParameterLine:
         self._opened = False
         self._num_updates = 0
         self._kept: dict[int, Outbox] = {}  # by step: gradients that the server may still need
+        self._verdicts: dict[int, Verdict] = {}  # of those steps, as far as they are known
         self._channels: list[grpc.Channel] = []
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
@@ -133,9 +134,10 @@ class ParameterLine:
         With `push` the gradient, kept before, goes out at the same time.
         """
         pulled = _Pulled(self.row.num_chunks if verdict.factor is not None else 0, put)
-
         self._repeat(lambda: self._pull(step, verdict, pulled, push), f"pulling the parameters after step {step}")
+        self._verdicts[step] = verdict
         self._kept = {kept: outbox for kept, outbox in self._kept.items() if kept >= pulled.committed}
+        self._verdicts = {kept: known for kept, known in self._verdicts.items() if kept in self._kept}
 
     def keep(self, step: int, outbox: Outbox) -> None:
         """What `pull(push=True)` will send."""
@@ -215,6 +217,13 @@ class ParameterLine:
         for step in sorted(self._kept):
             if step >= standing.step:
                 self._push(step)
+                self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        """Bring the verdict of an earlier step once more, which the server has lost; a pull that wants no chunk."""
+        if (verdict := self._verdicts.get(step)) is not None:
+            told = pb.Wanted(learning_rate=verdict.learning_rate, factor=verdict.factor, first=self.row.num_chunks)
+            self._told(lambda: list(self._stream("Pull", told.SerializeToString(), 0, step)))
 
     def _dial(self) -> None:
         for channel in self._channels:
@@ -284,9 +293,10 @@ class ParameterLine:
         (answer,) = self._results([self._begun(call.future(request, **self._options(self._step)))])
         return answer
 
-    def _stream(self, method: str, request: bytes, connection: int) -> Iterator[bytes]:
+    def _stream(self, method: str, request: bytes, connection: int, step: int | None = None) -> Iterator[bytes]:
         call: Any = self._channels[connection].unary_stream(f"/{SERVICE}/{method}")
-        stream: Iterator[bytes] = self._begun(call(request, **self._options(self._step)))
+        options = self._options(self._step if step is None else step)
+        stream: Iterator[bytes] = self._begun(call(request, **options))
         return stream
 
     def _options(self, step: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dpipe.dataparallel.row import Row
 
 Ready = Callable[[slice], None]
 Exchange = Callable[[torch.Tensor, int, Ready], list[Traffic]]
+Gradients = Sequence[torch.Tensor | None]
 
 _DELAYED = "delayed_grad"
 
@@ -53,13 +54,21 @@ class Flights:
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in rows}
         self._traffic: deque[Traffic] = deque()
 
-    def begin(self, stage: int, loss_scale: float, exchange: Exchange) -> None:
-        """Exchange the gradients of `stage` as they are now, without their loss scale; returns at once."""
-        row = self._spare[stage].pop() if self._spare[stage] else self._new_row(stage)
+    def begin(self, stage: int, loss_scale: float, exchange: Exchange, gradients: Gradients | None = None) -> None:
+        """Exchange `gradients`, or those of `stage` as they are now, without their loss scale; returns at once."""
+        row = self.borrow(stage)
         flight = Flight(row, Future())
-        ready = self._filling(stage, flight, 1.0 / loss_scale)
+        gradients = self._rows[stage].gradients() if gradients is None else gradients
+        ready = self._filling(stage, flight, gradients, 1.0 / loss_scale)
         flight.landed = self.submit(lambda: exchange(row, stage, ready))
         self._flying[stage].append(flight)
+
+    def borrow(self, stage: int) -> torch.Tensor:
+        """Memory for a row of `stage`."""
+        return self._spare[stage].pop() if self._spare[stage] else self._new_row(stage)
+
+    def give_back(self, stage: int, row: torch.Tensor) -> None:
+        self._spare[stage].append(row)
 
     def submit(self, exchange: Callable[[], list[Traffic]]) -> Future[None]:
         """Run something else behind what is under way."""
@@ -80,7 +89,7 @@ class Flights:
         """As `due`, and done with: the row may be used until the next `begin`."""
         flight = self.due(stage)
         if flight is not None:
-            self._spare[stage].append(self._flying[stage].popleft().row)
+            self.give_back(stage, self._flying[stage].popleft().row)
         return flight
 
     def bad(self) -> str | None:
@@ -107,9 +116,9 @@ class Flights:
         }
 
     def restore(self, moments: Moments) -> None:
-        """Take up the gradients of a checkpoint that no step has used yet, where there are any and they are wanted."""
+        """Take up the gradients of a checkpoint that no step has used yet, where there are any."""
         for stage, row in self._rows.items():
-            if self.lag and all(f"{name}.{_DELAYED}" in moments for name in row.names):
+            if all(f"{name}.{_DELAYED}" in moments for name in row.names):
                 flight = Flight(self._new_row(stage), Future())
                 row.fill(flight.row, slice(0, row.length), [moments[f"{name}.{_DELAYED}"] for name in row.names], 1.0)
                 flight.landed.set_result(None)
@@ -121,9 +130,9 @@ class Flights:
     def _new_row(self, stage: int) -> torch.Tensor:
         return torch.empty(self._rows[stage].length, device=self._device)
 
-    def _filling(self, stage: int, flight: Flight, factor: float) -> Ready:
+    def _filling(self, stage: int, flight: Flight, gradients: Gradients, factor: float) -> Ready:
         """Copies a piece of the gradients into the row when its turn comes, and sees whether it is finite."""
-        row, gradients = self._rows[stage], self._rows[stage].gradients()
+        row = self._rows[stage]
 
         def ready(piece: slice) -> None:
             row.fill(flight.row, piece, gradients, factor)

@@ -50,6 +50,17 @@ class Ledger:
             self._early[chunk].setdefault(replica, values)
             self._add_up(chunk, self.average[part])
 
+    def has(self, replica: int, chunk: int) -> bool:
+        return replica < self._next[chunk] or replica in self._early[chunk]
+
+    def so_far(self, chunk: int, part: slice) -> torch.Tensor:
+        """The mean of the pieces that are in; there is one. Once the chunk is final, its mean."""
+        early, added = list(self._early[chunk].values()), self._next[chunk]
+        if self.is_final(chunk):
+            return self.average[part]
+        total = sum(early, start=self.average[part] if added else torch.zeros(()))
+        return total / (added + len(early))
+
     def settle(self, average: torch.Tensor) -> None:
         """Take the mean [N] from somewhere else: no piece is missing any more."""
         self.average.copy_(average)

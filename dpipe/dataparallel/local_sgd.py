@@ -48,7 +48,7 @@ class LocalSgd:
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings,
+        settings: AdamSettings | None,
         outer: OuterSettings,
         averaging: Sequence[Averaging],
         *,

@@ -9,8 +9,12 @@
     now   [ old | old | old | old ]     swap           [ new | new | new | new ]
     next  [ new | new |     |     ]    ------>         (what comes next)
 
-A worker that dies in between has changed nothing: `now` is what it was after the last commit. With staleness the
-workers may push several steps before the slowest has pushed the first; each still steps by the mean of all replicas.
+A worker that dies in between has changed nothing: `now` is what it was after the last commit.
+
+With staleness the workers may push several steps before the slowest has pushed the first; each still steps by the mean
+of all replicas. Until then a worker gets what the steps under way would make of `now` by the gradients that are in, its
+own among them (read-my-writes, Ho et al. 2013): what it learns next is then not learnt at an old place (`ahead.py`).
+
 Pure: no thread, no clock, no wire. Whoever uses it from several threads holds a lock.
 """
 
@@ -18,15 +22,13 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
 
 from dpipe.dataparallel.layout import RowSpec, StepRule
 from dpipe.dataparallel.ledger import Ledger
+from dpipe.dataparallel.optimizer import adamw_step
 from dpipe.errors import NumericError, TransferError
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
-
-_EPSILON = 1e-8  # AdamW's, torch's default
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class State:
     def zeros(cls, length: int, *, lossy: bool) -> "State":
         held = torch.zeros(length) if lossy else None
         return cls(torch.zeros(length), torch.zeros(length), torch.zeros(length), held)
+
+    def of(self, part: slice) -> "State":
+        """Elements `part`, in the same memory."""
+        return State(*(row[part] for row in self.rows().values()))
 
     def copy(self, part: slice, source: "State") -> None:
         for name, row in self.rows().items():
@@ -129,19 +135,22 @@ class Master:
             raise TransferError(f"replica {replica} decided step {step} as {verdict}, the others as {known}")
         self._decided.setdefault(step, set()).add(replica)
 
-    def give(self, step: int, chunk: int) -> Given | None:
+    def give(self, step: int, replica: int, chunk: int) -> Given | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing for it.
 
-        With staleness it may be of any later step, or of one that is as much earlier as the bound allows. Raises
-        `NumericError` where the mean is not finite, naming a rank that pushed such a gradient.
+        With staleness it may be of any later step, or go ahead of one that is as much earlier as the bound allows.
+        Raises `NumericError` where the mean is not finite, naming a rank that pushed such a gradient.
         """
         self._check_step(step, "a call for the parameters after")
         part = self.row.chunk(chunk)
-        if self.step + self.rule.staleness > step:
+        if self.step > step:
             if self.step == step + 1 and chunk in self._left:
                 return Given(False, self._left[chunk])
             return Given(True, self._held(self.now)[part].clone())
-        if self.rule.staleness or not self._can_step(step, chunk):
+        if self.rule.staleness:
+            may_go = self.step + self.rule.staleness > step and self._ledger(step).has(replica, chunk)
+            return Given(True, self._ahead(step, chunk)) if may_go else None
+        if not self._can_step(step, chunk):
             return None
         if chunk not in self._stepped:
             self._stepped[chunk] = self._step_chunk(step, chunk)
@@ -222,9 +231,7 @@ class Master:
         self._check_finite(step, chunk)
         self._next.copy(part, self.now)
         gradient = self._ledger(step).average[part] * verdict.factor
-        for elements, decay in self._decays(part):
-            here = slice(elements.start - part.start, elements.stop - part.start)
-            self._adamw(elements, gradient[here], verdict.learning_rate, decay)
+        self._adamw(self._next.of(part), part, gradient, verdict.learning_rate, self.num_updates)
         if not self.rule.lossy_parameters:
             return self._next.values[part]
         held = self._held(self._next)[part]
@@ -232,25 +239,22 @@ class Master:
         held += self._codec.decode(wire, TensorSpec.of(held))
         return wire
 
-    def _adamw(self, part: slice, gradient: torch.Tensor, learning_rate: float, decay: float) -> None:
-        """As torch.optim.AdamW steps a whole parameter, to the last bit."""
-        state, (beta1, beta2) = self._next, self.rule.betas
-        adamw(
-            [state.values[part]],
-            [gradient],
-            [state.exp_avg[part]],
-            [state.exp_avg_sq[part]],
-            [],
-            [torch.tensor(float(self.num_updates))],
-            foreach=False,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=learning_rate,
-            weight_decay=decay,
-            eps=_EPSILON,
-            maximize=False,
-        )
+    def _ahead(self, step: int, chunk: int) -> torch.Tensor:
+        """The chunk after `step` by what is in of the steps under way. All of them are a worker's that asks for it."""
+        part = self.row.chunk(chunk)
+        ahead = State(*(row.clone() for row in self.now.of(part).rows().values()))
+        for later in range(self.step, step + 1):
+            self._check_finite(later, chunk)
+            gradient, rate = self._ledger(later).so_far(chunk, part), self._verdicts[later].learning_rate
+            self._adamw(ahead, part, gradient, rate, self.num_updates + later - self.step)
+        return ahead.values
+
+    def _adamw(self, state: State, part: slice, gradient: torch.Tensor, learning_rate: float, num_updates: int) -> None:
+        """Step elements `part` of the row, which `state` and `gradient` hold."""
+        for elements, decay in self._decays(part):
+            here = slice(elements.start - part.start, elements.stop - part.start)
+            values, avg, avg_sq = state.values[here], state.exp_avg[here], state.exp_avg_sq[here]
+            adamw_step(values, gradient[here], avg, avg_sq, num_updates, self.rule.betas, learning_rate, decay)
 
     def _decays(self, part: slice) -> list[tuple[slice, float]]:
         """Neighbours in the row that decay alike, together."""

@@ -203,7 +203,7 @@ class ParameterServer:
         factor = wanted.factor if wanted.HasField("factor") else None
         shelf.decide(place.step, place.replica, Verdict(wanted.learning_rate, factor))
         for chunk in range(wanted.first, shelf.master.row.num_chunks, max(1, wanted.stride)):
-            given = shelf.give(place.step, chunk, caller)
+            given = shelf.give(place.step, place.replica, chunk, caller)
             yield piece(pb.Piece(chunk=chunk, whole=given.whole), given.wire)
         yield piece(pb.Piece(committed=shelf.committed(place.step, caller)))
 

@@ -7,6 +7,10 @@
 
 The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may be rounded on the
 wire; parameters never are, so that nothing is lost that the next step would have to make good.
+
+With a step's delay parameters are gathered when the next step begins, each shard a step ahead of what is agreed by its
+owner's own gradient (`ahead.py`): the same bytes, and all replicas compute at the same place. What comes between two
+steps, held-out losses and checkpoints, has what is agreed.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,9 +18,10 @@ from concurrent.futures import Future
 
 import torch
 
+from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
 from dpipe.dataparallel.exchange import DirectExchange
-from dpipe.dataparallel.flights import Flights
+from dpipe.dataparallel.flights import Flights, Gradients
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
 from dpipe.dataparallel.row import Row, parameter_slice
 
@@ -29,7 +34,7 @@ class Sharded:
     def __init__(
         self,
         stages: Mapping[int, Layers],
-        settings: AdamSettings,
+        settings: AdamSettings | None,
         gradients: DirectExchange,
         parameters: DirectExchange,
         *,
@@ -39,15 +44,26 @@ class Sharded:
         self._gradients, self._parameters, self._uncounted = gradients, parameters, uncounted
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
         self._shards = {index: Shard(row, gradients.shard(row.length), settings) for index, row in self._rows.items()}
-        self._flights = Flights(self._rows, gradients.fail, lag=lag, name=f"dpipe-shard-{gradients.replica}")
+        self._flights = Flights(self._rows, gradients.fail, lag=0, name=f"dpipe-shard-{gradients.replica}")
         self._gathering: dict[int, Future[None]] = {}
-        self._rate, self._loss_scale = 0.0, 1.0
+        self._ahead = {index: Ahead(shard.optimizer) for index, shard in self._shards.items() if lag}
+        self._held: dict[int, Gradients] = {}  # with a delay, until the next step has gathered its parameters
+        self._rate = self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+        for stage, ahead in self._ahead.items():
+            ahead.come_back()  # from a step that was aborted
+            ahead.go(learning_rate)
+            self._begin_gather(stage)
+        self._begin_held()
         self._rate, self._loss_scale = learning_rate, loss_scale
 
     def start(self, stage: int) -> None:
-        self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
+        if stage in self._ahead:
+            self._held[stage] = self._rows[stage].gradients()
+            self._ahead[stage].remember(self._shards[stage].gradients(), self._loss_scale)
+        else:
+            self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
 
     def wait(self) -> None:
         for stage in self._rows:
@@ -62,30 +78,42 @@ class Sharded:
         return Report(squares, self._flights.bad())
 
     def step(self, stage: int, factor: float | None) -> bool:
-        flight = self._flights.take(stage)
+        flight, late = self._flights.take(stage), stage in self._ahead
+        if late:
+            self._ahead[stage].come_back()
+            self._gathering.pop(stage, None)
+            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
         if flight is None or factor is None:
             return False
         self._shards[stage].step(flight.row, factor, self._rate)
-        self._gathering[stage] = self._flights.submit(lambda: self._gather(stage, flight.row))
+        if not late:
+            self._begin_gather(stage)
         return True
 
     def finish(self, stage: int) -> None:
+        if stage in self._held and stage not in self._gathering:  # between two steps
+            self._begin_gather(stage)
         if stage in self._gathering:
-            self._gathering.pop(stage).result()  # its messages have deadlines
+            self._gathering[stage].result()  # its messages have deadlines
 
     def traffic(self) -> list[Traffic]:
         return self._flights.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
+        self._begin_held()
         state: dict[str, torch.Tensor] = {}
         for stage, shard in self._shards.items():
+            state |= self._ahead[stage].state() if stage in self._ahead else {}
             state |= shard.optimizer.state() | self._flights.delayed_state(stage, shard.piece, whole=False)
         return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         for shard in self._shards.values():
             shard.optimizer.restore(num_updates, moments)
-        self._flights.restore(moments)
+        if self._ahead:
+            self._flights.restore(moments)
+        for ahead in self._ahead.values():
+            ahead.restore(moments)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -94,22 +122,33 @@ class Sharded:
     def close(self) -> None:
         self._flights.close()
 
+    def _begin_held(self) -> None:
+        """Exchange the gradients of the step before, behind the parameters that this step waits for."""
+        for stage, gradients in self._held.items():
+            self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter, gradients)
+        self._held = {}
+
+    def _begin_gather(self, stage: int) -> None:
+        self._gathering[stage] = self._flights.submit(lambda: self._gather(stage))
+
     @torch.no_grad()
-    def _gather(self, stage: int, row: torch.Tensor) -> list[Traffic]:
-        """Bring all parameters of `stage` here; `row` is memory that the gradient no longer needs."""
+    def _gather(self, stage: int) -> list[Traffic]:
+        """Bring all parameters of `stage` here, in memory that gradients do not need now."""
         shard, of_stage = self._shards[stage], self._rows[stage]
+        row = self._flights.borrow(stage)
         of_stage.fill(row, shard.piece, of_stage.parameters, 1.0)
         traffic = self._parameters.all_gather(row, stage)
         for piece in (slice(0, shard.piece.start), slice(shard.piece.stop, of_stage.length)):
             for span in of_stage.spans(piece):
                 of_stage.parameters[span.index].view(-1)[span.start : span.stop] = row[span.here]
+        self._flights.give_back(stage, row)
         return traffic
 
 
 class Shard:
     """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
 
-    def __init__(self, row: Row, piece: slice, settings: AdamSettings) -> None:
+    def __init__(self, row: Row, piece: slice, settings: AdamSettings | None) -> None:
         self.piece, self._row = piece, row
         self._spans = list(row.spans(piece))
         self._slices = [
@@ -134,6 +173,12 @@ class Shard:
                 layer = int(name.split(".")[1])
                 sums[layer] = sums.get(layer, 0.0) + norm**2
         return sums
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """This replica's own, before any exchange, in memory of their own."""
+        whole = (self._row.parameters[s.index].grad for s in self._spans)
+        pairs = zip(whole, self._slices, strict=True)
+        return [None if gradient is None else s.cut(gradient).clone() for gradient, s in pairs]
 
     def step(self, gradient: torch.Tensor, factor: float, learning_rate: float) -> None:
         for span, s in zip(self._spans, self._slices, strict=True):

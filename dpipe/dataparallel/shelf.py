@@ -73,9 +73,9 @@ class Shelf:
             lambda: self.master.norms(step) if self.master.is_final(step) else None,
         )
 
-    def give(self, step: int, chunk: int, caller: Caller) -> Given:
-        """Waits until the chunk is final."""
-        return self._until(caller, f"chunk {chunk} of step {step}", lambda: self._give(step, chunk))
+    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> Given:
+        """Waits until the chunk may go to that replica."""
+        return self._until(caller, f"chunk {chunk} of step {step}", lambda: self._give(step, replica, chunk))
 
     def committed(self, step: int, caller: Caller) -> int:
         """Waits until what a worker behind `step` may rely on is on the disk; the first step that is not committed."""
@@ -108,8 +108,8 @@ class Shelf:
         with self._changed:
             self._changed.notify_all()
 
-    def _give(self, step: int, chunk: int) -> Given | None:
-        given = self.master.give(step, chunk)
+    def _give(self, step: int, replica: int, chunk: int) -> Given | None:
+        given = self.master.give(step, replica, chunk)
         if self.master.complete:
             self._changed.notify_all()
         return given

@@ -20,10 +20,8 @@ class Single:
         uncounted: Collection[str] = (),
     ) -> None:
         self._stages, self._uncounted = stages or {}, uncounted
-        self._optimizers = {
-            index: Optimizer(whole(trained(stage)), settings, whole=True)
-            for index, stage in self._stages.items()
-            if settings is not None
+        self.optimizers = {
+            index: Optimizer(whole(trained(stage)), settings, whole=True) for index, stage in self._stages.items()
         }
         self._rate, self._loss_scale = 0.0, 1.0
 
@@ -54,7 +52,7 @@ class Single:
         for _, parameter in trained(self._stages[stage]) if factor != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        self._optimizers[stage].step(self._rate)
+        self.optimizers[stage].step(self._rate)
         return True
 
     def finish(self, stage: int) -> None:
@@ -64,15 +62,15 @@ class Single:
         return []
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {name: moment for o in self._optimizers.values() for name, moment in o.state().items()}
+        return {name: moment for o in self.optimizers.values() for name, moment in o.state().items()}
 
     def restore(self, num_updates: int, moments: Moments) -> None:
-        for optimizer in self._optimizers.values():
+        for optimizer in self.optimizers.values():
             optimizer.restore(num_updates, moments)
 
     @property
     def optimizer_bytes(self) -> int:
-        return sum(optimizer.num_bytes for optimizer in self._optimizers.values())
+        return sum(optimizer.num_bytes for optimizer in self.optimizers.values())
 
     def close(self) -> None:
         pass

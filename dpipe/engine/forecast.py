@@ -200,7 +200,7 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     if chosen.kind == "local-sgd" and chosen.overlap:
         return Replicas(direct(chosen.replicas, num_parts), delayed=True)
     waits = config.train.clip_norm > 0 or config.train.precision == "fp16"  # for the norm, before anything goes back
-    found = exchange(chosen.kind, chosen.replicas, num_parts, barrier=waits)
+    found = exchange(chosen.kind, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0)
     return Replicas(found, server_ranks(config), delayed=chosen.delay)
 
 

@@ -102,7 +102,8 @@ def data_parallel(
 ) -> DataParallel:
     """What the configuration asks for; `uncounted` names parameters that a norm counts on another rank."""
     train, chosen = config.train, config.data_parallel
-    adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
+    replayed = config.model.layers == "replay"
+    adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
         return Single(stages, adam, uncounted)
 

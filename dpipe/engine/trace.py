@@ -117,7 +117,7 @@ def load_plan(folder: Path) -> Plan:
 
 
 def _as_table(replicas: Replicas) -> dict[str, Any]:
-    made = {key: getattr(replicas.exchange, key) for key in ("name", "num_replicas", "num_parts", "barrier")}
+    made = {key: getattr(replicas.exchange, key) for key in ("name", "num_replicas", "num_parts", "barrier", "stale")}
     return {"exchange": made, "servers": replicas.servers, "delayed": replicas.delayed}
 
 

@@ -69,6 +69,7 @@ class Exchange:
     after_step: frozenset[Role] = frozenset()
     barrier: bool = False
     overlapped: bool = True
+    stale: bool = False
 
     @property
     def has_server(self) -> bool:
@@ -101,11 +102,14 @@ class Exchange:
             REDUCE   the same part from those who passed it on to this end to add to (chain)
             GATHER   the same part from those who contribute to it here, and from who has it whole (chain)
 
-        With a `barrier` an owner waits for every part. What the source itself contributes is not a message.
+        With a `barrier` an owner waits for every part; a `stale` server for that of who gets the answer alone. What
+        the source itself contributes is not a message.
         """
         if self.barrier and message.role is Role.GATHER and message.source == message.owner:
             return self.arrivals[message.source]
         comes = self._by_part.get((message.source, message.owner, message.part), ())
+        if self.stale and message.role is Role.GATHER:
+            comes = [m for m in comes if m.source == message.target]
         return tuple(m for m in comes if message.role is Role.GATHER or m.role is Role.REDUCE)
 
     @cached_property
@@ -161,13 +165,18 @@ def silent(num_replicas: int) -> Exchange:
     return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
 
 
-def parameter_server(num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
-    """A server adds up everything and steps; a part goes back as soon as it is final (Li et al. 2014)."""
+def parameter_server(num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False) -> Exchange:
+    """A server adds up everything and steps; a part goes back as soon as it is final (Li et al. 2014).
+
+    `stale`: to each replica as soon as its own has come; the slowest is waited for some steps later.
+    """
     _at_least(num_replicas, num_parts)
     server, replicas, parts = num_replicas, range(num_replicas), range(num_parts)
     pushes = [tuple(Message(Role.REDUCE, part, server, replica, server) for part in parts) for replica in replicas]
     pulls = tuple(Message(Role.GATHER, part, server, server, replica) for part in parts for replica in replicas)
-    return Exchange("parameter-server", num_replicas, num_parts, (server,), (*pushes, pulls), barrier=barrier)
+    return Exchange(
+        "parameter-server", num_replicas, num_parts, (server,), (*pushes, pulls), barrier=barrier, stale=stale
+    )
 
 
 def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
@@ -186,7 +195,9 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False)
 
 
-def exchange(name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False) -> Exchange:
+def exchange(
+    name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
+) -> Exchange:
     """The exchange called `name`; raises `ScheduleError` on an unknown one."""
     match name:
         case "all-reduce" | "sharded":
@@ -196,7 +207,7 @@ def exchange(name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool 
         case "silent":
             return silent(num_replicas)
         case "parameter-server":
-            return parameter_server(num_replicas, num_parts, barrier=barrier)
+            return parameter_server(num_replicas, num_parts, barrier=barrier, stale=stale)
         case "central":
             return chain(num_replicas, num_parts)
     raise ScheduleError(f"no exchange is called {name!r}; choose one of {', '.join(NAMES)}")

@@ -91,7 +91,7 @@ class _Leg:
     end: int
     rank: int
     roles: Set[Role]
-    messages: Sequence[Message]
+    messages: list[Message]
     over: Callable[[], None]
     missing: set[Message] = field(default_factory=set)  # still to come, once it has started
     position: int = 0
@@ -190,12 +190,18 @@ class Exchanges:
 
     def _advance(self, leg: _Leg) -> None:
         """Send what may go; a rank whose leg is over goes on with its next one."""
-        arrived, waits = self._arrived[leg.stage, leg.end], self._exchange.waits
-        while leg.position < len(leg.messages) and arrived >= waits[leg.messages[leg.position]]:
+        while (index := self._next(leg)) is not None:
+            leg.messages.insert(leg.position, leg.messages.pop(index))
             leg.position += 1
             self._send(leg, leg.messages[leg.position - 1])
         if leg.position == len(leg.messages) and not leg.leaving and not leg.missing:
             self._close(leg)
+
+    def _next(self, leg: _Leg) -> int | None:
+        """Which message goes next: they keep their order, but a stale server answers each replica by itself."""
+        arrived, waits = self._arrived[leg.stage, leg.end], self._exchange.waits
+        left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
+        return next((index for index in left if arrived >= waits[leg.messages[index]]), None)
 
     def _close(self, leg: _Leg) -> None:
         queue = self._queues.get(leg.rank)

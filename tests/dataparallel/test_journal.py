@@ -47,7 +47,7 @@ def step(master: Master, journal: Journal | None, factor: float | None = 1.0) ->
         master.add(number, 0, chunk, values[ROW.chunk(chunk)])
     master.decide(number, 0, Verdict(1e-2, factor))
     for chunk in range(ROW.num_chunks if factor is not None else 0):
-        master.give(number, chunk)
+        master.give(number, 0, chunk)
     if journal:
         journal.settle()
         journal.write(number, *master.due())

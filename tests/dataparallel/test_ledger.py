@@ -67,3 +67,13 @@ def test_settled_ledger_takes_no_more_pieces() -> None:
 def test_piece_that_does_not_fit_is_refused(replica: int, chunk: int, size: int) -> None:
     with pytest.raises(TransferError, match=f"replica {replica} pushed {size} values as chunk {chunk}"):
         filled([]).add(replica, chunk, ROW.chunk(chunk), torch.zeros(size))
+
+
+def test_mean_so_far_is_of_the_pieces_that_are_in() -> None:
+    """Early ones and those that were added alike, and all of them once the chunk is final."""
+    here, pushed, order = ROW.chunk(1), gradients(), (2, 0, 1)
+    for count in (1, 2, 3):
+        ledger = filled([(replica, 1) for replica in order[:count]])
+        assert [ledger.has(replica, 1) for replica in order] == [turn < count for turn in range(3)]
+        expected = torch.stack([pushed[replica][here] for replica in order[:count]]).mean(0)
+        torch.testing.assert_close(ledger.so_far(1, here), expected, rtol=1e-5, atol=1e-2)

@@ -55,7 +55,7 @@ def decide(to: Master, step: int, verdict: Verdict = GO) -> None:
 
 def take(of: Master, step: int) -> list[torch.Tensor]:
     """Every chunk as a worker gets it."""
-    given_out = [of.give(step, chunk) for chunk in range(ROW.num_chunks)]
+    given_out = [of.give(step, 0, chunk) for chunk in range(ROW.num_chunks)]
     return [chunk.wire.clone() for chunk in given_out if chunk is not None]
 
 
@@ -116,7 +116,7 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
         if turn == decided_after:
             decide(shuffled, 0, GO)
         shuffled.add(0, replica, chunk, gradient(0, replica)[ROW.chunk(chunk)])
-        shuffled.give(0, turn % ROW.num_chunks)
+        shuffled.give(0, 0, turn % ROW.num_chunks)
     decide(shuffled, 0, GO)
     take(shuffled, 0)
     shuffled.commit()
@@ -128,7 +128,7 @@ def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
     decide(served, 0, GO)
     push(served, 0, 0)
     push(served, 0, 1, range(1))
-    assert [served.give(0, chunk) is not None for chunk in range(ROW.num_chunks)] == [True, False, False]
+    assert [served.give(0, 0, chunk) is not None for chunk in range(ROW.num_chunks)] == [True, False, False]
     assert not served.complete
 
 
@@ -162,7 +162,7 @@ def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
         push(served, step, 1)
         decide(served, step, GO)
         for chunk in range(ROW.num_chunks):
-            out, part = served.give(step, chunk), worker[ROW.chunk(chunk)]
+            out, part = served.give(step, 0, chunk), worker[ROW.chunk(chunk)]
             assert out is not None
             if out.whole:
                 part.copy_(out.wire)
@@ -204,7 +204,7 @@ def test_committed_chunks_go_out_again_and_whole_where_the_differences_are_gone(
     sent = one_step(lived, 0)
     assert equal(take(lived, 0), sent)
     restarted = Master(lived.row, lived.rule, lived.now, step=lived.step, num_updates=lived.num_updates)
-    again = restarted.give(0, 1)
+    again = restarted.give(0, 0, 1)
     assert again is not None
     assert again.whole
     assert lived.now.held is not None
@@ -282,13 +282,13 @@ def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> Non
     for step in range(staleness + 1):
         push(served, step, 0)
         decide(served, step, GO)
-        assert (served.give(step, 0) is not None) == (step < staleness)
+        assert (served.give(step, 0, 0) is not None) == (step < staleness)
     with pytest.raises(TransferError, match=f"data_parallel.staleness is {staleness}"):
         push(served, staleness + 1, 0)
     push(served, 0, 1)
     assert served.complete
     served.commit()
-    assert served.give(staleness, 0) is not None
+    assert served.give(staleness, 0, 0) is not None
 
 
 def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
@@ -300,3 +300,41 @@ def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
         push(served, step, 1)
         served.commit()
     assert torch.equal(served.now.values, torch_adamw(3, 1.0))
+
+
+def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
+    """The other replica has pushed nothing: what is in of two steps under way is this one's."""
+    served, alone = master(staleness=2), master(ranks=(0,))
+    for step in range(2):
+        push(served, step, 0)
+        served.decide(step, 0, GO)
+        push(alone, step, 0)
+        alone.decide(step, 0, GO)
+        expected = take(alone, step)
+        alone.commit()
+        assert equal(take(served, step), expected)
+    assert equal(rows(served), rows(master(staleness=2)))
+
+
+def test_stale_worker_gets_the_mean_where_all_of_it_is_in() -> None:
+    served, prompt = master(staleness=1), master()
+    for of in (served, prompt):
+        push(of, 0, 0)
+        push(of, 0, 1)
+        decide(of, 0)
+    assert equal(take(served, 0), take(prompt, 0))
+
+
+def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
+    served = master(staleness=1)
+    push(served, 0, 0, range(1))
+    served.decide(0, 0, GO)
+    assert [served.give(0, 0, chunk) is not None for chunk in range(ROW.num_chunks)] == [True, False, False]
+
+
+def test_stale_worker_is_told_of_an_infinite_gradient() -> None:
+    served = master(staleness=1)
+    served.add(0, 0, 0, torch.full((128,), torch.inf))
+    served.decide(0, 0, GO)
+    with pytest.raises(NumericError, match="layers.0.weight on rank 0"):
+        served.give(0, 0, 0)

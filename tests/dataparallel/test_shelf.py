@@ -38,27 +38,27 @@ def test_chunk_is_waited_for_until_it_is_final(shelf: Shelf) -> None:
         shelf.add(0, 0, 0, torch.ones(4))
 
     threading.Timer(0.05, push).start()
-    assert (shelf.give(0, 0, Caller(seconds=20)).wire < 0).all()
+    assert (shelf.give(0, 0, 0, Caller(seconds=20)).wire < 0).all()
 
 
 def test_step_is_committed_when_all_of_it_has_gone_out(shelf: Shelf) -> None:
     shelf.decide(0, 0, Verdict(1e-2, 1.0))
     for chunk in range(2):
         shelf.add(0, 0, chunk, torch.ones(4))
-        shelf.give(0, chunk, Caller())
+        shelf.give(0, 0, chunk, Caller())
     assert shelf.committed(0, Caller(seconds=20)) == 1
 
 
 def test_nobody_waits_for_a_caller_that_is_gone(shelf: Shelf) -> None:
     with pytest.raises(CallerGone):
-        shelf.give(0, 0, Caller(active=False))
+        shelf.give(0, 0, 0, Caller(active=False))
 
 
 def test_caller_hears_in_time_who_is_missing(shelf: Shelf) -> None:
     with pytest.raises(
         TransferTimeout, match="chunk 1 of step 0 of stage 0: nothing, or not all, has come from rank 3"
     ):
-        shelf.give(0, 1, Caller(seconds=0.5))
+        shelf.give(0, 0, 1, Caller(seconds=0.5))
 
 
 def test_closed_shelf_says_why_to_whoever_waits_or_comes(shelf: Shelf) -> None:

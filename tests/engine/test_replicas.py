@@ -93,12 +93,17 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "delay"),
-    [(("sharded", 3, 1), ("all-reduce", 2, 2), True), (("all-reduce", 2, 1), ("sharded", 4, 1), False)],
+    [
+        (("sharded", 3, 1), ("all-reduce", 2, 2), False),
+        (("all-reduce", 2, 1), ("sharded", 4, 1), False),
+        (("all-reduce", 2, 1), ("all-reduce", 2, 2), True),  # as many replicas: each computes ahead by its own gradient
+        (("sharded", 2, 2), ("sharded", 2, 2), True),
+    ],
 )
 def test_run_goes_on_with_other_replicas_and_stages(
     before: tuple[str, int, int], after: tuple[str, int, int], delay: bool, split: Make, losses: Losses
 ) -> None:
-    """Against a run of one arrangement throughout; a checkpoint has the delayed gradient as well."""
+    """Against a run of one arrangement throughout; a checkpoint has the delayed gradients as well."""
     steps = {"train__decay": "none", "data_parallel__delay": delay}
 
     def arranged(arrangement: tuple[str, int, int], folder: str, num_steps: int) -> Config:
@@ -108,6 +113,29 @@ def test_run_goes_on_with_other_replicas_and_stages(
     whole = losses(arranged(before, "whole", 5))
     losses(arranged(before, "part", 3))
     assert losses(arranged(after, "part", 5), resume=True) == pytest.approx(whole, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "apart"),
+    [
+        # Workers try out what is not agreed on yet; a checkpoint has what is.
+        ("parameter-server", {"data_parallel__staleness": 1, "train__clip_norm": 0.0}, 2e-3),
+        ("local-sgd", {"data_parallel__inner_steps": 2}, ROUNDING),
+    ],
+)
+def test_checkpoint_in_the_middle_of_an_agreement_is_taken_up_by_other_replicas_and_stages(
+    kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
+) -> None:
+    """What was held out is as well known after as before, and learning goes on."""
+    settings = {"train__eval_every": 2, "train__decay": "none", **settings}
+    before = split(2, kind, train__steps=4, **settings)
+    losses(before)
+    _, at_2, at_4 = held_out(before)
+    after = split(3, kind, train__steps=6, pipeline__stages=2, **settings)
+    losses(after, resume=True)
+    again, at_6 = held_out(after)[-2:]
+    assert again == pytest.approx(at_4, rel=apart)
+    assert at_6 < at_4 < at_2
 
 
 def test_fp16_overflow_on_one_replica_skips_the_step_on_all(split: Make, losses: Losses) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,23 @@ def test_server_that_goes_away_and_comes_back_costs_no_bit(served: Make, losses:
     assert second.standing[0] >= 4
     worker.join(60)
     assert equal(parameters(config), parameters(whole))
+
+
+def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
+    served: Make, losses: Losses, apart: Any
+) -> None:
+    """It has lost gradients, and verdicts on them, of steps that the workers are ahead of."""
+    first = apart()
+    address = (f"127.0.0.1:{first.port}",)
+    settings = {"data_parallel__staleness": 2, "train__steps": 12, "timeouts__transfer": 20, **EAGER}
+    config = served(2, data_parallel__address=address, **settings)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(losses, config)
+        wait_until(lambda: first.standing.get(0, 0) >= 4)
+        first.close()
+        second = apart(first.port)
+        assert len(run.result(60)) == 12
+    assert second.standing[0] == 12
 
 
 @pytest.fixture

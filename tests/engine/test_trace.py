@@ -19,6 +19,7 @@ PLAN = Plan(SCHEDULE, COST, None)
 CROWDED = Plan(SCHEDULE, COST, "slow.toml", 2, (Host((0, 1), cores=1),))
 REPLICATED = Plan(SCHEDULE, replace(COST, reduce_bytes=(8, 9)), None, replicas=Replicas(direct(3, 2), delayed=True))
 SERVED = Plan(SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4)))
+STALE = Plan(SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, stale=True), servers=(4, 4)))
 
 
 def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = Lane.COMPUTE) -> Span:
@@ -32,7 +33,7 @@ def test_spans_survive_the_upload() -> None:
     assert load_steps(dump_steps([step]), rank=1) == [step]
 
 
-@pytest.mark.parametrize("plan", [PLAN, CROWDED, REPLICATED, SERVED, replace(PLAN, tensor_size=2)])
+@pytest.mark.parametrize("plan", [PLAN, CROWDED, REPLICATED, SERVED, STALE, replace(PLAN, tensor_size=2)])
 def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
     save_plan(tmp_path, plan)
     assert load_plan(tmp_path) == plan

@@ -67,6 +67,11 @@ def test_barrier_lets_an_owner_wait_for_every_part():
     assert {m.part for m in parameter_server(2, 3, barrier=True).requires(pull)} == {0, 1, 2}
 
 
+def test_stale_server_answers_a_replica_without_waiting_for_the_others():
+    pull = Message(Role.GATHER, 1, 2, 2, 0)
+    assert parameter_server(2, 3, stale=True).requires(pull) == (Message(Role.REDUCE, 1, 2, 0, 2),)
+
+
 @given(exchanges)
 def test_every_exchange_reaches_its_end(exchange: Exchange):
     assert run(exchange)[0] == exchange.arrivals

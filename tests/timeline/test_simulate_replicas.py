@@ -114,6 +114,20 @@ def test_server_apart_shares_its_egress_between_the_replicas():
     assert timeline.num_ranks == 2
 
 
+def test_stale_server_lets_nobody_wait_for_a_slow_replica():
+    """
+    rank 0   [30-70 push]  [40-80 pull, part by part]
+    rank 1   [30-230 push, over a link of a fifth of the rate        ]
+    """
+    slow = Network(default=Link(0, 1.0), links={(1, 2): Link(0, 0.2), (2, 1): Link(0, 1.0)})
+    waits, stale = (
+        simulate(gpipe(1, 1), cost(1, 40), slow, replicas=Replicas(parameter_server(2, 4, stale=late), servers=(2,)))
+        for late in (False, True)
+    )
+    assert steps(stale)[0] == 80
+    assert steps(waits)[0] == steps(waits)[1] > steps(stale)[1] >= 230
+
+
 def test_one_server_of_all_stages_is_slower_than_one_a_stage():
     one, each = (
         simulate(gpipe(2, 1), cost(2, 40), network(), replicas=Replicas(parameter_server(2, 4), servers)).duration_us

@@ -1,0 +1,31 @@
+from layered import ADAM, RATE, Layered, gradients
+
+from dpipe.dataparallel.ahead import Ahead
+from dpipe.dataparallel.optimizer import Optimizer, trained, whole
+
+
+def test_optimizer_without_settings_leaves_everything_as_it_is() -> None:
+    """A replayed stage: no arithmetic, no moments, and nowhere to go ahead to."""
+    stage = Layered()
+    idle = Optimizer(whole(trained(stage)), None, whole=True)
+    ahead = Ahead(idle)
+    ahead.remember(gradients(stage, 0, 0), 1.0)
+    ahead.go(RATE)
+    stage.set_gradients(0, 0)
+    idle.step(RATE)
+    assert all((a == b).all() for a, b in zip(stage.parameters, Layered().parameters, strict=True))
+    assert (idle.learns, idle.num_bytes, idle.state()) == (False, 0, {})
+
+
+def test_look_ahead_is_where_the_step_goes_and_leaves_the_moments() -> None:
+    there, here = Layered(), Layered()
+    steps, looks = (Optimizer(whole(trained(stage)), ADAM, whole=True) for stage in (there, here))
+    for stage, optimizer in ((there, steps), (here, looks)):
+        stage.set_gradients(0, 0)
+        optimizer.step(RATE)
+    before = {name: moment.clone() for name, moment in looks.state().items()}
+    there.set_gradients(1, 0)
+    steps.step(RATE)
+    looks.look_ahead(gradients(here, 1, 0), RATE)
+    assert all((a == b).all() for a, b in zip(here.parameters, there.parameters, strict=True))
+    assert all((moment == before[name]).all() for name, moment in looks.state().items())
