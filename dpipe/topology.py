@@ -117,6 +117,20 @@ class Network:
         """The same network as messages see it where its rates are interfaces': packets' headers take their share."""
         return self.with_links(lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE))
 
+    def shared_by(self, count: int) -> "Network":
+        """The same network where each rank of it is a machine of `count` ranks, who share what it sends fairly."""
+
+        def less(link: Link) -> Link:
+            return replace(link, bandwidth_gbps=link.bandwidth_gbps / count)
+
+        links = {
+            (source * count + i, target * count + j): less(link)
+            for (source, target), link in self.links.items()
+            for i in range(count)
+            for j in range(count)
+        }
+        return replace(self, default=self.default and less(self.default), links=links)
+
     def check(self, num_ranks: int) -> None:
         """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not there."""
         pairs = permutations(range(num_ranks), 2)

@@ -41,6 +41,22 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ({"pipeline": {"stages": 2, "split": [3]}}, "split lists 1 stages, but pipeline.stages is 2"),
         ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
         ({"node": {"tls_cert": "a.pem"}}, "go together"),
+        ({"tensor_parallel": {"size": 3}}, "num_heads 4 is not divisible by tensor_parallel.size 3; .* that is: 6"),
+        (
+            {"tensor_parallel": {"size": 4}, "model": {"vocab_size": 50257}},
+            "model.vocab_size 50257 is not divisible by tensor_parallel.size 4; the next that is: 50260",
+        ),
+        (
+            {"tensor_parallel": {"size": 2, "sequence_parallel": True}, "model": {"context": 15}},
+            "model.context 15 is not divisible by tensor_parallel.size 2",
+        ),
+        ({"tensor_parallel": {"sequence_parallel": True}}, "sequence_parallel needs tensor_parallel.size 2"),
+        ({"tensor_parallel": {"size": 2}, "model": {"layers": "my.model:layers"}}, "model.layers is 'my.model:layers'"),
+        ({"tensor_parallel": {"size": 2}, "train": {"compile": True}}, "train.compile does not go with"),
+        (
+            {"tensor_parallel": {"size": 2}, "data_parallel": {"kind": "parameter-server"}},
+            "does not go with a parameter server",
+        ),
     ],
 )
 def test_mistake_is_named(table: dict[str, object], message: str) -> None:

@@ -12,6 +12,7 @@ from dpipe.config import Config
 from dpipe.engine.data import Corpus, prepare
 from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs
 from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary
+from dpipe.engine.tensor import boundaries
 from dpipe.errors import ConfigError, DataError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
@@ -27,7 +28,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """`model` and `corpus` are None for replay. `boundaries[s]` is what stage s gives to stage s + 1."""
+    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s
+    gives to one of stage s + 1."""
 
     config: Config
     model: LayeredModel | None
@@ -50,8 +52,8 @@ def draft(
     """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of each layer."""
     if config.model.layers == "replay":
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
-        boundaries = ((message,),) * (config.pipeline.stages - 1)
-        return Blueprint(config, None, None, boundaries, forecast(config, None, network, choose))
+        messages = ((message,),) * (config.pipeline.stages - 1)
+        return Blueprint(config, None, None, messages, forecast(config, None, network, choose))
     check_device(config.node.device)
     if config.transport.kind == "nccl":
         load_nccl()
@@ -61,7 +63,7 @@ def draft(
     found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
     corpus = read_text(config)  # last, because the first time it writes a cache
-    return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
+    return Blueprint(config, model, corpus, boundaries(config, [probed[end].outputs for end in ends]), found)
 
 
 def check_device(device: str) -> None:

@@ -5,7 +5,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from dpipe.config import Config, load
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
 from dpipe.engine.memory import gpt_layers, vocabulary
+from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
@@ -40,7 +41,7 @@ class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
     `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
-    layer holds (defaults: none).
+    layer holds, `exchange_.._s` what the ranks that share a layer wait for each other (defaults: none).
     """
 
     forward_s: tuple[float, ...]
@@ -51,6 +52,8 @@ class LayerCosts:
     parameter_bytes: tuple[int, ...] = ()
     core_s: tuple[float, ...] = ()
     memory: tuple[LayerMemory, ...] = ()
+    exchange_forward_s: tuple[float, ...] = ()
+    exchange_backward_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,15 +128,16 @@ def forecast(
     """
     network = network or _network(config, config.network_profile)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(max([config.world_size, *(server + 1 for server in server_ranks(config))]))
+    network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
+    check_vocabulary(config)
     stages: Stages
     if config.model.layers == "replay":
         cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
         refuse_memory_of_replay(config)
     else:
-        layers = layers or gpt_costs(config)
+        layers = on_ranks(config, layers or gpt_costs(config))
         cut = choose_split(config, layers)
-        cost = stage_cost(layers, cut, recompute=pipeline.recompute)
+        cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
         stages = stages_memory(config, layers.memory, cut)
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
@@ -155,7 +159,8 @@ def forecast(
 
 def held_by_gpt(config: Config) -> int:
     """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
-    layers = gpt_costs(config)
+    check_vocabulary(config)
+    layers = on_ranks(config, gpt_costs(config))
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
@@ -203,7 +208,7 @@ def server_ranks(config: Config) -> tuple[int, ...]:
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         return ()
     if chosen.address:
-        return tuple(config.world_size + (0 if chosen.servers == "one" else stage) for stage in stages)
+        return tuple(config.num_machines + (0 if chosen.servers == "one" else stage) for stage in stages)
     return tuple(0 if chosen.servers == "one" else stage % config.pipeline.ranks for stage in stages)
 
 
@@ -269,16 +274,39 @@ def gpt_costs(config: Config) -> LayerCosts:
     return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, memory)
 
 
+def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
+    """The costs of whole layers as those of layers on T ranks."""
+    size = config.tensor_parallel.size
+    if size == 1:
+        return layers
+    forward_s, backward_s, core_s = (
+        tuple(seconds / size for seconds in each) for each in (layers.forward_s, layers.backward_s, layers.core_s)
+    )
+    there, back = exchange_s(config, len(forward_s))
+    return replace(
+        layers,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        core_s=core_s,
+        exchange_forward_s=there,
+        exchange_backward_s=back,
+    )
+
+
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
     """Add up the layers of each stage; recomputation runs forward, or the attention cores, once more in backward."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
     backward = [sum(layers.backward_s[i] for i in r) * 1e6 for r in ranges]
+    exchanges_s = (layers.exchange_forward_s, layers.exchange_backward_s)
+    there, back = ([sum(each[r.start : r.stop]) * 1e6 for r in ranges] for each in exchanges_s)
     repeated = {"none": (), "selective": layers.core_s, "full": layers.forward_s}[recompute]
-    again = [sum(repeated[r.start : r.stop]) * 1e6 for r in ranges]
+    again = [sum(repeated[r.start : r.stop]) * 1e6 + e for r, e in zip(ranges, back, strict=True)]
+    if recompute == "full":
+        again = [a + e for a, e in zip(again, there, strict=True)]
     return Cost(
-        forward_us=tuple(forward),
+        forward_us=tuple(f + e for f, e in zip(forward, there, strict=True)),
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),
         input_us=tuple(b / 2 + a for b, a in zip(backward, again, strict=True)),
         weight_us=tuple(b / 2 for b in backward),
@@ -353,9 +381,19 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
-            *(_memory_line(number, rank) for number, rank in enumerate(row["memory"])),
+            *_tensor_lines(config),
+            *(_memory_line(number * config.tensor_parallel.size, rank) for number, rank in enumerate(row["memory"])),
         )
     )
+
+
+def _tensor_lines(config: Config) -> Iterator[str]:
+    """Where several ranks hold a stage together: what is said of a machine, and what of each of its ranks."""
+    size, predict = config.tensor_parallel.size, config.predict
+    if size > 1:
+        link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
+        yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
+        yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"
 
 
 def _memory_line(rank: int, memory: dict[str, int]) -> str:

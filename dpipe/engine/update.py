@@ -161,6 +161,7 @@ class Update:
         with self._timed("optimizer-unscale-and-check-inf"):
             seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
+        loss = loss if self._here.tensor_rank == 0 else None
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
         with self._timed("optimizer-clip-main-grad"):
             gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
@@ -205,7 +206,7 @@ def count(
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
     assert len(losses) == here.num_replicas, f"step {step}: {len(losses)} ranks report a loss, not {here.num_replicas}"
     loss = sum(losses) / len(losses)
-    mine = [ballots[rank] for rank in here.row] if independent else ballots
+    mine = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
     squares = _add_up(ballot["norms"] for ballot in mine)
     norm = math.sqrt(sum(squares[layer] for layer in sorted(squares))) if squares else None
     stop = any(ballot["stop"] for ballot in ballots)

@@ -5,6 +5,8 @@ gpt.py        a decoder-only transformer as such a list
 stage.py      forward and backward of one micro-batch over some of the layers
 recompute.py  which part of a layer is run again in backward
 masters.py    parameters in half precision, and the fp32 masters that learn
+tensor_parallel.py  a layer on several ranks, each with a part of every matrix; vocabulary.py: its loss
+tensor_group.py     what those ranks exchange; scatter.py: what they send to the next stage
 linear.py     splitting the backward pass: weight gradients that can wait
 seeding.py    random numbers that depend on what is drawn for, and on nothing else
 flops.py      arithmetic and memory of a GPT by formula (no torch)

@@ -10,17 +10,32 @@ B batch · T position · D width · N heads · H width of a head · V vocabulary
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dpipe.stage.model import LayeredModel
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.stage.tensor_parallel import (
+    ColumnLinear,
+    Piece,
+    QkvLinear,
+    RowLinear,
+    SequenceDropout,
+    SequenceEmbedding,
+    VocabularyEmbedding,
+    split_dropout,
+)
+from dpipe.stage.vocabulary import split_cross_entropy
 
 _INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
+    tensor_plan: ClassVar = {"tokens": VocabularyEmbedding, "positions": SequenceEmbedding, "dropout": SequenceDropout}
+
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
@@ -49,12 +64,26 @@ class AttentionCore(nn.Module):
         return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=self.causal)
 
 
+class SplitAttentionCore(Piece, AttentionCore):
+    """Some of the heads: it drops in them what one process would, which no fused kernel can be told."""
+
+    def forward(self, q_BNTH: torch.Tensor, k_BNTH: torch.Tensor, v_BNTH: torch.Tensor) -> torch.Tensor:
+        if not (self.training and self.dropout):
+            return super().forward(q_BNTH, k_BNTH, v_BNTH)
+        scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+        if self.causal:
+            later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+            scores_BNTT = scores_BNTT.masked_fill(later_TT, -math.inf)
+        chances_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
+        return chances_BNTT.to(v_BNTH.dtype) @ v_BNTH
+
+
 class Attention(nn.Module):
     """Self-attention (Vaswani et al. 2017)."""
 
     def __init__(self, width: int, num_heads: int, dropout: float, *, causal: bool = True) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.core = AttentionCore(dropout, causal=causal)
         self.output = nn.Linear(width, width)
@@ -66,12 +95,21 @@ class Attention(nn.Module):
         return y_BTD
 
     def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTNH: torch.Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
+        x_BTNH: torch.Tensor = x_BTD.unflatten(-1, (-1, self.head_width))
         return x_BTNH.transpose(1, 2)
 
 
 class Block(nn.Module):
     """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
+
+    tensor_plan: ClassVar = {
+        "attention.qkv": QkvLinear,
+        "attention.core": SplitAttentionCore,
+        "attention.output": RowLinear,
+        "mlp_in": ColumnLinear,
+        "mlp_out": RowLinear,
+        "dropout": SequenceDropout,
+    }
 
     def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
@@ -95,6 +133,7 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     draws = False
+    tensor_plan: ClassVar = {"output": ColumnLinear}
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -117,12 +156,16 @@ def gpt(
         *(block for _ in range(num_layers)),
         partial(Head, vocab_size, width),
     )
-    return LayeredModel(layers, next_token_loss, tied=("tokens.weight", "output.weight") if tied else None)
+    ends = ("tokens.weight", "output.weight") if tied else None
+    return LayeredModel(layers, next_token_loss, ends, lambda group: partial(next_token_loss, group=group))
 
 
-def next_token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats a token."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+def next_token_loss(
+    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
+) -> torch.Tensor:
+    """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the words."""
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    return F.cross_entropy(logits_NV, targets_N) if group is None else split_cross_entropy(logits_NV, targets_N, group)
 
 
 def _init(layer: nn.Module) -> None:

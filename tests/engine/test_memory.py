@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
 from dpipe.stage.gpt import gpt
 from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.tensor_parallel import Split
 from dpipe.timeline.memory import RankMemory, peak_memory
 
 STEPS = 2  # the first allocates the optimizer's state
@@ -77,15 +79,39 @@ def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> 
         tied=False,
     )
     each = len(model.layers) // schedule.num_stages
+    layers = {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)}
+    group: Any = OneOf(sizes) if sizes.ranks > 1 else None
     return Stage(
         index,
-        {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)},
+        layers,
         num_microbatches=schedule.num_microbatches,
-        loss=model.loss if schedule.is_last(index) else None,
+        loss=model.loss_on(group) if schedule.is_last(index) else None,
         recompute=recompute,
         precision="bf16" if sizes.half else "fp32",
         splits_backward=schedule.splits,
+        split=None if group is None else Split(group, layers),
     )
+
+
+class OneOf:
+    """The first of the ranks that hold a stage together, as to sizes: the others have what it has."""
+
+    rank = 0
+
+    def __init__(self, sizes: GptSizes) -> None:
+        self.size, self.sequence = sizes.ranks, sizes.sequence
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = None) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(torch.stack([tensor.detach()] * self.size).unbind(), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.stack(tensor.detach().chunk(self.size, dim))[0].clone()
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(self.size, dim)[0]
 
 
 def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> None:
@@ -107,14 +133,15 @@ def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> No
 
 
 def given(sizes: GptSizes, *, tokens: bool = False) -> Tensors:
-    shape = (sizes.batch_size, sizes.context)
-    return (torch.zeros(shape, dtype=torch.int64) if tokens else torch.zeros(*shape, sizes.width),)
+    if tokens:
+        return (torch.zeros((sizes.batch_size, sizes.context), dtype=torch.int64),)
+    return (torch.zeros(sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width),)
 
 
 def predicted(schedule: Schedule, sizes: GptSizes, recompute: str) -> tuple[RankMemory, ...]:
     layers = gpt_memory(sizes, recompute)
     cut = [len(layers) // schedule.num_stages] * schedule.num_stages
-    return peak_memory(schedule, stage_memory(layers, cut, [sizes.unit] * (len(cut) - 1), recompute))
+    return peak_memory(schedule, stage_memory(layers, cut, [sizes.stream] * (len(cut) - 1), recompute))
 
 
 # Every value of size, schedule, strategy, precision and dropout beside several of the others.

@@ -173,3 +173,12 @@ def test_state_restores_to_the_same_next_step() -> None:
     one_step(update, stage, -0.7, 1)
     one_step(resumed, other, -0.7, 1)
     assert torch.equal(stage.weight, other.weight)
+
+
+def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
+    here, heard = Seat(rank=1, tensor_size=2), Heard()
+    stage = OneLayer()
+    update = Update({0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here)
+    update.begin(0, lambda: False, dict)
+    update._settle(1.5)
+    assert heard.said[0]["loss"] is None

@@ -15,6 +15,9 @@ SPANS = (
     span(Lane.WAIT, "1RECV_F0", 3),
     span(Lane.WAIT, "0RECV_B0", 4),
     span(Lane.WAIT, "0REDUCE_GRAD", 2),
+    span(Lane.WAIT, "0RECV_TIED", 7),
+    span(Lane.TENSOR, "0F0", 100),
+    span(Lane.TENSOR, "0STEP", 9),
     span(Lane.SEND, "0SEND_F0", 5),
     span(Lane.SEND, "1SEND_B0", 6),
     span(Lane.RECV, "0RECV_B0", 100),
@@ -24,7 +27,7 @@ SPANS = (
 
 
 def test_spans_are_summed_by_timer() -> None:
-    assert timers_ms(SPANS) == dict(zip(TIMERS, (20, 3, 5, 20, 4, 6, 2, 1), strict=True))
+    assert timers_ms(SPANS) == dict(zip(TIMERS, (20, 3, 5, 20, 4, 6, 9, 7, 2, 1), strict=True))
 
 
 def test_line_is_the_mean_of_the_steps_since_the_last() -> None:
