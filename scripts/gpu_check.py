@@ -66,6 +66,8 @@ def cases(tiny: bool) -> list[Case]:
 
 def measured(case: Case) -> list[dict[str, Any]]:
     """dpipe's row; in one stage behind that of a plain loop, measured in the same process just before."""
+    if case.device == "cpu":
+        torch.set_num_threads(1)  # as each of several processes has
     if case.stages > 1:
         return [row(case, "dpipe", measure(case), None)]
     plain = measure_plain(case)

@@ -10,7 +10,7 @@ from dpipe.topology import Link
 
 @pytest.fixture
 def _two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"schedule": "gpipe", "ratio": 1.0312, "mfu": None}, {"schedule": "1f1b", "ratio": 1.0, "mfu": None}]
+    rows = [{"schedule": "gpipe", "ratio": 1.0312}, {"schedule": "1f1b", "ratio": 1.0}]
     monkeypatch.setitem(bench._BENCHES, "engine", lambda: rows)
 
 
@@ -23,8 +23,14 @@ def test_rows_are_printed_as_json() -> None:
 def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
     text = bench.bench_text("engine", as_json=False)
     assert "1.031" in text
-    assert "None" not in text
     assert "cores, 20" in text
+
+
+def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench._BENCHES, "mfu", lambda: [{"mfu": None}])
+    text = bench.bench_text("mfu", as_json=False)
+    assert "│ -   │" in text
+    assert "None" not in text
 
 
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
