@@ -17,11 +17,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from dpipe.errors import ConfigError
 from dpipe.parallelism import Count, DataParallel, Fraction, NotNegative, Pipeline, Positive, Section, TensorParallel
-from dpipe.presets import PRESETS
+from dpipe.presets import TRANSFORMERS, filled
 
 
 class Model(Section):
-    """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
+    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its keyword arguments."""
 
     layers: str = "gpt"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -31,27 +31,27 @@ class Model(Section):
     context: Count = 128
     vocab_size: Count | None = None  # default: the tokenizer's
     dropout: Fraction = 0.0
-    tie_embeddings: bool = False
+    tie_embeddings: bool = False  # BERT's are tied unless this says that they are not
     preset: str | None = None  # sizes by name, of which each can still be set
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """The sizes of the preset where none are given."""
-        name = given.get("preset") if isinstance(given, dict) else None
-        if name is None:
-            return given
-        if name not in PRESETS:
-            raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
-        return PRESETS[name] | given
+        return filled(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in ("gpt", "replay") and ":" not in self.layers:
-            raise ValueError(f'model.layers {self.layers!r} must be "gpt", "replay" or "package.module:function"')
+        if self.layers not in (*TRANSFORMERS, "replay") and ":" not in self.layers:
+            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
+            raise ValueError(f'model.layers {self.layers!r} must be {known} or "package.module:function"')
         return self
+
+    @property
+    def is_transformer(self) -> bool:
+        """One of dpipe's own, whose costs are known by formula."""
+        return self.layers in TRANSFORMERS
 
 
 class Replay(Section):
@@ -185,6 +185,8 @@ class Config(Section):
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
                 'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
             )
+        if self.model.layers == "bert" and self.run.sample is not None:
+            raise ValueError('run.sample is for models that continue a text, and model.layers is "bert"; leave it out')
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
@@ -216,7 +218,7 @@ class Config(Section):
     def _check_tensor_parallel(self) -> None:
         """What must be cut into equal parts, and what cannot be cut."""
         size, model = self.tensor_parallel.size, self.model
-        if model.layers != "gpt":
+        if not model.is_transformer:
             raise ValueError(
                 f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
                 f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"

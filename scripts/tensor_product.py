@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Every way to spread a tiny model over ranks, beside one process: how far the losses of three steps are apart.
 
-    scripts/tensor_product.py        tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute
+    scripts/tensor_product.py        tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute x GPT, BERT
 
 The ranks are threads of this process over real links and gloo; dropout is on, but where attention cores are run again:
 torch's checkpoint sets the random numbers of the process, which threads share. Exits with 1 where a run is further
-from one process than 1e-5, relative. The tests hold some of these; this is all of them, about 4 minutes of two cores.
+from one process than 1e-5, relative. The tests hold some of these; this is all of them, some minutes of two cores.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
+from tokenizers import BertWordPieceTokenizer
 
 from dpipe.config import Config, build
 from dpipe.engine.build import run_rank
@@ -27,12 +28,15 @@ from dpipe.engine.metrics import read_rows
 from dpipe.engine.placement import Placement
 
 BOUND = 1e-5
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
+SUBJECTS, VERBS = ("the fox", "a dog", "the cat", "one bird", "an old man"), ("sees", "hears", "finds", "follows")
+SENTENCES = [f"{subject} {verb} {other} ." for subject in SUBJECTS for verb in VERBS for other in SUBJECTS]
+TEXT = "\n".join(SENTENCES) + "\n\n" + "\n".join(reversed(SENTENCES)) + "\n"  # two documents, a sentence a line
 _RANK_S = 120
 
 
 @dataclass(frozen=True)
 class Arrangement:
+    layers: str
     size: int
     stages: int
     sequence: bool
@@ -44,21 +48,23 @@ class Arrangement:
 
     def __str__(self) -> str:
         positions = "sequence" if self.sequence else "-"
-        return f"T {self.size}  stages {self.stages}  {positions:8}  recompute {self.recompute:9}"
+        return f"{self.layers:4}  T {self.size}  stages {self.stages}  {positions:8}  recompute {self.recompute:9}"
 
 
 def arrangements() -> Iterator[Arrangement]:
-    for size, stages, sequence, recompute in itertools.product(
-        (1, 2, 4), (1, 2), (False, True), ("none", "selective", "full")
+    for layers, size, stages, sequence, recompute in itertools.product(
+        ("gpt", "bert"), (1, 2, 4), (1, 2), (False, True), ("none", "selective", "full")
     ):
         if size > 1 or not sequence:
-            yield Arrangement(size, stages, sequence, recompute)
+            yield Arrangement(layers, size, stages, sequence, recompute)
 
 
 def configured(arrangement: Arrangement, folder: Path) -> Config:
     return build(
         {
             "model": {
+                "layers": arrangement.layers,
+                "vocab_size": 256,
                 "num_layers": 2,
                 "width": 16,
                 "num_heads": 4,
@@ -66,7 +72,12 @@ def configured(arrangement: Arrangement, folder: Path) -> Config:
                 "dropout": arrangement.dropout,
                 "tie_embeddings": True,
             },
-            "data": {"files": [str(folder / "text.txt")], "cache": str(folder / "cache"), "held_out": 0.1},
+            "data": {
+                "files": [str(folder / "text.txt")],
+                "tokenizer": str(folder / "pieces.json"),
+                "cache": str(folder / "cache"),
+                "held_out": 0.1,
+            },
             "train": {"steps": 3, "batch_size": 8, "num_microbatches": 4, "learning_rate": 1e-2},
             "pipeline": {"stages": arrangement.stages, "recompute": arrangement.recompute},
             "tensor_parallel": {"size": arrangement.size, "sequence_parallel": arrangement.sequence},
@@ -104,13 +115,17 @@ def losses(config: Config) -> list[float]:
 
 def main() -> int:
     logging.disable()
-    worst, alone = 0.0, dict[float, list[float]]()
+    worst, alone = 0.0, dict[tuple[str, float], list[float]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text(TEXT)
+        tokenizer = BertWordPieceTokenizer()
+        tokenizer.train_from_iterator([TEXT], vocab_size=60, show_progress=False)
+        tokenizer.save(str(folder / "pieces.json"))
         for arrangement in arrangements():
             found = losses(configured(arrangement, folder))
-            expected = alone.setdefault(arrangement.dropout, found)  # the first of a kind is one process
+            kind = arrangement.layers, arrangement.dropout
+            expected = alone.setdefault(kind, found)  # the first of a kind is one process
             apart = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
             worst = max(worst, apart)
             print(f"{arrangement}  {apart:.1e}", flush=True)

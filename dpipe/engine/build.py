@@ -22,17 +22,17 @@ from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine import checkpoint
+from dpipe.engine.arithmetic import layer_flops
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
-from dpipe.engine.feed import NoFeed, TextFeed
+from dpipe.engine.feed import feed_of
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
 from dpipe.engine.forecast import without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch, load_kernels_at_start
-from dpipe.engine.memory import vocabulary
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
@@ -48,7 +48,7 @@ from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.text import from_csv, to_csv
-from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
+from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
@@ -239,7 +239,7 @@ def assemble(
         streams=streams,
     )
     restore(start, stages, update, here)
-    feeds = blueprint.corpus is not None and (0 in stages or schedule.num_stages - 1 in stages)
+    corpus = blueprint.corpus if {0, schedule.num_stages - 1} & set(stages) else None
     job = Job(
         here=here,
         train=config.train,
@@ -253,7 +253,7 @@ def assemble(
         recorder=recorder,
         data_parallel=agreement,
         update=update,
-        feed=feed_of(blueprint, here) if feeds else NoFeed(config.train.num_microbatches),
+        feed=feed_of(config, corpus, here.replica, here.num_replicas),
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
@@ -283,15 +283,9 @@ def fail_links(
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
     """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None or config.model.layers != "gpt":
+    if peak is None or not config.model.is_transformer:
         return None
-    flops = gpt_train_flops(
-        num_sequences=config.train.batch_size,
-        context=config.model.context,
-        width=config.model.width,
-        num_layers=config.model.num_layers,
-        vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
-    )
+    flops = train_flops(layer_flops(config, config.train.batch_size))
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
@@ -315,25 +309,20 @@ def make_update(
     )
 
 
-def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
-    assert blueprint.corpus is not None
-    config = blueprint.config
-    return TextFeed(blueprint.corpus, config.train, config.model.context, here.replica, here.num_replicas)
-
-
 def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
-    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run.
+
+    None where ranks hold a stage together: they wait for each other inside their compute, which is no processor's time,
+    so that their spans are taken to be as long as they were, cores shared and all.
+    """
     here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
     told = meeting.gather("trained", here).wait(config.timeouts.transfer)
     machines = [tuple(json.loads(payload)) for payload in told]
     ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
     computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = computes and config.tensor_parallel.size == 1
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
-    size = config.tensor_parallel.size  # ranks that the simulator takes for one
-    return tuple(
-        Host(tuple(r // size for r in ranks[::size]), cores // config.node.threads // size or 1)
-        for (_, cores), ranks in crowded.items()
-    )
+    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
 
 
 def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> None:
@@ -360,9 +349,10 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         return
     scale = url = text = None
     if corpus is not None:
-        entropy = corpus.bigram_entropy()
-        scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
+        if config.model.layers != "bert":
+            entropy = corpus.bigram_entropy()
+            scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         if config.run.sample:
             text = written_by(config, corpus, url, config.run.sample)
     shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1

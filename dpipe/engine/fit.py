@@ -48,7 +48,7 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
     rank, worst = max(enumerate(memory), key=lambda pair: pair[1].total)
     if worst.total <= limit * 1e9:
         return
-    fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.layers == "gpt" else []
+    fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.is_transformer else []
     advice = f"these would fit: {'; '.join(fitting)}" if fitting else "more stages or a smaller model would help"
     raise ConfigError(
         f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} (parameters "

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
+from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
-from dpipe.engine.memory import gpt_layers, vocabulary
+from dpipe.engine.memory import gpt_layers, vocabulary_of
 from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
@@ -20,7 +21,7 @@ from dpipe.schedule.exchange import direct, exchange, silent
 from dpipe.schedule.generate import forward_only, generate, least_in_flight
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
+from dpipe.stage.flops import attention_core_flops
 from dpipe.stage.partition import split
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 from dpipe.timeline.replicas import Replicas
@@ -33,6 +34,7 @@ from dpipe.wire.format import wire_bytes
 
 Number = TypeVar("Number", int, float)
 
+_LENGTH_BYTES = 4  # of a sequence's length, which BERT's blocks pass on
 _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them, and its simulation slower
 
 
@@ -245,33 +247,29 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     if sum(given) != num_layers:
         raise ConfigError(
             f"pipeline.split {list(given)} places {sum(given)} layers, but the model has {num_layers}"
-            + (" (an embedding, model.num_layers blocks and a head)" if config.model.layers == "gpt" else "")
+            + (" (an embedding, model.num_layers blocks and a head)" if config.model.is_transformer else "")
         )
     return given
 
 
 def gpt_costs(config: Config) -> LayerCosts:
-    """Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020)."""
+    """Of a GPT or a BERT, whose blocks are the same and whose hops carry a sequence's length besides.
+
+    Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020).
+    """
     model, tokens = config.model, config.microbatch_size * config.model.context
-    vocab = model.vocab_size or vocabulary(config.data.tokenizer)
-    flops = gpt_layer_flops(
-        batch_size=config.microbatch_size,
-        context=model.context,
-        width=model.width,
-        num_layers=model.num_layers,
-        vocab_size=vocab,
-    )
+    flops = layer_flops(config, config.microbatch_size)
     forward_s = tuple(f / (config.predict.gflops * 1e9) for f in flops)
     message = wire_bytes(config.pipeline.wire, tokens * model.width, 4 if config.train.parameters == "fp32" else 2)
-    every = (message,) * len(flops)
-    tied = vocab * model.width * 4 if model.tie_embeddings else 0
-    parameters = gpt_layer_parameter_bytes(
-        context=model.context, width=model.width, num_layers=model.num_layers, vocab_size=vocab
-    )
+    lengths = config.microbatch_size * _LENGTH_BYTES if model.layers == "bert" else 0
+    activation, gradient = ((size,) * len(flops) for size in (message + lengths, message))
+    tied = vocabulary_of(config) * model.width * 4 if model.tie_embeddings else 0
+    parameters = layer_parameter_bytes(config)
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
     memory = gpt_layers(config)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, memory)
+    backward_s = tuple(2 * s for s in forward_s)
+    return LayerCosts(forward_s, backward_s, activation, gradient, tied, parameters, core_s, memory)
 
 
 def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
@@ -343,7 +341,7 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
     known = _network(config, network) if network else None
-    if config.model.layers in ("gpt", "replay"):
+    if config.model.is_transformer or config.model.layers == "replay":
         found = forecast(config, None, known)
     else:
         from dpipe.engine.blueprint import draft  # a user's own layers are counted by torch

@@ -1,4 +1,4 @@
-"""What the layers of a GPT hold, by formula, before anything ran: parameters, activations, working memory. No torch.
+"""What the layers of a GPT or a BERT hold, by formula, before anything ran: all that a rank's memory is for. No torch.
 
     x ──norm──qkv──core──output──+──norm──mlp_in──gelu──mlp_out──+──>        u: one activation, B T D fp32 values
       1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
@@ -28,7 +28,8 @@ _FLOAT, _INT64 = 4, 8
 class GptSizes:
     """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits.
 
-    `ranks` hold a layer together; with `sequence` they split the positions between the matrices.
+    `ranks` hold a layer together; with `sequence` they split the positions between the matrices. `bert` adds token
+    types, and a transform in front of the logits.
     """
 
     batch_size: int
@@ -42,6 +43,7 @@ class GptSizes:
     half: bool = False
     ranks: int = 1
     sequence: bool = False
+    bert: bool = False
 
     @property
     def unit(self) -> int:
@@ -82,7 +84,7 @@ class GptSizes:
 
 
 def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
-    """The memory of the configured GPT's layers. A fused attention is taken for granted on anything but a CPU."""
+    """The memory of the configured model's layers. A fused attention is taken for granted on anything but a CPU."""
     model, pipeline = config.model, config.pipeline
     sizes = GptSizes(
         config.microbatch_size,
@@ -90,14 +92,20 @@ def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
         model.width,
         model.num_heads,
         model.num_layers,
-        model.vocab_size or vocabulary(config.data.tokenizer),
+        vocabulary_of(config),
         dropout=model.dropout > 0,
         keeps_matrices=model.dropout > 0 and config.node.device == "cpu",
         half=config.train.precision != "fp32",
         ranks=config.tensor_parallel.size,
         sequence=config.tensor_parallel.sequence_parallel,
+        bert=model.layers == "bert",
     )
     return gpt_memory(sizes, pipeline.recompute)
+
+
+def vocabulary_of(config: Config) -> int:
+    """Words of the configured model."""
+    return config.model.vocab_size or vocabulary(config.data.tokenizer)
 
 
 def vocabulary(tokenizer: str) -> int:
@@ -114,7 +122,8 @@ def vocabulary(tokenizer: str) -> int:
 
 def gpt_memory(sizes: GptSizes, recompute: str) -> tuple[LayerMemory, ...]:
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
-    return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), _head(sizes, recompute))
+    head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
+    return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), head)
 
 
 def stage_memory(
@@ -131,9 +140,9 @@ def _embedding(sizes: GptSizes) -> LayerMemory:
     table = sizes.table  # its gradient is dense, and made whole for every micro-batch
     noise = sizes.stream if sizes.dropout else 0
     return of_parameters(
-        table + sizes.context * sizes.width * _FLOAT,
+        table + (sizes.context + 2 * sizes.bert) * sizes.width * _FLOAT,
         largest=table,
-        held_bytes=sizes.tokens(_INT64) + sizes.context * _INT64 + noise,
+        held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + sizes.context * _INT64 + noise,
         forward_bytes=2 * sizes.unit,
         backward_bytes=sizes.unit + table,
         input_bytes=sizes.unit + table,
@@ -159,6 +168,36 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
         backward_bytes=backward,
         input_bytes=backward,
         weight_bytes=weight,
+    )
+
+
+def _bert_head(sizes: GptSizes, recompute: str) -> LayerMemory:
+    """As `_head`, behind a transform and its norm, and beside a pooler: two matrices of `dense` bytes.
+
+    With the table's gradient made, the logits are given back, and in half precision what was rounded.
+    """
+    u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
+    dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
+    inside = 2 * r + table // 2 + dense if half else 4 * r
+    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64)
+    later = table - logits - 3 * u if half else table + 2 * u
+    first = later + (dense if half else 2 * dense - logits - 2 * u)
+    forward = logits * 3 // 2 if half else logits
+    input_ = max(2 * logits if sizes.ranks == 1 else logits, 2 * u)
+    backward = max(input_, later)
+    first_more = max(0, first - backward)
+    if recompute == "full":
+        forward, backward, input_, inside = max(u, forward) + logits, backward + inside, input_ + inside, 0
+    return of_parameters(
+        table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
+        largest=table,
+        held_bytes=given + inside,
+        deferred_bytes=(3 * u + logits) // (2 if half else 1),
+        forward_bytes=forward,
+        backward_bytes=backward,
+        first_bytes=first_more,
+        input_bytes=input_,
+        weight_bytes=table * 3 // 2 if half else table,
     )
 
 
@@ -194,7 +233,7 @@ def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, 
     """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     # When a weight's gradient is cast to fp32, the rounded weight, half as large, is gone already.
-    backward = r + u + (u // 2 + max(2 * w, largest) if half else max(4 * w, largest))
+    backward = 2 * u + (u // 2 + max(2 * w, largest) if half else max(4 * w, largest))
     gathered = 2 * u if sizes.sequence else 0
     input_ = (4 * r + 2 * u + 7 * w + gathered) // 2 - largest // 2 if half else r + 2 * u + 7 * w + gathered
     forward = 3 * u // 2 if half else 2 * u
@@ -213,7 +252,8 @@ def _dropout_bytes(sizes: GptSizes) -> int:
 
 
 def _mask(sizes: GptSizes) -> int:
-    return (6 if sizes.half else 4) * sizes.context**2
+    """The causal one, where the attention is not fused."""
+    return 0 if sizes.bert else (6 if sizes.half else 4) * sizes.context**2
 
 
 def of_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:

@@ -44,7 +44,7 @@ class Plan:
     hosts: tuple[Host, ...] = ()
     replicas: Replicas | None = None
     headers: bool = False  # whether the network's rates count those of packets
-    tensor_size: int = 1  # ranks that hold a stage together: one of the schedule's, and of the hosts'
+    tensor_size: int = 1  # ranks that hold a stage together: one of the schedule's
 
     @property
     def num_replicas(self) -> int:
@@ -175,7 +175,7 @@ def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
-            took_us = span.cpu_us if span.rank // plan.tensor_size in sharing else span.duration_us
+            took_us = span.cpu_us if span.rank in sharing else span.duration_us
             durations.setdefault((span.action.stage, span.action.op), []).append(took_us)
 
     def of(op: Op) -> tuple[float, ...]:

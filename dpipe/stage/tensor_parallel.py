@@ -135,6 +135,21 @@ class RowLinear(Piece, Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
+class FirstPositionLinear(Piece, Linear):
+    """Whole, and reads [B, D] of position 0, which rank 0 alone has where the sequence is split: then its output is
+    everybody's, and so are the gradients that it alone makes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        if not self.group.sequence:
+            return output
+        return _through(
+            output,
+            lambda y: self.group.all_gather(y, 0).chunk(self.group.size)[0],
+            lambda grad: grad if self.group.rank == 0 else torch.zeros_like(grad),
+        )
+
+
 class VocabularyEmbedding(Piece, nn.Embedding):
     """Some of the words: weight [V / T, D]. The others are zeros here, and come from the rank that has them."""
 

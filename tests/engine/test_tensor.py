@@ -13,7 +13,9 @@ from dpipe.engine import tensor
 from dpipe.engine.metrics import read_rows
 from dpipe.engine.replicas import Seat
 from dpipe.engine.tensor import boundaries, refuse_apart
+from dpipe.engine.trace import load_trace
 from dpipe.errors import ConfigError, PeerLost, RunAborted
+from dpipe.timeline.span import Lane
 from dpipe.wire.spec import TensorSpec
 
 Make = Callable[..., Config]
@@ -87,6 +89,20 @@ def test_run_goes_on_with_other_ranks_a_stage(
     )
     losses(arranged(before, 2))
     assert losses(arranged(after, 4), resume=True) == pytest.approx(whole, rel=ROUNDING)
+
+
+def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(split: Make, losses: Losses) -> None:
+    config = split(2, train__steps=1, train__num_microbatches=1)
+    losses(config)
+    trace = load_trace(Path(config.run.folder))
+    ((_, _, measured),) = trace.steps
+    exchanged = [span for span in measured.spans if span.lane is Lane.TENSOR]
+    assert {(span.rank, str(span.action)) for span in exchanged} == {(r, a) for r in (0, 1) for a in ("0F0", "0B0")}
+    unit = 8 * 16 * 16 * 4  # of a micro-batch; an all-reduce between two ranks sends as much from each
+    sizes = [span.num_bytes for span in exchanged if span.rank == 0 and str(span.action) == "0F0"]
+    assert sizes.count(unit) == 1 + 2 * 2  # the embedding's, and two of each block
+    assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
+    assert trace.plan.hosts == ()  # they wait for each other inside their compute: it takes as long as it took
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(

@@ -1,10 +1,13 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 from ranks import on_ranks
 
+from dpipe.stage.bert import IGNORED, bert
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import materialise
-from dpipe.stage.stage import Stage
+from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import Shard, Split
 
@@ -14,16 +17,28 @@ MICROBATCHES, TOLERANCE = 2, 1e-5
 Found = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def trained(group: TensorGroup | None, dropout: float, **options: object) -> Found:
-    """Losses and whole gradients of one step of a tiny GPT, on the ranks of `group`."""
-    model = gpt(dropout=dropout, **MODEL)  # type: ignore[arg-type]
+def batches(name: str) -> Iterator[tuple[Tensors, torch.Tensor]]:
+    """Inputs and targets of each micro-batch; the sequences of a BERT end where they like."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(MICROBATCHES):
+        tokens, types = torch.randint(24, (3, 9), generator=draw), torch.randint(2, (3, 8), generator=draw)
+        if name == "gpt":
+            yield (tokens[:, :-1],), tokens[:, 1:]
+            continue
+        masked = torch.where(torch.rand(3, 8, generator=draw) < 0.4, tokens[:, :-1], IGNORED)
+        masked[:, 0] = torch.tensor([0, 1, 1])
+        yield (tokens[:, :-1], types, torch.tensor([8, 5, 7], dtype=torch.int32)), masked
+
+
+def trained(name: str, group: TensorGroup | None, dropout: float, **options: object) -> Found:
+    """Losses and whole gradients of one step of a tiny model, on the ranks of `group`."""
+    model = {"gpt": gpt, "bert": bert}[name](dropout=dropout, **MODEL)  # type: ignore[arg-type]
     layers = {index: materialise(model, index, 3, "cpu") for index in range(len(model.layers))}
     split = None if group is None else Split(group, layers)
     stage = Stage(0, layers, num_microbatches=MICROBATCHES, loss=model.loss_on(group), seed=3, split=split, **options)  # type: ignore[arg-type]
-    tokens = torch.randint(24, (MICROBATCHES, 3, 9), generator=torch.Generator().manual_seed(1))
     losses = []
-    for m, batch in enumerate(tokens):
-        (value,) = stage.forward(m, (batch[:, :-1],), batch[:, 1:])
+    for m, (inputs, targets) in enumerate(batches(name)):
+        (value,) = stage.forward(m, inputs, targets)
         losses.append(float(value))
     for m in range(MICROBATCHES):
         stage.backward_input(m, ())
@@ -34,23 +49,26 @@ def trained(group: TensorGroup | None, dropout: float, **options: object) -> Fou
 
 
 @pytest.mark.parametrize(
-    ("size", "sequence", "recompute", "dropout"),
+    ("name", "size", "sequence", "recompute", "dropout"),
     [
-        (2, False, "none", 0.1),
-        (4, True, "full", 0.1),
-        (4, False, "full", 0.1),
-        (2, True, "selective", 0.0),  # torch's checkpoint sets the random numbers of the process, not of a thread
+        ("gpt", 2, False, "none", 0.1),
+        ("gpt", 4, True, "full", 0.1),
+        ("gpt", 2, True, "selective", 0.0),  # torch's checkpoint sets the random numbers of a process, not of a thread
+        ("bert", 4, False, "full", 0.1),
+        ("bert", 2, True, "none", 0.1),
     ],
 )
-def test_ranks_of_a_stage_make_the_gradients_of_one(size: int, sequence: bool, recompute: str, dropout: float) -> None:
+def test_ranks_of_a_stage_make_the_gradients_of_one(
+    name: str, size: int, sequence: bool, recompute: str, dropout: float
+) -> None:
     """Dropout and all: the masks are those that one process draws."""
-    losses, gradients = trained(None, dropout, recompute=recompute)
-    results = on_ranks(size, lambda group: trained(group, dropout, recompute=recompute), sequence=sequence)
+    losses, gradients = trained(name, None, dropout, recompute=recompute)
+    results = on_ranks(size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence)
     for got_losses, got in results:
         assert got_losses == pytest.approx(losses, rel=TOLERANCE)
         assert got.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7)
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(got[parameter], gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 3), (1, 1)])
