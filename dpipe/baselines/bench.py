@@ -36,10 +36,14 @@ def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int 
         return json.dumps(rows, indent=2)
     table = Table(*rows[0], title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}")
     for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*map(_cell, row.values()))
     out = StringIO()
     Console(file=out, width=120).print(table)
     return out.getvalue().rstrip()
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def bench_engine() -> list[Row]:

@@ -26,6 +26,13 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
     assert "cores, 20" in text
 
 
+def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench._BENCHES, "mfu", lambda: [{"mfu": None}])
+    text = bench.bench_text("mfu", as_json=False)
+    assert "│ -   │" in text
+    assert "None" not in text
+
+
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)
