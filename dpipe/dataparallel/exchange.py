@@ -23,7 +23,7 @@ from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
 
 _WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
-_BLOCK = 1 << 16  # values whose sum stays in a core's cache until all replicas are in it
+_BLOCK = 1 << 17  # values whose sum stays in a core's cache until all replicas are in it
 
 Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly before it is needed
 
