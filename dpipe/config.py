@@ -13,53 +13,45 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dpipe.errors import ConfigError
-from dpipe.presets import PRESETS
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+from dpipe.parallelism import Count, DataParallel, Fraction, NotNegative, Pipeline, Positive, Section, TensorParallel
+from dpipe.presets import TRANSFORMERS, filled
 
 
 class Model(Section):
-    """`layers` is "gpt", "replay", or "package.module:function" with `options` as its keyword arguments."""
+    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its keyword arguments."""
 
     layers: str = "gpt"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     num_layers: Count = 4
     width: Count = 128
     num_heads: Count = 4
     context: Count = 128
     vocab_size: Count | None = None  # default: the tokenizer's
     dropout: Fraction = 0.0
-    tie_embeddings: bool = False
+    tie_embeddings: bool = False  # BERT's are tied unless this says that they are not
     preset: str | None = None  # sizes by name, of which each can still be set
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """The sizes of the preset where none are given."""
-        name = given.get("preset") if isinstance(given, dict) else None
-        if name is None:
-            return given
-        if name not in PRESETS:
-            raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
-        return PRESETS[name] | given
+        return filled(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in ("gpt", "replay") and ":" not in self.layers:
-            raise ValueError(f'model.layers {self.layers!r} must be "gpt", "replay" or "package.module:function"')
+        if self.layers not in (*TRANSFORMERS, "replay") and ":" not in self.layers:
+            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
+            raise ValueError(f'model.layers {self.layers!r} must be {known} or "package.module:function"')
         return self
+
+    @property
+    def is_transformer(self) -> bool:
+        """One of dpipe's own, whose costs are known by formula."""
+        return self.layers in TRANSFORMERS
 
 
 class Replay(Section):
@@ -109,100 +101,6 @@ class Train(Section):
         return self
 
 
-class Pipeline(Section):
-    stages: Count = 1
-    stages_per_rank: Count = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
-    in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
-    memory_limit: Count | None = None  # micro-batches that a rank may hold at once
-    memory_gb: Positive | None = (
-        None  # 10^9 bytes that a rank may hold; a run that is predicted to hold more is refused
-    )
-    recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
-    split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
-    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.stages % self.stages_per_rank:
-            raise ValueError(
-                f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank {self.stages_per_rank}"
-            )
-        if isinstance(self.split, tuple) and len(self.split) != self.stages:
-            raise ValueError(f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is {self.stages}")
-        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in ("auto", "gpipe"):
-            raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there'
-            )
-        return self
-
-    @property
-    def ranks(self) -> int:
-        return self.stages // self.stages_per_rank
-
-
-class DataParallel(Section):
-    """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
-
-    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
-    replicas: Count = 1
-    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
-    chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20  # of a gradient that are exchanged at once
-    group: Literal["dpipe", "torch"] = "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
-    delay: bool = False  # each step uses the gradient of the step before, whose exchange hides behind this one
-    servers: Literal["one", "per-stage"] = "one"  # parameter servers
-    address: tuple[str, ...] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
-    staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
-    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
-    outer_learning_rate: Positive = 0.7
-    outer_momentum: Fraction = 0.9
-    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
-    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.kind == "none" and self.replicas > 1:
-            raise ValueError(
-                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
-                'set it, for example to "all-reduce"'
-            )
-        if self.kind == "local-sgd" and self.delay:
-            raise ValueError('data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead')
-        if self.fragments > self.inner_steps:
-            raise ValueError(
-                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
-                f"data_parallel.inner_steps {self.inner_steps}"
-            )
-        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
-            raise ValueError(
-                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
-                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
-            )
-        served = self.kind == "parameter-server"
-        if not served and (self.address or self.staleness or self.servers != "one"):
-            raise ValueError(
-                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with data_parallel.kind "
-                f'"parameter-server", not with "{self.kind}"'
-            )
-        if served and self.delay:
-            raise ValueError("data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1")
-        return self
-
-    @field_validator("address", mode="before")
-    @classmethod
-    def _list(cls, address: Any) -> Any:
-        return (address,) if isinstance(address, str) else address
-
-    @field_validator("address")
-    @classmethod
-    def _check_address(cls, address: tuple[str, ...]) -> tuple[str, ...]:
-        for text in address:
-            host, _, port = text.rpartition(":")
-            if not (host and port.isdigit() and 0 < int(port) < 65536):
-                raise ValueError(f"data_parallel.address {text!r} must be HOST:PORT, such as 10.0.0.1:7100")
-        return address
-
-
 class Transport(Section):
     # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
     kind: Literal["grpc", "tcp", "nccl"] = "grpc"
@@ -226,6 +124,8 @@ class Predict(Section):
 
     network: str | None = None  # a network profile; default: transport.shape, or loopback
     gflops: Positive = 20.0  # arithmetic that one rank gets done a second, in 10^9
+    machine_gbps: Positive = 16.0  # between the ranks of a stage, where there are several: gloo's loopback by default
+    machine_delay_ms: NotNegative = 0.1  # of each of their exchanges
 
 
 class Run(Section):
@@ -266,6 +166,7 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    tensor_parallel: TensorParallel = TensorParallel()
     data_parallel: DataParallel = DataParallel()
     transport: Transport = Transport()
     timeouts: Timeouts = Timeouts()
@@ -277,11 +178,15 @@ class Config(Section):
     def _check(self) -> Self:
         if self.transport.kind == "nccl":
             self._check_nccl()
+        if self.tensor_parallel.size > 1:
+            self._check_tensor_parallel()
         if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
                 'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
             )
+        if self.model.layers == "bert" and self.run.sample is not None:
+            raise ValueError('run.sample is for models that continue a text, and model.layers is "bert"; leave it out')
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
@@ -310,13 +215,38 @@ class Config(Section):
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
 
+    def _check_tensor_parallel(self) -> None:
+        """What must be cut into equal parts, and what cannot be cut."""
+        size, model = self.tensor_parallel.size, self.model
+        if not model.is_transformer:
+            raise ValueError(
+                f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
+                f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"
+            )
+        if self.train.compile:
+            raise ValueError("train.compile does not go with tensor_parallel.size above 1; leave one of them out")
+        if self.data_parallel.kind == "parameter-server":
+            raise ValueError(
+                "tensor_parallel.size above 1 does not go with a parameter server; take data_parallel.kind "
+                '"all-reduce", "sharded" or "local-sgd"'
+            )
+        divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
+        if self.tensor_parallel.sequence_parallel:
+            divided["model.context"] = model.context
+        for key, value in divided.items():
+            if value % size:
+                raise ValueError(
+                    f"{key} {value} is not divisible by tensor_parallel.size {size}; the next that is: "
+                    f"{value + size - value % size}"
+                )
+
     def _check_nccl(self) -> None:
         """NCCL moves what is on GPUs, and nothing else."""
         for key, wrong in {
             'node.device must be "cuda"': not self.node.device.startswith("cuda"),
             "transport.shape must not be set": self.transport.shape is not None,
             'model.layers must not be "replay"': self.model.layers == "replay",
-            'data_parallel.group must be "torch"': self.world_size > self.pipeline.ranks
+            'data_parallel.group must be "torch"': self.data_parallel.replicas > 1
             and self.data_parallel.group != "torch",
         }.items():
             if wrong:
@@ -324,6 +254,11 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
+        return self.pipeline.ranks * self.tensor_parallel.size * self.data_parallel.replicas
+
+    @property
+    def num_machines(self) -> int:
+        """The ranks of a network profile: those that hold a stage together are one, and send as one."""
         return self.pipeline.ranks * self.data_parallel.replicas
 
     @property

@@ -8,6 +8,7 @@ One TCP connection carries at most a window a round trip, whatever the bandwidth
 import math
 import tomllib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
@@ -107,13 +108,27 @@ class Network:
         links = [*self.links.values(), *([] if self.default is None else [self.default])]
         return self.over(max((link.connections for link in links), default=1))
 
+    def with_links(self, change: Callable[[Link], Link]) -> "Network":
+        """The same network, each of its links as `change` makes it."""
+        links = {ends: change(link) for ends, link in self.links.items()}
+        return replace(self, default=self.default and change(self.default), links=links)
+
     def for_payload(self) -> "Network":
         """The same network as messages see it where its rates are interfaces': packets' headers take their share."""
+        return self.with_links(lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE))
+
+    def shared_by(self, count: int) -> "Network":
+        """The same network where each rank of it is a machine of `count` ranks, who share what it sends fairly."""
 
         def less(link: Link) -> Link:
-            return replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
+            return replace(link, bandwidth_gbps=link.bandwidth_gbps / count)
 
-        links = {ends: less(link) for ends, link in self.links.items()}
+        links = {
+            (source * count + i, target * count + j): less(link)
+            for (source, target), link in self.links.items()
+            for i in range(count)
+            for j in range(count)
+        }
         return replace(self, default=self.default and less(self.default), links=links)
 
     def check(self, num_ranks: int) -> None:

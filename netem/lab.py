@@ -261,8 +261,7 @@ def _less(network: Network, delay_ms: float) -> Network:
         left = max(0.0, link.delay_ms - delay_ms)
         return replace(link, delay_ms=left, jitter_ms=min(left, link.jitter_ms))
 
-    links = {ends: less(link) for ends, link in network.links.items()}
-    return replace(network, default=network.default and less(network.default), links=links)
+    return network.with_links(less)
 
 
 def _measure(lab: Lab) -> Lab:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe, one connection and as many as
-`transport.connections = "auto"` opens. Needs root.
+"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe in turns, each over as many
+connections as `transport.connections = "auto"` opens. Needs root.
 
-    scripts/link.py                                  the five published networks, about three minutes
+    scripts/link.py                                  the five published networks, about six minutes
     scripts/link.py netem/profiles/50ms-1gbps.toml --sysctl net.ipv4.tcp_congestion_control=reno
 """
 
@@ -13,54 +13,63 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 from venue import InLab, lab_up
 
 from dpipe.errors import DpipeError, RunError
-from dpipe.topology import Link, load_network
+from dpipe.topology import load_network
 from netem import shell
 from netem.measure import Host
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ("0.1ms-10gbps", "1ms-5gbps", "5ms-2gbps", "10ms-1gbps", "50ms-1gbps")
-_SECONDS = 5
+_SECONDS, _TURNS = 5, 3
 _START_S = 180.0
 
 
-def measure(at: InLab, profile: Path) -> dict[str, Any]:
-    """One row: Gbit/s of payload, all on the same link, one after the other."""
+def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[str, Any]:
+    """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; the medians of both and of their ratio.
+
+    Each warms up by a slow start's doublings and their echo, unless told how long; what is counted is so long that
+    half a round trip at its ends does not matter.
+    """
     observed = at.become(profile)
-    link = load_network(profile).link(0, 1)
-    row: dict[str, Any] = {
-        "network": load_network(profile).name,
+    network = load_network(profile)
+    link = network.link(0, 1)
+    round_trip_s = 2 * link.delay_ms * 1e-3
+    how = (1.0 + 15 * round_trip_s if warm_up_s is None else warm_up_s, _SECONDS + 50 * round_trip_s)
+    alone = iperf3(at.lab.hosts, 1, *how)
+    turns = [[way(at.lab.hosts, link.connections, *how) for way in (iperf3, dpipe)] for _ in range(_TURNS)]
+    theirs, ours = (median(rates) for rates in zip(*turns, strict=True))
+    return {
+        "network": network.name,
         "asked": link.bandwidth_gbps,
         "on the wire": observed["bandwidth_gbps"],
+        "iperf3 x1": alone,
+        "window MB": alone * 1e3 / 8 * round_trip_s,
         "connections": link.connections,
-        "window MB": 0.0,
+        "iperf3": theirs,
+        "dpipe": ours,
+        "dpipe / asked": ours / link.bandwidth_gbps,
+        "dpipe / iperf3": median(b / a for a, b in turns),
     }
-    for name, count in {"x1": 1, "auto": link.connections}.items():
-        row[f"iperf3 {name}"] = iperf3(at.lab.hosts, count, link)
-        row[f"dpipe {name}"] = dpipe(at.lab.hosts, count, link)
-    row["window MB"] = row["iperf3 x1"] * 1e3 / 8 * 2 * link.delay_ms * 1e-3
-    row["auto / asked"] = row["dpipe auto"] / link.bandwidth_gbps
-    row["auto / iperf3"] = row["dpipe auto"] / row["iperf3 auto"]
-    return row
 
 
-def iperf3(hosts: Sequence[Host], connections: int, link: Link) -> float:
+def iperf3(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     with _program(hosts[1], ["iperf3", "--server", "--one-off", "--forceflush"]) as server:
         _until_it_listens(server)
-        words = ["--time", str(_SECONDS), "--omit", str(round(warm_up_s(link))), "--parallel", str(connections)]
+        words = ["--time", str(round(seconds)), "--omit", str(round(warm_up_s)), "--parallel", str(connections)]
         said = shell.run(hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *words]), _START_S)
         server.wait(_START_S)
     return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) * 1e-9
 
 
-def dpipe(hosts: Sequence[Host], connections: int, link: Link) -> float:
+def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     addresses = [host.address for host in hosts]
-    how = ["--connections", str(connections), "--seconds", str(_SECONDS), "--warm-up", str(warm_up_s(link))]
+    how = ["--connections", str(connections), "--seconds", str(seconds), "--warm-up", str(warm_up_s)]
     argv = [[sys.executable, "-m", "dpipe.baselines.rate", str(rank), *addresses, *how] for rank in (0, 1)]
     with _program(hosts[1], argv[1]) as receiver:
         _until_it_listens(receiver)
@@ -69,11 +78,6 @@ def dpipe(hosts: Sequence[Host], connections: int, link: Link) -> float:
     if receiver.returncode != 0:
         raise RunError(f"dpipe between two hosts of the lab has failed:\n{complaint}")
     return float(said)
-
-
-def warm_up_s(link: Link) -> float:
-    """A slow start's doublings, and their echo."""
-    return 1.0 + 30 * link.delay_ms * 1e-3
 
 
 @contextmanager
@@ -102,12 +106,14 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
 @click.command(help=__doc__)
 @click.argument("profiles", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--sysctl", multiple=True, metavar="KEY=VALUE", help="How the two hosts have their TCP.")
+@click.option("--warm-up", "warm_up_s", type=float, help="Seconds before each count; default: by the link's delay.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of rows.")
-def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], as_json: bool) -> None:
+def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], warm_up_s: float | None, as_json: bool) -> None:
     try:
+        shell.require_programs("iperf3")
         with lab_up("link", 2, sysctl) as at:
             every = profiles or tuple(ROOT / f"netem/profiles/{name}.toml" for name in PUBLISHED)
-            rows = [measure(at, profile) for profile in every]
+            rows = [measure(at, profile, warm_up_s) for profile in every]
     except DpipeError as error:
         click.echo(f"link: {error}", err=True)
         sys.exit(error.exit_code)

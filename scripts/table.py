@@ -25,11 +25,11 @@ from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.schedule.exchange import exchange
-from dpipe.schedule.generate import generate
+from dpipe.schedule.generate import NAMES, generate
 from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.search import search
 from dpipe.timeline.simulate import Cost, simulate
-from dpipe.topology import load_network
+from dpipe.topology import Link, Network, load_network, parse_network
 from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,10 +114,34 @@ def profile_of(row: Row) -> Path:
     return ROOT / f"netem/profiles/{row.delay_ms:g}ms-{row.bandwidth_gbps:g}gbps.toml"
 
 
-def with_prediction(row: Row) -> Row:
-    """The simulated step; the network's file and the stage times are all that goes in."""
+def published_network(row: Row) -> Network:
+    """The network of the published table that a row stands for, as a run on it sees it.
+
+    Rates count the headers of packets, of the usual 1514 bytes with them. The source does not say what its own frames
+    were: its row has the whole rate.
+    """
     network = load_network(profile_of(row))
-    network = network.over(1) if row.engine == "published" else network.over_enough()
+    return network.over(1) if row.engine == "published" else network.for_payload().over_enough()
+
+
+def measured_network(line: dict[str, Any]) -> Network:
+    """What the ranks of a measured line had, at full size: `scale` divided messages and bandwidths, not delays.
+
+    A lab's rates are interfaces', and its windows its kernel's, which nobody divides.
+    """
+    network = parse_network(line["network"], default_name="measured").over(line["connections"])
+    if line["venue"] == "shaped":
+        return network
+    return network.for_payload().with_links(lambda link: _wider(link, line["scale"]))
+
+
+def _wider(link: Link, scale: int) -> Link:
+    return link if link.window_bytes is None else replace(link, window_bytes=link.window_bytes * scale)
+
+
+def with_prediction(row: Row, network: Network | None = None) -> Row:
+    """The simulated step, on the published network unless given; that and the stage times are all that goes in."""
+    network = network or published_network(row)
     network.check(NUM_STAGES * row.data_parallel)
     cost, replicas = cost_of(row.wire), replicas_of(row)
     local = row.engine == LOCAL_SGD_ENGINE
@@ -160,16 +184,26 @@ def simulated(name: str) -> list[Row]:
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
-    """The lines of `mode` that scripts/sweep.py has written, after the published rows.
+    """The lines of `mode` that scripts/sweep.py has written, after the published rows that they stand beside.
 
     Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
     """
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    ours = (line for line in map(json.loads, lines) if line["mode"] == mode and line["delay_ms"] is not None)
-    rows = [Row(**{key: line[key] for key in FIELDS}) for line in ours]
-    if not rows:
+    text = results.read_text(encoding="utf-8") if results.exists() else ""
+    lines = [line for line in map(json.loads, text.splitlines()) if line["mode"] == mode]
+    lines = [line for line in lines if line["delay_ms"] is not None]
+    if not lines:
         raise ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py scripts/sweeps/{name}.toml")
-    return [*map(with_prediction, published(name)), *rows]
+    with ProcessPoolExecutor() as pool:
+        ours = [*pool.map(row_of, lines)]
+    beside = {row.data_parallel for row in ours}
+    return [*(with_prediction(row) for row in published(name) if row.data_parallel in beside), *ours]
+
+
+def row_of(line: dict[str, Any]) -> Row:
+    """With today's prediction of what was measured; that of its day where it was no pipeline of this table's."""
+    row = Row(**{key: line[key] for key in FIELDS})
+    replays_the_table = line["mode"] == "replay" and row.schedule in (*NAMES, "auto")
+    return with_prediction(row, measured_network(line)) if replays_the_table else row
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -182,10 +216,24 @@ def as_comparison(rows: Sequence[Row]) -> str:
     """One line a network, one column a system: what happened, else what is predicted; seconds a step."""
     systems = list(dict.fromkeys(row.label for row in rows))
     networks = list(dict.fromkeys(row.network for row in rows))
-    cells = {(row.network, row.label): f"{row.seconds:.2f}" for row in rows}
+    cells = {(row.network, row.label): _compared(row) for row in rows}
     lines = [_line(["network", *systems]), _line(["---"] * (len(systems) + 1))]
     lines += [_line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks]
     return "\n".join(lines)
+
+
+def _compared(row: Row) -> str:
+    return f"{row.seconds:.2f}" + ("" if row.error is None else f" ({row.error:+.1f} %)")
+
+
+def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
+    """Raises `ConfigError` where `path` does not have the two marks."""
+    begin, end = f"<!-- {name} {mode} -->", "<!-- end -->"
+    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ConfigError(f"{path} has no lines {begin} and {end} for the comparison to stand between")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def as_csv(rows: Iterable[Row]) -> str:
@@ -245,7 +293,8 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
 @click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
-def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None) -> None:
+@click.option("--readme", type=Path, help="Also put the lines of --compare into this file, between its marks.")
+def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None, readme: Path | None) -> None:
     try:
         if name in SIMULATED:
             click.echo(simulated_text(name, mode, form, png))
@@ -256,6 +305,8 @@ def main(name: str, mode: str, results: Path | None, form: str | None, png: Path
             rows = measured(name, mode, results or ROOT / f"scripts/results/{name}.jsonl")
         if png is not None:
             draw(rows, png)
+        if readme is not None:
+            put_between_marks(readme, name, mode, as_comparison(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUND = {"config", "presets", "topology", "streams", "errors"}
+GROUND = {"config", "parallelism", "presets", "topology", "streams", "errors"}
 ALPHABETS = {"schedule", "wire"}
 SPECIALISTS = {"timeline", "dataparallel", "transport", "stage", "coordinator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "presets": set(),
-    "config": {"errors", "presets"},
+    "parallelism": set(),
+    "config": {"errors", "parallelism", "presets"},
     "topology": {"errors"},
     "streams": {"errors"},
     "schedule": {"errors", "topology"},
     "wire": {"errors"},
-    **{room: (GROUND - {"config"}) | ALPHABETS for room in SPECIALISTS},
+    **{room: (GROUND - {"config", "parallelism"}) | ALPHABETS for room in SPECIALISTS},
     "engine": GROUND | ALPHABETS | SPECIALISTS,
     "baselines": GROUND | ALPHABETS | SPECIALISTS | {"engine"},
     "cli": GROUND | ALPHABETS | SPECIALISTS | {"engine", "baselines"},
@@ -38,7 +39,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pickle": (),
     "netem": (),
 }
-WITHOUT_TORCH = ("config.py", "topology.py", "errors.py", "cli.py", "schedule/", "timeline/", "wire/format.py")
+WITHOUT_TORCH = (
+    "config.py",
+    "parallelism.py",
+    "topology.py",
+    "errors.py",
+    "cli.py",
+    "schedule/",
+    "timeline/",
+    "wire/format.py",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MEDIAN_FUNCTION_LINES = 420, 65, 10
 
 SOURCES = sorted(p for p in (ROOT / "dpipe").rglob("*.py") if "v1" not in p.parts)

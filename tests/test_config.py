@@ -36,11 +36,27 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             'group "torch" goes with data_parallel.kind "all-reduce".*not \'sharded\'',
         ),
         ({"model": {"width": 100, "num_heads": 3}}, "model.width 100 must be a multiple of model.num_heads 3"),
-        ({"model": {"layers": "mine"}}, 'must be "gpt", "replay" or "package.module:function"'),
+        ({"model": {"layers": "mine"}}, 'must be "gpt", "bert", "replay" or "package.module:function"'),
         ({"pipeline": {"stages": 3, "stages_per_rank": 2}}, "stages 3 is not a multiple of"),
         ({"pipeline": {"stages": 2, "split": [3]}}, "split lists 1 stages, but pipeline.stages is 2"),
         ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
         ({"node": {"tls_cert": "a.pem"}}, "go together"),
+        ({"tensor_parallel": {"size": 3}}, "num_heads 4 is not divisible by tensor_parallel.size 3; .* that is: 6"),
+        (
+            {"tensor_parallel": {"size": 4}, "model": {"vocab_size": 50257}},
+            "model.vocab_size 50257 is not divisible by tensor_parallel.size 4; the next that is: 50260",
+        ),
+        (
+            {"tensor_parallel": {"size": 2, "sequence_parallel": True}, "model": {"context": 15}},
+            "model.context 15 is not divisible by tensor_parallel.size 2",
+        ),
+        ({"tensor_parallel": {"sequence_parallel": True}}, "sequence_parallel needs tensor_parallel.size 2"),
+        ({"tensor_parallel": {"size": 2}, "model": {"layers": "my.model:layers"}}, "model.layers is 'my.model:layers'"),
+        ({"tensor_parallel": {"size": 2}, "train": {"compile": True}}, "train.compile does not go with"),
+        (
+            {"tensor_parallel": {"size": 2}, "data_parallel": {"kind": "parameter-server"}},
+            "does not go with a parameter server",
+        ),
     ],
 )
 def test_mistake_is_named(table: dict[str, object], message: str) -> None:
@@ -134,8 +150,21 @@ def test_size_that_is_given_overrides_the_preset() -> None:
     assert (model.num_layers, model.width, model.context) == (2, 2048, 2048)
 
 
+def test_embeddings_of_bert_are_tied_unless_it_is_said_otherwise() -> None:
+    tied = [
+        build({"model": model}).model.tie_embeddings
+        for model in ({"preset": "bert-345m"}, {"layers": "bert"}, {"layers": "bert", "tie_embeddings": False}, {})
+    ]
+    assert tied == [True, True, False, False]
+
+
+def test_sample_of_bert_is_refused() -> None:
+    with pytest.raises(ConfigError, match='run.sample is for models that continue a text, and model.layers is "bert"'):
+        build({"model": {"layers": "bert"}, "run": {"sample": "My fellow"}})
+
+
 def test_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of gpt2-345m, gpt3-xl"):
+    with pytest.raises(ConfigError, match="model.preset 'gpt5' is not known; choose one of bert-345m, gpt2-345m"):
         build({"model": {"preset": "gpt5"}})
 
 

@@ -201,3 +201,10 @@ def test_payload_gets_what_the_headers_of_full_frames_leave() -> None:
     seen = Network("n", Link(5, 1), {(0, 1): Link(50, 2, window_bytes=1e6)}).for_payload()
     assert seen.link(1, 0) == Link(5, 1448 / 1514)
     assert seen.link(0, 1) == Link(50, 2 * 1448 / 1514, window_bytes=1e6)
+
+
+def test_machine_of_several_ranks_shares_its_rate() -> None:
+    """Machines 0 and 1 of two ranks each are the ranks 0 1 and 2 3."""
+    network = Network("a", Link(1, 8), {(0, 1): Link(5, 4)}).shared_by(2)
+    assert network.link(1, 3) == network.link(0, 2) == Link(5, 2)
+    assert network.link(2, 0) == Link(1, 4)

@@ -7,4 +7,5 @@ mfu.py                how much of a device one GPT uses: a plain training loop a
 rate.py               one end of a link between two hosts: what it carries
 torch_pipelining.py   the same GPT on torch.distributed.pipelining and on dpipe, step by step
 torch_replay.py       torch.distributed.pipelining on a replay configuration, one process a rank
+torch_schedule.py     what torch.distributed.pipelining runs one of our schedules by
 """

@@ -17,10 +17,11 @@ from torch.multiprocessing.spawn import spawn
 
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.group import TorchGroup
 from dpipe.engine.launch import free_port
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.collective import open_store
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0

@@ -3,51 +3,76 @@
     python -m dpipe.baselines.rate 1 ADDRESS0 ADDRESS1 --connections 4       receives, and prints Gbit/s of payload
     python -m dpipe.baselines.rate 0 ADDRESS0 ADDRESS1 --connections 4       sends
 
-`scripts/link.py` runs it on two hosts of a lab. What arrives before the warm-up is over is not counted.
+`scripts/link.py` runs it on two hosts of a lab. The receiver alone counts, by its own clock, and what is under way when
+the warm-up ends is let through first: no byte that came before the clock was started is counted.
+
+    rank 0   | 1 T 1 T 1 T ... 0  waits   | 1 T 1 T 1 T 1 T ... 0       T: a tensor; 1: another follows; 0: none does
+    rank 1      takes them all    "through"     ^-- first byte        ^-- last byte
 """
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import click
 import torch
 
-from dpipe.transport.base import Pending, Transport
+from dpipe.transport.base import Moved, Pending, Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
 
 PORT = 7001
 _KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {"tcp": TcpTransport, "grpc": GrpcTransport}
-_MORE = TensorSpec((1,), torch.uint8)  # comes before each tensor: 1, or 0 where it was the last
+_WORD = TensorSpec((1,), torch.uint8)
+_YES, _NO = torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 _PAYLOAD = TensorSpec((4 << 20,), torch.uint8)
 _JOIN_S = 120.0  # in which the other end has started
 _UNDER_WAY = 16  # tensors: what a long fat link holds, and some
 
 
-def send(transport: Transport, seconds: float) -> None:
-    """Send to rank 1 for so long."""
-    payload, one = torch.zeros(_PAYLOAD.shape, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+def send(transport: Transport, warm_up_s: float, seconds: float) -> None:
+    """Send to rank 1 for so long, twice: the first time only for TCP to find the link's rate."""
+    for duration_s in (warm_up_s, seconds):
+        _stream(transport, duration_s)
+        transport.recv(_WORD, 1, "through").wait()
+
+
+def _stream(transport: Transport, duration_s: float) -> None:
+    """At least one tensor."""
+    payload = torch.zeros(_PAYLOAD.shape, dtype=torch.uint8)
     leaving: deque[Pending[None]] = deque()
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        transport.send(one, 1, "more")
+    deadline = time.monotonic() + duration_s
+    while not leaving or time.monotonic() < deadline:
+        transport.send(_YES, 1, "more")
         leaving.append(transport.send(payload, 1, "payload"))
         if len(leaving) == _UNDER_WAY:
             leaving.popleft().wait()
-    transport.send(torch.zeros(1, dtype=torch.uint8), 1, "more").wait()
+    transport.send(_NO, 1, "more")
 
 
-def receive(transport: Transport, warm_up_s: float) -> float:
-    """Gbit/s from rank 0, from the end of the warm-up on."""
-    began = start = time.monotonic()
-    num_bytes = 0
-    while int(transport.recv(_MORE, 0, "more").wait()):
-        transport.recv(_PAYLOAD, 0, "payload").wait()
-        num_bytes += _PAYLOAD.num_bytes
-        if time.monotonic() < began + warm_up_s:
-            start, num_bytes = time.monotonic(), 0
-    return num_bytes * 8e-9 / (time.monotonic() - start)
+def receive(transport: Transport) -> float:
+    """Gbit/s of payload from rank 0, without the warm-up."""
+    _warm_up, counted = _take(transport), _take(transport)
+    return rate_gbps(counted)
+
+
+def _take(transport: Transport) -> list[Moved]:
+    """When each tensor of a stretch moved; says that all are through."""
+    found: list[Moved] = []
+    while int(transport.recv(_WORD, 0, "more").wait()):
+        pending = transport.recv(_PAYLOAD, 0, "payload")
+        pending.wait()
+        assert pending.moved is not None
+        found.append(pending.moved)
+    transport.send(_YES, 0, "through")
+    return found
+
+
+def rate_gbps(moved: Sequence[Moved]) -> float:
+    """What has moved, from the first byte to the last."""
+    duration_ns = max(m.end_ns for m in moved) - min(m.start_ns for m in moved)
+    return sum(m.num_bytes for m in moved) * 8 / duration_ns
 
 
 @click.command(help=__doc__)
@@ -63,9 +88,9 @@ def main(rank: int, addresses: tuple[str, str], kind: str, connections: int, sec
     try:
         transport.connect({r: f"{address}:{PORT}" for r, address in enumerate(addresses)}, {1 - rank})
         if rank == 0:
-            send(transport, warm_up_s + seconds)
+            send(transport, warm_up_s, seconds)
         else:
-            click.echo(receive(transport, warm_up_s))
+            click.echo(receive(transport))
     finally:
         transport.close()
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.gloo import connect
+from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Batch, Executor, Parts
 from dpipe.engine.recorder import Recorder
@@ -167,8 +168,7 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
 def torch_step(rank: int, schedule: str, size: Size) -> Step:
     module = nn.Sequential(*_layers(rank, size).values())
     stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
-    engine = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
-    plan = engine(stage, size.num_microbatches, loss_fn=size.model().loss)
+    plan = torch_schedule(generate(schedule, NUM_RANKS, size.num_microbatches), [stage], size.model().loss)
     optimizer = torch.optim.AdamW(module.parameters())
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:

@@ -17,22 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 
+from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.config import Config, load
 from dpipe.engine.folder import open_folder
-from dpipe.engine.forecast import per_stage
+from dpipe.engine.forecast import forecast, per_stage
 from dpipe.engine.launch import environment
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.stage.replay import wait
 
-SCHEDULES: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
 
 class _Wait(torch.autograd.Function):
-    """Takes `forward_s` there and `backward_s` back. The weight is what makes autograd come back at all."""
+    """Takes `forward_s` there and `input_s` back. The weight is what makes autograd come back at all."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: "ReplayModule") -> torch.Tensor:
@@ -42,7 +41,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
-        wait(ctx.stage.backward_s)
+        wait(ctx.stage.input_s)
         grad = ctx.stage.input.detach() if ctx.needs_input_grad[0] else None
         return grad, torch.zeros(()), None
 
@@ -55,7 +54,8 @@ class ReplayModule(nn.Module):
         replay, stages = config.replay, config.pipeline.stages
         message = torch.zeros(1, replay.message_bytes // 4)
         self.forward_s = per_stage(replay.forward_ms, stages)[index] / 1e3
-        self.backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
+        backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
+        self.input_s, self._weight_s = backward_s * replay.input_share, backward_s * (1 - replay.input_share)
         self.input = torch.zeros(1, 1) if index == 0 else message
         self.output = torch.zeros(1, 1) if index == stages - 1 else message
         self.weight = nn.Parameter(torch.zeros(()))
@@ -63,16 +63,22 @@ class ReplayModule(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Wait.apply(x, self.weight, self)  # type: ignore[no-any-return, no-untyped-call]
 
+    def weight_gradient(self) -> Callable[[], None]:
+        """What torch calls for the rest of a backward pass: at once for a B, later for a W."""
+        return lambda: wait(self._weight_s)
+
 
 def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here."""
     pipeline = config.pipeline
     refused = {
         'model.layers must be "replay"': config.model.layers != "replay",
-        f"pipeline.schedule must be one of {', '.join(SCHEDULES)}": pipeline.schedule not in SCHEDULES,
         'pipeline.wire must be "none"': pipeline.wire != "none",
-        "pipeline.stages must be above 1": pipeline.stages < 2,
-        "pipeline.in_flight must be left out": pipeline.in_flight is not None,
+        "pipeline.ranks must be above 1": pipeline.ranks < 2,
+        "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,
+        "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, or a lab)": (
+            config.transport.shape is not None
+        ),
     }
     if reasons := [reason for reason, holds in refused.items() if holds]:
         raise ConfigError(f"torch.distributed.pipelining is replayed as it is: {'; '.join(reasons)}")
@@ -102,28 +108,31 @@ def train_rank(config: Config, place: Placement) -> None:
 
 
 def _step(config: Config, rank: int) -> Callable[[], float]:
-    """One step of torch's own schedule; the loss of a replay is 0."""
-    microbatches, last = config.train.num_microbatches, rank == config.pipeline.stages - 1
-    module = ReplayModule(config, rank)
-    stage = PipelineStage(
-        module,
-        rank,
-        config.pipeline.stages,
-        torch.device("cpu"),
-        # As tensors that require grad: else torch takes the boundary for one that no gradient crosses.
-        input_args=torch.empty_like(module.input, requires_grad=True),
-        output_args=torch.empty_like(module.output, requires_grad=True),
-    )
-    plan = SCHEDULES[config.pipeline.schedule](stage, microbatches, loss_fn=lambda output, target: output.sum())
-    inputs = (torch.zeros(microbatches, 1),) if rank == 0 else ()
-    target = torch.zeros(microbatches) if last else None
+    """One step on torch's engine; the loss of a replay is 0."""
+    microbatches, last = config.train.num_microbatches, config.pipeline.stages - 1
+    order = forecast(config).schedule
+    modules = {index: ReplayModule(config, index) for index, of in enumerate(order.rank_of_stage) if of == rank}
+    stages = [_stage(module, index, order.num_stages) for index, module in modules.items()]
+    plan = torch_schedule(order, stages, lambda output, target: output.sum())
+    inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
+    target = torch.zeros(microbatches) if last in modules else None
 
     def step() -> float:
         plan.step(*inputs, target=target)
-        module.zero_grad()
+        for module in modules.values():
+            module.zero_grad()
         return 0.0
 
     return step
+
+
+def _stage(module: ReplayModule, index: int, num_stages: int) -> PipelineStage:
+    # As tensors that require grad: else torch takes the boundary for one that no gradient crosses.
+    inputs, outputs = (torch.empty_like(t, requires_grad=True) for t in (module.input, module.output))
+    device, weight_gradient = torch.device("cpu"), module.weight_gradient
+    return PipelineStage(
+        module, index, num_stages, device, input_args=inputs, output_args=outputs, dw_builder=weight_gradient
+    )
 
 
 @click.command(help=__doc__)

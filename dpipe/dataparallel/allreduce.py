@@ -1,6 +1,6 @@
 """Every replica averages the whole gradient of its stages, and takes the whole step."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -37,10 +37,10 @@ class AllReduce:
         averaging: Averaging,
         *,
         lag: int = 0,
-        tied_copy: str | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
         self._averaging, self._speaks = averaging, averaging.replica == 0
-        self._single = Single(stages, settings, tied_copy)
+        self._single = Single(stages, settings, uncounted)
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
         name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
         self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)

@@ -7,15 +7,14 @@ repeats itself, but the order of the sum is the library's: not the bits of `exch
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dpipe.dataparallel.base import Traffic
 from dpipe.dataparallel.flights import Ready
 from dpipe.errors import PeerLost
+from dpipe.wire.collective import open_group
 
 _AHEAD = 8  # parts under way at once
 _HALF = {"none": None, "bf16": torch.bfloat16}
@@ -45,7 +44,7 @@ class TorchGroup:
     ) -> None:
         self.replica, self.device = replica, torch.device(device)
         self._num_replicas, self._half, self._part_values = num_replicas, _HALF[wire], part_bytes // 4
-        self._group: Any = _group(self.device, store, replica, num_replicas, host, timedelta(seconds=timeout_s))
+        self._group: Any = open_group(store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s)
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone."""
@@ -88,22 +87,3 @@ class _Part:
     wire: torch.Tensor
     work: Any
     start_ns: int
-
-
-def _group(device: torch.device, store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """A group of its own, apart from any default group of the process."""
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, options)
-
-
-def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
-    """Where a group meets: its `master` opens it at `host`, on a free port where `port` is 0; the others find it."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

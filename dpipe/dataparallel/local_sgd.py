@@ -14,7 +14,7 @@ With F fragments, each a part of every stage, they take turns H / F steps apart,
 step of all fragments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -52,10 +52,10 @@ class LocalSgd:
         outer: OuterSettings,
         averaging: Sequence[Averaging],
         *,
-        tied_copy: str | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
         self._outer, self._averaging, self._replica = outer, averaging, averaging[0].replica
-        self._single = Single(stages, settings, tied_copy)
+        self._single = Single(stages, settings, uncounted)
         self._named = [named for stage in stages.values() for named in trained(stage)]
         self._fragments = {
             index: [Fragment(part) for part in fragments(trained(stage), len(averaging))]

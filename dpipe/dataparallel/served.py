@@ -9,7 +9,7 @@ ones are still on their way out. What comes back is laid into the parameters by 
 then nothing that must last has changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -26,10 +26,10 @@ from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
 
-def row_spec(stage: Layers, chunk_bytes: int, tied_copy: str | None) -> RowSpec:
+def row_spec(stage: Layers, chunk_bytes: int, uncounted: Collection[str]) -> RowSpec:
     """The row of a stage, in chunks of about `chunk_bytes` of fp32."""
     specs = tuple(
-        ParameterSpec(name, layer, parameter.numel(), decays=parameter.ndim >= 2, counts=name != tied_copy)
+        ParameterSpec(name, layer, parameter.numel(), decays=parameter.ndim >= 2, counts=name not in uncounted)
         for layer, named in stage.layer_parameters().items()
         for name, parameter in named
         if parameter.requires_grad
@@ -185,10 +185,10 @@ class ServedStages:
         *,
         eager: bool,
         chunk_bytes: int,
-        tied_copy: str | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
         self._columns = {
-            index: _Column(index, stage, row_spec(stage, chunk_bytes, tied_copy), rule, workers[index])
+            index: _Column(index, stage, row_spec(stage, chunk_bytes, uncounted), rule, workers[index])
             for index, stage in stages.items()
         }
         self._eager, self._stale = eager, rule.staleness > 0

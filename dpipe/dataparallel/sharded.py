@@ -9,7 +9,7 @@ The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the m
 wire; parameters never are, so that nothing is lost that the next step would have to make good.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -34,9 +34,9 @@ class Sharded:
         parameters: DirectExchange,
         *,
         lag: int = 0,
-        tied_copy: str | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
-        self._gradients, self._parameters, self._tied_copy = gradients, parameters, tied_copy
+        self._gradients, self._parameters, self._uncounted = gradients, parameters, uncounted
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
         self._shards = {index: Shard(row, gradients.shard(row.length), settings) for index, row in self._rows.items()}
         self._flights = Flights(self._rows, gradients.fail, lag=lag, name=f"dpipe-shard-{gradients.replica}")
@@ -58,7 +58,7 @@ class Sharded:
         for stage, shard in self._shards.items():
             flight = self._flights.due(stage)
             if measure and flight is not None:
-                squares |= shard.squares(flight.row, self._tied_copy)
+                squares |= shard.squares(flight.row, self._uncounted)
         return Report(squares, self._flights.bad())
 
     def step(self, stage: int, factor: float | None) -> bool:
@@ -124,12 +124,12 @@ class Shard:
         ]
         self.optimizer = Optimizer(self._slices, settings, whole=False)
 
-    def squares(self, gradient: torch.Tensor, tied_copy: str | None) -> dict[int, float]:
+    def squares(self, gradient: torch.Tensor, uncounted: Collection[str]) -> dict[int, float]:
         """By layer, of what is here."""
         sums: dict[int, float] = {}
         for span in self._spans:
             name = self._row.names[span.index]
-            if name != tied_copy:
+            if name not in uncounted:
                 norm = float(torch.linalg.vector_norm(gradient[span.here], dtype=torch.float64))
                 layer = int(name.split(".")[1])
                 sums[layer] = sums.get(layer, 0.0) + norm**2

@@ -1,6 +1,6 @@
 """One replica: its gradient is already the average."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -9,7 +9,7 @@ from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 
 
 class Single:
-    """AdamW on the stages of one rank. `tied_copy` names the parameter that the norm must not count twice."""
+    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which another rank counts."""
 
     independent = False
 
@@ -17,9 +17,9 @@ class Single:
         self,
         stages: Mapping[int, Layers] | None = None,
         settings: AdamSettings | None = None,
-        tied_copy: str | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
-        self._stages, self._tied_copy = stages or {}, tied_copy
+        self._stages, self._uncounted = stages or {}, uncounted
         self._optimizers = {
             index: Optimizer(whole(trained(stage)), settings, whole=True)
             for index, stage in self._stages.items()
@@ -40,7 +40,9 @@ class Single:
         if not measure:
             return Report()
         pairs = [pair for stage in self._stages.values() for pair in stage.layer_parameters().items()]
-        squares = {layer: [(n, squared_norm(p)) for n, p in named if n != self._tied_copy] for layer, named in pairs}
+        squares = {
+            layer: [(n, squared_norm(p)) for n, p in named if n not in self._uncounted] for layer, named in pairs
+        }
         sums = {layer: sum(value for _, value in values) / self._loss_scale**2 for layer, values in squares.items()}
         names = (name for values in squares.values() for name, value in values if not _is_finite(value))
         return Report(sums, next(names, None))

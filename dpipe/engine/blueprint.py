@@ -9,10 +9,14 @@ from pathlib import Path
 import torch
 
 from dpipe.config import Config
-from dpipe.engine.data import Corpus, prepare
+from dpipe.engine.data import Corpus, open_tokenizer, prepare
+from dpipe.engine.feed import feed_of
 from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs
-from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary
+from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary_of
+from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
+from dpipe.engine.tensor import boundaries
 from dpipe.errors import ConfigError, DataError
+from dpipe.stage.bert import bert
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.probe import LayerCost, measure, probe
@@ -27,7 +31,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """`model` and `corpus` are None for replay. `boundaries[s]` is what stage s gives to stage s + 1."""
+    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s
+    gives to one of stage s + 1."""
 
     config: Config
     model: LayeredModel | None
@@ -50,18 +55,18 @@ def draft(
     """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of each layer."""
     if config.model.layers == "replay":
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
-        boundaries = ((message,),) * (config.pipeline.stages - 1)
-        return Blueprint(config, None, None, boundaries, forecast(config, None, network, choose))
+        messages = ((message,),) * (config.pipeline.stages - 1)
+        return Blueprint(config, None, None, messages, forecast(config, None, network, choose))
     check_device(config.node.device)
     if config.transport.kind == "nccl":
         load_nccl()
     model = make_model(config)
-    probed = probe(model, _tokens(config), config.train.seed, _DTYPES[config.train.parameters])
+    probed = probe(model, _inputs(config), config.train.seed, _DTYPES[config.train.parameters])
     check_recompute(config, probed)
     found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
     ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
     corpus = read_text(config)  # last, because the first time it writes a cache
-    return Blueprint(config, model, corpus, tuple(probed[end].outputs for end in ends), found)
+    return Blueprint(config, model, corpus, boundaries(config, [probed[end].outputs for end in ends]), found)
 
 
 def check_device(device: str) -> None:
@@ -102,17 +107,25 @@ def read_text(config: Config) -> Corpus:
                 f"the tokenizer {data.tokenizer} has {corpus.vocab_size} entries, but model.vocab_size is "
                 f"{model.vocab_size}; leave model.vocab_size out, or raise it"
             )
-        corpus.check_length(model.context, need_held_out=config.train.eval_every is not None)
+        need_held_out = config.train.eval_every is not None
+        if isinstance(tokenizer, SentenceTokenizer):
+            SentencePairs(corpus, tokenizer, model.context).check(need_held_out=need_held_out)
+        else:
+            corpus.check_length(model.context, need_held_out=need_held_out)
 
-    return prepare(data.files, data.tokenizer, Path(data.cache), data.held_out, accept)
+    is_bert = model.layers == "bert"
+    tokenizer = SentenceTokenizer(data.tokenizer) if is_bert else open_tokenizer(data.tokenizer)
+    between = b"\n\n" if is_bert else b"\n"  # each file is a document of its own
+    return prepare(data.files, tokenizer, Path(data.cache), data.held_out, accept, between)
 
 
 def make_model(config: Config) -> LayeredModel:
     model = config.model
-    if model.layers != "gpt":
+    if not model.is_transformer:
         return load_layers(model.layers, model.options, config.train.seed)
-    return gpt(
-        vocab_size=model.vocab_size or vocabulary(config.data.tokenizer),
+    make = bert if model.layers == "bert" else gpt
+    return make(
+        vocab_size=vocabulary_of(config),
         num_layers=model.num_layers,
         width=model.width,
         num_heads=model.num_heads,
@@ -124,7 +137,7 @@ def make_model(config: Config) -> LayeredModel:
 
 def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None) -> LayerCosts:
     """Measured seconds where there are; else by formula for a GPT, by count for a user's model."""
-    if layer_s is None and config.model.layers == "gpt":
+    if layer_s is None and config.model.is_transformer:
         return gpt_costs(config)
     forward = tuple(cost.forward_flops / (config.predict.gflops * 1e9) for cost in probed)
     if layer_s is not None:
@@ -132,10 +145,10 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     wire = config.pipeline.wire
     activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
     gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
-    tied = probed[0].parameter_bytes if config.model.layers == "gpt" and config.model.tie_embeddings else 0
+    tied = probed[0].parameter_bytes if config.model.is_transformer and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
-    memory = gpt_layers(config) if config.model.layers == "gpt" else probed_layers(config, probed)
+    memory = gpt_layers(config) if config.model.is_transformer else probed_layers(config, probed)
     return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core, memory)
 
 
@@ -163,12 +176,15 @@ def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
     config, corpus = blueprint.config, blueprint.corpus
     assert corpus is not None
     assert blueprint.model is not None
-    inputs, targets = corpus.batch(config.train.seed, 0, 0, config.microbatch_size, config.model.context)
-    return measure(blueprint.model, inputs, targets, config.train.seed)
+    batch = feed_of(config, corpus, 0, config.data_parallel.replicas).training(0)
+    return measure(blueprint.model, batch.inputs[0], batch.targets[0], config.train.seed)
 
 
-def _tokens(config: Config) -> TensorSpec:
-    return TensorSpec((config.microbatch_size, config.model.context), torch.int64)
+def _inputs(config: Config) -> tuple[TensorSpec, ...]:
+    """What the first layer reads: tokens, and for BERT their types and the sequences' lengths (`pairs.py`)."""
+    tokens = TensorSpec((config.microbatch_size, config.model.context), torch.int64)
+    lengths = TensorSpec((config.microbatch_size,), torch.int32)
+    return (tokens, tokens, lengths) if config.model.layers == "bert" else (tokens,)
 
 
 def _wire_bytes(wire: str, spec: TensorSpec) -> int:

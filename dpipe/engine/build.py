@@ -17,22 +17,22 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.base import DataParallel
 from dpipe.engine import checkpoint
+from dpipe.engine.arithmetic import layer_flops
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
-from dpipe.engine.feed import NoFeed, TextFeed
+from dpipe.engine.feed import feed_of
 from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
-from dpipe.engine.forecast import per_stage, without_search
+from dpipe.engine.forecast import without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
 from dpipe.engine.launch import environment, launch, load_kernels_at_start
-from dpipe.engine.memory import vocabulary
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
@@ -41,15 +41,17 @@ from dpipe.engine.report import TextScale, show_summary
 from dpipe.engine.resume import agreed_start, find_start, restore, stages_at
 from dpipe.engine.serving import Servers, attended, parameter_servers
 from dpipe.engine.signals import stop_on_signals
+from dpipe.engine.stages import counted_elsewhere, make_stage, tied_weights
+from dpipe.engine.tensor import as_executed, tensor_group
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError, ConfigError, RunAborted
 from dpipe.schedule.text import from_csv, to_csv
-from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
-from dpipe.stage.model import materialise
+from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.stage.tensor_group import TensorGroup
 from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
@@ -100,8 +102,9 @@ def train_rank(
         (fitting,) = _cut_for(config, place.world_size)
         raise ConfigError(
             f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
-            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank} and data_parallel.replicas "
-            f"{config.data_parallel.replicas} need {config.world_size}; start that many, or set -o {fitting}"
+            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank}, tensor_parallel.size "
+            f"{config.tensor_parallel.size} and data_parallel.replicas {config.data_parallel.replicas} need "
+            f"{config.world_size}; start that many, or set -o {fitting}"
         )
     run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
 
@@ -112,13 +115,16 @@ def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> 
 
 def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
     """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not divide them."""
-    replicas = config.data_parallel.replicas
-    if num_ranks % replicas:
+    replicas, size = config.data_parallel.replicas, config.tensor_parallel.size
+    if num_ranks % (replicas * size):
         raise ConfigError(
             f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica is a whole pipeline; "
             f"start a multiple of {replicas}, or set another -o data_parallel.replicas"
+            if size == 1
+            else f"data_parallel.replicas {replicas} of stages on tensor_parallel.size {size} ranks do not divide "
+            f"{num_ranks} processes; start a multiple of {replicas * size}, or set another -o tensor_parallel.size"
         )
-    return (f"pipeline.stages={num_ranks // replicas * config.pipeline.stages_per_rank}",)
+    return (f"pipeline.stages={num_ranks // replicas // size * config.pipeline.stages_per_rank}",)
 
 
 def run_rank(
@@ -160,7 +166,8 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            around = Surroundings(meeting, transport, streams, servers, metrics, wants_stop)
+            group = tensor_group(config, seat(config, place.rank), meeting)
+            around = Surroundings(meeting, transport, streams, servers, group, metrics, wants_stop)
             trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
@@ -192,6 +199,7 @@ class Surroundings:
     transport: Transport
     streams: Streams
     servers: Servers | None
+    group: TensorGroup | None  # the ranks that hold a stage together, where there are several
     metrics: Metrics | None
     wants_stop: Callable[[], bool]
 
@@ -206,25 +214,20 @@ def assemble(
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
-    stages = {s: make_stage(blueprint, s, here.replica) for s in stages_at(schedule, here.place)}
-    recorder, tied = Recorder(rank, streams), tied_weights(blueprint, stages)
-    tied_copy = tied[-1][0] if -1 in tied else None
-    agreement = data_parallel(config, here, stages, transport, meeting, tied_copy, around.servers)
+    recorder = recorder_of(rank, around)
+    made = partial(make_stage, blueprint, replica=here.replica, group=around.group, timed=recorder.part)
+    stages = {s: made(s) for s in stages_at(schedule, here.place)}
+    tied = tied_weights(blueprint, stages)
+    elsewhere = counted_elsewhere(stages, tied, here)
+    agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)
     stack.callback(agreement.close)
+    stack.push(partial(fail_links, around.group))
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline
     stack.enter_context(attended(agreement, meeting))
-    update = Update(
-        stages,
-        config.train,
-        agreement,
-        gather=meeting.gather,
-        timeout_s=config.timeouts.transfer,
-        here=here,
-        lag=max(1, config.data_parallel.staleness),
-    )
+    update = make_update(config, here, stages, agreement, meeting, recorder)
     parts = Parts(
         here.place,
-        stages,
+        as_executed(config, stages, around.group, schedule.num_stages),
         transport,
         codec(config.pipeline.wire),
         blueprint.boundaries,
@@ -232,12 +235,11 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        first_rank=here.row.start,
+        row=here.row,
         streams=streams,
     )
-    if start is not None:
-        restore(start, stages, update)
-    feeds = blueprint.corpus is not None and (0 in stages or schedule.num_stages - 1 in stages)
+    restore(start, stages, update, here)
+    corpus = blueprint.corpus if {0, schedule.num_stages - 1} & set(stages) else None
     job = Job(
         here=here,
         train=config.train,
@@ -251,7 +253,7 @@ def assemble(
         recorder=recorder,
         data_parallel=agreement,
         update=update,
-        feed=feed_of(blueprint, here) if feeds else NoFeed(config.train.num_microbatches),
+        feed=feed_of(config, corpus, here.replica, here.num_replicas),
         meeting=meeting,
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
@@ -263,85 +265,62 @@ def assemble(
     return Trainer(job, 0 if start is None else start.step)
 
 
-def fail_links(transport: Transport, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+def recorder_of(rank: int, around: Surroundings) -> Recorder:
+    recorder = Recorder(rank, around.streams)
+    if around.group is not None:
+        around.group.watch = recorder.exchanging
+    return recorder
+
+
+def fail_links(
+    links: Transport | TensorGroup | None, kind: type[BaseException] | None, error: BaseException | None, _: object
+) -> None:
     """As an exit callback: nobody waits for a rank that leaves with an error."""
-    if error is not None:
-        transport.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
+    if error is not None and links is not None:
+        links.fail(error if isinstance(error, Exception) else RunAborted(f"{type(error).__name__}: {error}"))
 
 
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
     """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if peak is None or config.model.layers != "gpt":
+    if peak is None or not config.model.is_transformer:
         return None
-    flops = gpt_train_flops(
-        num_sequences=config.train.batch_size,
-        context=config.model.context,
-        width=config.model.width,
-        num_layers=config.model.num_layers,
-        vocab_size=config.model.vocab_size or vocabulary(config.data.tokenizer),
-    )
+    flops = train_flops(layer_flops(config, config.train.batch_size))
     return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
-def make_stage(blueprint: Blueprint, index: int, replica: int) -> Stage | ReplayStage:
-    config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
-    microbatches = config.train.num_microbatches
-    if blueprint.model is None:
-        replay, stages = config.replay, config.pipeline.stages
-        return ReplayStage(
-            index,
-            num_microbatches=microbatches,
-            forward_s=per_stage(replay.forward_ms, stages)[index] / 1e3,
-            backward_s=per_stage(replay.backward_ms, stages)[index] / 1e3,
-            input_share=replay.input_share,
-            message_bytes=replay.message_bytes,
-            parameter_bytes=per_stage(replay.parameter_bytes, stages)[index],
-            first=index == 0,
-            last=last,
-        )
-    seed, device = config.train.seed, config.node.device
-    return Stage(
-        index,
-        {layer: materialise(blueprint.model, layer, seed, device) for layer in blueprint.layers_of(index)},
-        num_microbatches=microbatches,
-        loss=blueprint.model.loss if last else None,
-        recompute=config.pipeline.recompute,
-        precision=config.train.precision,
-        parameters=config.train.parameters,
-        compiled=config.train.compile,
-        seed=seed,
-        first_microbatch=replica * microbatches,
-        splits_backward=blueprint.forecast.schedule.splits,
-        device=device,
+def make_update(
+    config: Config,
+    here: Seat,
+    stages: Mapping[int, Stage | ReplayStage],
+    agreement: DataParallel,
+    meeting: Coordination,
+    recorder: Recorder,
+) -> Update:
+    return Update(
+        stages,
+        config.train,
+        agreement,
+        gather=meeting.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
+        timed=recorder.part,
     )
 
 
-def tied_weights(
-    blueprint: Blueprint, stages: Mapping[int, Stage | ReplayStage]
-) -> dict[int, tuple[str, nn.Parameter]]:
-    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last layer's."""
-    if blueprint.model is None or blueprint.model.tied is None:
-        return {}
-    last = len(blueprint.model.layers) - 1
-    names = {0: f"layers.0.{blueprint.model.tied[0]}", -1: f"layers.{last}.{blueprint.model.tied[1]}"}
-    here = {name: weight for stage in stages.values() for name, weight in stage.named_parameters()}
-    return {end: (name, here[name]) for end, name in names.items() if name in here}
-
-
-def feed_of(blueprint: Blueprint, here: Seat) -> TextFeed:
-    assert blueprint.corpus is not None
-    config = blueprint.config
-    return TextFeed(blueprint.corpus, config.train, config.model.context, here.replica, here.num_replicas)
-
-
 def crowded_hosts(config: Config, meeting: Coordination) -> tuple[Host, ...]:
-    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run."""
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run.
+
+    None where ranks hold a stage together: they wait for each other inside their compute, which is no processor's time,
+    so that their spans are taken to be as long as they were, cores shared and all.
+    """
     here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
     told = meeting.gather("trained", here).wait(config.timeouts.transfer)
     machines = [tuple(json.loads(payload)) for payload in told]
     ranks = {machine: tuple(r for r, other in enumerate(machines) if other == machine) for machine in machines}
     computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = computes and config.tensor_parallel.size == 1
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
     return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
 
@@ -357,6 +336,7 @@ def write_plan(blueprint: Blueprint, hosts: tuple[Host, ...], folder: Path) -> N
         hosts,
         found.usual_replicas,
         config.counts_headers,
+        config.tensor_parallel.size,
     )
     save_plan(folder / "trace", plan)
 
@@ -369,9 +349,10 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         return
     scale = url = text = None
     if corpus is not None:
-        entropy = corpus.bigram_entropy()
-        scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         url = checkpoint_url(config)
+        if config.model.layers != "bert":
+            entropy = corpus.bigram_entropy()
+            scale = TextScale(corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy)
         if config.run.sample:
             text = written_by(config, corpus, url, config.run.sample)
     shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1

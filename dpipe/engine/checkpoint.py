@@ -20,9 +20,10 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import fsspec
@@ -32,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError
+from dpipe.stage.tensor_parallel import Shard
 
 LOG = logging.getLogger("dpipe")
 
@@ -74,14 +76,18 @@ def save(
     state: Mapping[str, Any],
     gather: Callable[[bytes], Sequence[bytes]],
     keep: int,
+    layouts: Mapping[str, Shard] = MappingProxyType({}),
 ) -> None:
     """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and the same `state`.
+
+    `layouts` are those of the tensors of the optimizer that are rows of several ranks' parts (`shards.py`).
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
     """
     store = _Store(url)
     part = {kind: _write_part(store, step, rank, kind, t) for kind, t in zip(_KINDS, (tensors, optimizer), strict=True)}
+    part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
     parts = [json.loads(payload) for payload in gather(json.dumps(part).encode())]
     index = {
         "step": step,
@@ -89,6 +95,7 @@ def save(
         "weight_map": _merged(parts, "model", "names"),
         "optimizer_map": _merged(parts, "optimizer", "names"),
         "files": _merged(parts, "model", "files") | _merged(parts, "optimizer", "files"),
+        "layouts": {name: layout for part in parts for name, layout in part["layouts"].items()},
     }
     text = json.dumps(index, indent=1)
     store.write(step, _INDEX, rank, lambda path: path.write_text(text))
@@ -243,7 +250,12 @@ def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]
     )
     for name in () if callable(names) else names:
         model[name]  # raises where it is missing
-    return Loaded(step, index["state"], model, _with_slices_joined(optimizer, store.path(step)), skipped)
+    joined = _with_slices_joined(optimizer, store.path(step))
+    for name, layout in index.get("layouts", {}).items():
+        if name in joined:
+            shard = Shard(**layout)
+            joined[name] = shard.join(joined[name].chunk(shard.size))
+    return Loaded(step, index["state"], model, joined, skipped)
 
 
 def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:

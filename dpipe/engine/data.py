@@ -76,6 +76,11 @@ class FileTokenizer:
         return str(self._pieces.decode(list(ids)))
 
 
+def open_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", or the path of a Hugging Face tokenizer.json."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known of a text besides its tokens; `bigram_bits` is the entropy of a byte given the one before."""
@@ -159,35 +164,36 @@ class Corpus:
 
 def prepare(
     files: Sequence[str],
-    tokenizer: str,
+    tokenizer: Tokenizer,
     cache: Path,
     held_out: float,
     accept: Callable[[Corpus], None] = lambda corpus: None,
+    between: bytes = b"\n",
 ) -> Corpus:
     """The text of `files` as tokens, from the cache or into it; the last `held_out` share of it is held out.
 
     A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed package. `accept`
-    sees the corpus before anything is written and may raise. Several processes may prepare one text at once.
+    sees the corpus before anything is written and may raise. `between` is put between files. Several processes may
+    prepare one text at once.
 
-    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a tokenizer that cannot be
-    read, and a cache that cannot be written.
+    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache that cannot be
+    written, and text of which the tokenizer makes no token.
     """
-    pieces = ByteTokenizer() if tokenizer == "bytes" else FileTokenizer(tokenizer)
     paths = find_files(files)
-    text = b"\n".join(path.read_bytes() for path in paths)
-    folder = cache / _digest(text, pieces, held_out)
+    text = between.join(path.read_bytes() for path in paths)
+    folder = cache / _digest(text, tokenizer, held_out)
     if folder.exists():
-        corpus = _open(folder, pieces)
+        corpus = _open(folder, tokenizer)
         accept(corpus)
         return corpus
     if not text:
         raise DataError(f"data.files: {len(paths)} files hold no text")
     for path in paths:
         _check_utf8(path)
-    corpus = _tokenise(text.decode(), pieces, held_out)
+    corpus = _tokenise(text.decode(), tokenizer, held_out)
     accept(corpus)
     _store(corpus, folder)
-    return _open(folder, pieces)
+    return _open(folder, tokenizer)
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:

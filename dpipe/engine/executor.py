@@ -41,6 +41,7 @@ class StageLike(Protocol):
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors: ...
     def backward_weight(self, microbatch: int) -> None: ...
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
+    def complete(self) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -62,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an executor works with. `rank` is the place in the schedule, `first_rank` the run's rank that has place 0.
+    """What an executor works with. `rank` is the place in the schedule, which the run's rank `row[rank]` has.
 
     `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that stage s shares with the stage at the
     other end of the model, `tied_here` both ends of it where both live here.
@@ -77,8 +78,11 @@ class Parts:
     recorder: Recorder
     tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
     tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
-    first_rank: int = 0
+    row: Sequence[int] = ()  # default: places and ranks are the same
     streams: Streams = HOST
+
+    def global_rank(self, place: int) -> int:
+        return self.row[place] if self.row else place
 
 
 class Executor:
@@ -104,7 +108,7 @@ class Executor:
             try:
                 run.do(action)
             except Exception as error:
-                rank = self._parts.first_rank + self._parts.rank
+                rank = self._parts.global_rank(self._parts.rank)
                 error.add_note(f"rank {rank} was at {action}:\n{draw(schedule, mark=action)}")
                 self._parts.transport.fail(error)
                 raise
@@ -139,6 +143,7 @@ class _Run:
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
         parts, stage = self._parts, self._parts.stages[action.stage]
+        parts.recorder.action = action
         match action.op:
             case Op.F:
                 self._forward(action, stage)
@@ -160,6 +165,7 @@ class _Run:
             case Op.RECV_TIED:
                 self._post(action, [TensorSpec.of(parts.tied[action.stage])])
             case Op.REDUCE_GRAD:
+                stage.complete()
                 self._exchange_tied(action)
                 self._due.append((action.stage, [pending for _, pending in self._leaving]))
             case Op.STEP:
@@ -242,7 +248,7 @@ class _Run:
     ) -> None:
         """Queue `tensors`, complete at `made`, for the neighbour: encoded beside compute, not in its way."""
         parts = self._parts
-        to = parts.first_rank + peer(self._schedule, action)
+        to = parts.global_rank(peer(self._schedule, action))
         with parts.streams.sending(made, tensors):
             wires = [encode(tensor) for tensor in tensors]
             self._leaving += [(action, parts.transport.send(wire, to, str(action))) for wire in wires]
@@ -250,7 +256,7 @@ class _Run:
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
         tag = str(counterpart(action, self._schedule.num_stages))
-        source = self._parts.first_rank + peer(self._schedule, action)
+        source = self._parts.global_rank(peer(self._schedule, action))
         self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
 
     def _exchange_tied(self, action: Action) -> None:
@@ -281,9 +287,11 @@ class _Run:
 
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "a schedule that steps needs on_step"
+        reduce = Action(action.stage, Op.REDUCE_GRAD)
+        if reduce not in self._schedule.index:
+            self._parts.stages[action.stage].complete()
         self._exchange_tied(action)
         self._settle()
-        reduce = Action(action.stage, Op.REDUCE_GRAD)
         if reduce in self._schedule.index:
             with self._parts.recorder.span(Lane.WAIT, reduce):
                 self._agree(lambda pending: True)

@@ -6,9 +6,10 @@ from typing import Protocol
 
 import torch
 
-from dpipe.config import Train
+from dpipe.config import Config, Train
 from dpipe.engine.data import Corpus
 from dpipe.engine.executor import Batch
+from dpipe.engine.pairs import SentencePairs, SentenceTokenizer, Sequences
 
 
 class Feed(Protocol):
@@ -42,6 +43,33 @@ class TextFeed:
 
 
 @dataclass(frozen=True)
+class PairFeed:
+    """Micro-batches of what BERT reads. A replica makes the sequences of its own share of the batch alone."""
+
+    pairs: SentencePairs
+    train: Train
+    replica: int = 0
+    num_replicas: int = 1
+
+    def training(self, step: int) -> Batch:
+        return self._cut(self.pairs.training(self.train.seed, step, self._share(0)))
+
+    def held_out(self, index: int) -> Batch:
+        return self._cut(self.pairs.held_out(self._share(index)))
+
+    def _share(self, index: int) -> range:
+        """The numbers of its sequences in the batches that follow each other."""
+        size = self.train.batch_size // self.num_replicas
+        start = index * self.train.batch_size + self.replica * size
+        return range(start, start + size)
+
+    def _cut(self, sequences: Sequences) -> Batch:
+        inputs, targets = sequences
+        cut = zip(*(tensor.chunk(self.train.num_microbatches) for tensor in inputs), strict=True)
+        return Batch(list(cut), list(targets.chunk(self.train.num_microbatches)))
+
+
+@dataclass(frozen=True)
 class NoFeed:
     """For ranks that host neither end of the model, and for replay: nothing to read."""
 
@@ -53,3 +81,13 @@ class NoFeed:
 
     def held_out(self, index: int) -> Batch:
         return self.training(index)
+
+
+def feed_of(config: Config, corpus: Corpus | None, replica: int = 0, num_replicas: int = 1) -> Feed:
+    """What the configured model reads of its text; nothing without one."""
+    if corpus is None:
+        return NoFeed(config.train.num_microbatches)
+    if isinstance(corpus.tokenizer, SentenceTokenizer):
+        pairs = SentencePairs(corpus, corpus.tokenizer, config.model.context)
+        return PairFeed(pairs, config.train, replica, num_replicas)
+    return TextFeed(corpus, config.train, config.model.context, replica, num_replicas)

@@ -22,6 +22,8 @@ def stages_memory(config: Config, layers: Sequence[LayerMemory], cut: Sequence[i
         replicas = config.data_parallel.replicas
         layers = [replace(layer, optimizer_bytes=layer.optimizer_bytes // replicas) for layer in layers]
     output = config.microbatch_size * config.model.context * config.model.width * _FLOAT
+    if config.tensor_parallel.sequence_parallel:
+        output //= config.tensor_parallel.size
     return stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
 
 
@@ -46,7 +48,7 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
     rank, worst = max(enumerate(memory), key=lambda pair: pair[1].total)
     if worst.total <= limit * 1e9:
         return
-    fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.layers == "gpt" else []
+    fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.is_transformer else []
     advice = f"these would fit: {'; '.join(fitting)}" if fitting else "more stages or a smaller model would help"
     raise ConfigError(
         f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} (parameters "
@@ -72,3 +74,4 @@ def _changes(config: Config) -> Iterator[tuple[str, object]]:
     yield "pipeline__schedule", "1f1b"
     yield from (("train__num_microbatches", train.num_microbatches * factor) for factor in (2, 4, 8, 16))
     yield from (("pipeline__stages", pipeline.stages * factor) for factor in (2, 4))
+    yield from (("tensor_parallel__size", config.tensor_parallel.size * factor) for factor in (2, 4))

@@ -5,21 +5,23 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
+from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
-from dpipe.engine.memory import gpt_layers, vocabulary
+from dpipe.engine.memory import gpt_layers, vocabulary_of
+from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
 from dpipe.schedule.generate import forward_only, generate, least_in_flight
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
-from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
+from dpipe.stage.flops import attention_core_flops
 from dpipe.stage.partition import split
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 from dpipe.timeline.replicas import Replicas
@@ -32,6 +34,7 @@ from dpipe.wire.format import wire_bytes
 
 Number = TypeVar("Number", int, float)
 
+_LENGTH_BYTES = 4  # of a sequence's length, which BERT's blocks pass on
 _MOST_PARTS = 32  # finer parts make an exchange faster by less than one of them, and its simulation slower
 
 
@@ -40,7 +43,7 @@ class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
     `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
-    layer holds (defaults: none).
+    layer holds, `exchange_.._s` what the ranks that share a layer wait for each other (defaults: none).
     """
 
     forward_s: tuple[float, ...]
@@ -51,6 +54,8 @@ class LayerCosts:
     parameter_bytes: tuple[int, ...] = ()
     core_s: tuple[float, ...] = ()
     memory: tuple[LayerMemory, ...] = ()
+    exchange_forward_s: tuple[float, ...] = ()
+    exchange_backward_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,15 +134,16 @@ def forecast(
     """
     network = network or _network(config, config.network_profile)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
-    network.check(max([config.world_size, *(server + 1 for server in server_ranks(config))]))
+    network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
+    check_vocabulary(config)
     stages: Stages
     if config.model.layers == "replay":
         cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
         refuse_memory_of_replay(config)
     else:
-        layers = layers or gpt_costs(config)
+        layers = on_ranks(config, layers or gpt_costs(config))
         cut = choose_split(config, layers)
-        cost = stage_cost(layers, cut, recompute=pipeline.recompute)
+        cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
         stages = stages_memory(config, layers.memory, cut)
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
@@ -159,7 +165,8 @@ def forecast(
 
 def held_by_gpt(config: Config) -> int:
     """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
-    layers = gpt_costs(config)
+    check_vocabulary(config)
+    layers = on_ranks(config, gpt_costs(config))
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
@@ -207,7 +214,7 @@ def server_ranks(config: Config) -> tuple[int, ...]:
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         return ()
     if chosen.address:
-        return tuple(config.world_size + (0 if chosen.servers == "one" else stage) for stage in stages)
+        return tuple(config.num_machines + (0 if chosen.servers == "one" else stage) for stage in stages)
     return tuple(0 if chosen.servers == "one" else stage % config.pipeline.ranks for stage in stages)
 
 
@@ -244,33 +251,48 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     if sum(given) != num_layers:
         raise ConfigError(
             f"pipeline.split {list(given)} places {sum(given)} layers, but the model has {num_layers}"
-            + (" (an embedding, model.num_layers blocks and a head)" if config.model.layers == "gpt" else "")
+            + (" (an embedding, model.num_layers blocks and a head)" if config.model.is_transformer else "")
         )
     return given
 
 
 def gpt_costs(config: Config) -> LayerCosts:
-    """Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020)."""
+    """Of a GPT or a BERT, whose blocks are the same and whose hops carry a sequence's length besides.
+
+    Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020).
+    """
     model, tokens = config.model, config.microbatch_size * config.model.context
-    vocab = model.vocab_size or vocabulary(config.data.tokenizer)
-    flops = gpt_layer_flops(
-        batch_size=config.microbatch_size,
-        context=model.context,
-        width=model.width,
-        num_layers=model.num_layers,
-        vocab_size=vocab,
-    )
+    flops = layer_flops(config, config.microbatch_size)
     forward_s = tuple(f / (config.predict.gflops * 1e9) for f in flops)
     message = wire_bytes(config.pipeline.wire, tokens * model.width, 4 if config.train.parameters == "fp32" else 2)
-    every = (message,) * len(flops)
-    tied = vocab * model.width * 4 if model.tie_embeddings else 0
-    parameters = gpt_layer_parameter_bytes(
-        context=model.context, width=model.width, num_layers=model.num_layers, vocab_size=vocab
-    )
+    lengths = config.microbatch_size * _LENGTH_BYTES if model.layers == "bert" else 0
+    activation, gradient = ((size,) * len(flops) for size in (message + lengths, message))
+    tied = vocabulary_of(config) * model.width * 4 if model.tie_embeddings else 0
+    parameters = layer_parameter_bytes(config)
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
     memory = gpt_layers(config)
-    return LayerCosts(forward_s, tuple(2 * s for s in forward_s), every, every, tied, parameters, core_s, memory)
+    backward_s = tuple(2 * s for s in forward_s)
+    return LayerCosts(forward_s, backward_s, activation, gradient, tied, parameters, core_s, memory)
+
+
+def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
+    """The costs of whole layers as those of layers on T ranks."""
+    size = config.tensor_parallel.size
+    if size == 1:
+        return layers
+    forward_s, backward_s, core_s = (
+        tuple(seconds / size for seconds in each) for each in (layers.forward_s, layers.backward_s, layers.core_s)
+    )
+    there, back = exchange_s(config, len(forward_s))
+    return replace(
+        layers,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        core_s=core_s,
+        exchange_forward_s=there,
+        exchange_backward_s=back,
+    )
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
@@ -279,10 +301,14 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> C
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
     backward = [sum(layers.backward_s[i] for i in r) * 1e6 for r in ranges]
+    exchanges_s = (layers.exchange_forward_s, layers.exchange_backward_s)
+    there, back = ([sum(each[r.start : r.stop]) * 1e6 for r in ranges] for each in exchanges_s)
     repeated = {"none": (), "selective": layers.core_s, "full": layers.forward_s}[recompute]
-    again = [sum(repeated[r.start : r.stop]) * 1e6 for r in ranges]
+    again = [sum(repeated[r.start : r.stop]) * 1e6 + e for r, e in zip(ranges, back, strict=True)]
+    if recompute == "full":
+        again = [a + e for a, e in zip(again, there, strict=True)]
     return Cost(
-        forward_us=tuple(forward),
+        forward_us=tuple(f + e for f, e in zip(forward, there, strict=True)),
         backward_us=tuple(b + a for b, a in zip(backward, again, strict=True)),
         input_us=tuple(b / 2 + a for b, a in zip(backward, again, strict=True)),
         weight_us=tuple(b / 2 for b in backward),
@@ -319,7 +345,7 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
     known = _network(config, network) if network else None
-    if config.model.layers in ("gpt", "replay"):
+    if config.model.is_transformer or config.model.layers == "replay":
         found = forecast(config, None, known)
     else:
         from dpipe.engine.blueprint import draft  # a user's own layers are counted by torch
@@ -357,9 +383,19 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
-            *(_memory_line(number, rank) for number, rank in enumerate(row["memory"])),
+            *_tensor_lines(config),
+            *(_memory_line(number * config.tensor_parallel.size, rank) for number, rank in enumerate(row["memory"])),
         )
     )
+
+
+def _tensor_lines(config: Config) -> Iterator[str]:
+    """Where several ranks hold a stage together: what is said of a machine, and what of each of its ranks."""
+    size, predict = config.tensor_parallel.size, config.predict
+    if size > 1:
+        link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
+        yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
+        yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"
 
 
 def _memory_line(rank: int, memory: dict[str, int]) -> str:

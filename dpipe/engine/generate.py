@@ -11,13 +11,18 @@ from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import make_model, read_text
 from dpipe.engine.data import Corpus
 from dpipe.engine.folder import checkpoint_url, load_configuration
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 
 
 def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Continue `prompt` with the newest checkpoint of `run`."""
+    """Continue `prompt` with the newest checkpoint of `run`. Raises `ConfigError` where its model continues no text."""
     config = load_configuration(run)
+    if config.model.layers == "bert":
+        raise ConfigError(
+            f'{run} is a run of model.layers "bert", which fills in masked words and continues no text; generate from '
+            'a run of "gpt"'
+        )
     return sample(config, read_text(config), checkpoint_url(config, run), prompt, tokens, temperature, seed)
 
 

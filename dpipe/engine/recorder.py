@@ -18,6 +18,7 @@ class _Note:
     start: Mark
     end: Mark
     cpu_ns: int
+    num_bytes: int = 0
 
 
 class Recorder:
@@ -31,6 +32,8 @@ class Recorder:
         self._notes: list[_Note] = []
         self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
+        self.action: Action | None = None  # of the program, which this rank is at
+        self._parts: list[tuple[str, Mark, Mark]] = []
 
     @contextmanager
     def span(self, lane: Lane, action: Action) -> Iterator[None]:
@@ -41,6 +44,26 @@ class Recorder:
         finally:
             cpu_ns = time.thread_time_ns() - cpu_start
             self._notes.append(_Note(lane, action, start, self._streams.mark(), cpu_ns))
+
+    @contextmanager
+    def exchanging(self, num_bytes: int) -> Iterator[None]:
+        """Record what runs inside as bytes that the ranks of a stage exchange for the action that this one is at."""
+        start = self._streams.mark()
+        try:
+            yield
+        finally:
+            if self.action is not None:
+                end = self._streams.mark()
+                self._notes.append(_Note(Lane.TENSOR, self.action, start, end, 0, num_bytes))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs inside, a part of some span, under a name of its own."""
+        start = self._streams.mark()
+        try:
+            yield
+        finally:
+            self._parts.append((name, start, self._streams.mark()))
 
     def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
@@ -66,15 +89,27 @@ class Recorder:
         """The spans since the last call, in microseconds of the clock `clock_offset_ns` ahead; then start afresh."""
         self._streams.catch_up()
         spans = [
-            self._span(n.lane, n.action, self._streams.ns(n.start), self._streams.ns(n.end), clock_offset_ns, n.cpu_ns)
+            self._span(
+                *(n.lane, n.action, self._streams.ns(n.start), self._streams.ns(n.end), clock_offset_ns, n.cpu_ns),
+                num_bytes=n.num_bytes,
+            )
             for n in self._notes
         ]
         spans += [
             self._span(lane, action, m.start_ns, m.end_ns, clock_offset_ns, num_bytes=m.num_bytes, peer=peer)
             for lane, action, m, peer in self._transfers
         ]
-        self._notes, self._transfers, self._sent = [], [], {}
+        self._notes, self._transfers, self._sent, self.action = [], [], {}, None
         return tuple(spans)
+
+    def take_parts(self) -> dict[str, float]:
+        """Milliseconds by name of the parts since the last call."""
+        self._streams.catch_up()
+        parts, self._parts = self._parts, []
+        sums: dict[str, float] = {}
+        for name, start, end in parts:
+            sums[name] = sums.get(name, 0.0) + (self._streams.ns(end) - self._streams.ns(start)) / 1e6
+        return sums
 
     def _span(
         self,

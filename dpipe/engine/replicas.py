@@ -2,9 +2,12 @@
 
 replica 0     rank 0  1  2  3          along a row: the pipeline's links
 replica 1     rank 4  5  6  7          down a column: the links between the replicas of a stage
+
+Where T ranks hold a stage together they take the place of one, side by side, and each has a row and a column of its
+own: T = 2 and two stages make the rows 0 2 and 1 3 of replica 0, and 4 6 and 5 7 of replica 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -14,7 +17,7 @@ from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.group import TorchGroup
 from dpipe.dataparallel.layout import StepRule
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings
@@ -25,34 +28,54 @@ from dpipe.engine.serving import Servers, chunk_bytes
 from dpipe.errors import JoinError
 from dpipe.schedule.plan import Schedule
 from dpipe.transport.base import Transport
+from dpipe.wire.collective import open_store
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Rank `rank` among `num_replicas` pipelines of `num_ranks` ranks each."""
+    """Rank `rank` among `num_replicas` pipelines of `num_ranks` places, each of which `tensor_size` ranks share."""
 
     rank: int = 0
     num_ranks: int = 1
     num_replicas: int = 1
+    tensor_size: int = 1
 
     @property
     def replica(self) -> int:
-        return self.rank // self.num_ranks
+        return self.rank // self._replica_size
 
     @property
     def place(self) -> int:
         """The rank in the schedule."""
-        return self.rank % self.num_ranks
+        return self.rank // self.tensor_size % self.num_ranks
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of its stages is here; that of rank 0 speaks for all where they know the same."""
+        return self.rank % self.tensor_size
+
+    @property
+    def tensor_ranks(self) -> range:
+        """The ranks with the same stages in the same replica."""
+        return range(self.rank - self.tensor_rank, self.rank - self.tensor_rank + self.tensor_size)
+
+    @property
+    def replica_ranks(self) -> range:
+        return range(self.replica * self._replica_size, (self.replica + 1) * self._replica_size)
 
     @property
     def row(self) -> range:
-        """The ranks of this replica."""
-        return range(self.replica * self.num_ranks, (self.replica + 1) * self.num_ranks)
+        """The ranks of this replica that have the same part of their stages, by place."""
+        return self.replica_ranks[self.tensor_rank :: self.tensor_size]
 
     @property
     def column(self) -> range:
-        """The ranks with the same stages, by replica."""
-        return range(self.place, self.num_ranks * self.num_replicas, self.num_ranks)
+        """The ranks with the same part of the same stages, by replica."""
+        return range(self.rank % self._replica_size, self._replica_size * self.num_replicas, self._replica_size)
+
+    @property
+    def _replica_size(self) -> int:
+        return self.num_ranks * self.tensor_size
 
     def peers(self, schedule: Schedule, *, column: bool = True) -> set[int]:
         """The ranks that this one exchanges anything with; the other replicas' only where they talk to each other."""
@@ -65,7 +88,7 @@ class Seat:
 
 
 def seat(config: Config, rank: int) -> Seat:
-    return Seat(rank, config.pipeline.ranks, config.data_parallel.replicas)
+    return Seat(rank, config.pipeline.ranks, config.data_parallel.replicas, config.tensor_parallel.size)
 
 
 def data_parallel(
@@ -74,14 +97,14 @@ def data_parallel(
     stages: Mapping[int, Layers],
     links: Transport,
     meeting: Coordination,
-    tied_copy: str | None,
+    uncounted: Collection[str],
     servers: Servers | None = None,
 ) -> DataParallel:
-    """What the configuration asks for; `tied_copy` names the parameter that a norm must not count twice."""
+    """What the configuration asks for; `uncounted` names parameters that a norm counts on another rank."""
     train, chosen = config.train, config.data_parallel
     adam = AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
-        return Single(stages, adam, tied_copy)
+        return Single(stages, adam, uncounted)
 
     def exchange(wire_name: str) -> DirectExchange:
         return DirectExchange(links, here.replica, here.column, wire(wire_name), part_bytes=chosen.chunk_bytes)
@@ -92,22 +115,22 @@ def data_parallel(
             raise AssertionError("the configuration lets no replicas through without a kind")
         case "all-reduce":
             averaging = torch_group(config, here, meeting) if chosen.group == "torch" else exchange(chosen.wire)
-            return AllReduce(stages, adam, averaging, lag=lag, tied_copy=tied_copy)
+            return AllReduce(stages, adam, averaging, lag=lag, uncounted=uncounted)
         case "sharded":
-            return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, tied_copy=tied_copy)
+            return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, uncounted=uncounted)
         case "parameter-server":
             assert servers is not None, "a parameter server's worker is told where it is"
             rule = StepRule(tuple(here.column), train.weight_decay, train.betas, chosen.wire, chosen.staleness)
             workers = {stage: servers.worker(config, stage, here.replica, here.rank) for stage in stages}
             eager = not (train.clip_norm or train.precision == "fp16")
             size = chunk_bytes(config)
-            return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, tied_copy=tied_copy)
+            return ServedStages(stages, rule, workers, eager=eager, chunk_bytes=size, uncounted=uncounted)
         case "local-sgd":
             outer = OuterSettings(
                 chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
             )
             return LocalSgd(
-                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], tied_copy=tied_copy
+                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], uncounted=uncounted
             )
     assert_never(chosen.kind)
 

@@ -58,7 +58,10 @@ def show_summary(
     sample: str | None,
     shards: int = 1,
 ) -> None:
-    """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one."""
+    """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one.
+
+    Without a `scale` losses are told as they are: no model of bytes has made them, and none can continue a text.
+    """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
     seconds = sum(row["step_s"] for row in steps)
@@ -66,9 +69,9 @@ def show_summary(
         f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False, soft_wrap=True
     )
     result = learned(rows)
-    if result is not None and scale is not None:
+    if result is not None and checkpoint_url is not None:  # replay has neither losses nor checkpoints
         console.print(_losses(result, scale))
-        if result.held_out_end is not None:
+        if scale is not None and result.held_out_end is not None:
             console.print(_against_bigram(result.held_out_end, scale), highlight=False, soft_wrap=True)
     if (run / "trace" / "plan.json").exists():
         console.print(_prediction(load_trace(run)), highlight=False, soft_wrap=True)
@@ -80,7 +83,7 @@ def show_summary(
         console.print("\n[bold]The model writes:[/bold]")
         console.print(sample, highlight=False, markup=False)
     console.print("\n[bold]Where it is[/bold]")
-    for what, where in _places(run, checkpoint_url):
+    for what, where in _places(run, checkpoint_url, generates=scale is not None):
         console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
 
 
@@ -95,15 +98,16 @@ def _sharded(held_mb: Sequence[float], shards: int) -> str:
     )
 
 
-def _losses(result: Learned, scale: TextScale) -> Table:
-    table = Table("bits per byte", "start", "end")
+def _losses(result: Learned, scale: TextScale | None) -> Table:
+    table = Table("loss" if scale is None else "bits per byte", "start", "end")
     for name, row, bytes_per_token in (
-        ("training", (result.train_start, result.train_end), scale.train_bytes_per_token),
-        ("held out", (result.held_out_start, result.held_out_end), scale.held_out_bytes_per_token),
+        ("training", (result.train_start, result.train_end), scale and scale.train_bytes_per_token),
+        ("held out", (result.held_out_start, result.held_out_end), scale and scale.held_out_bytes_per_token),
     ):
-        cells = ["-" if x is None else f"{bits_per_byte(x, bytes_per_token):.3f}" for x in row]
-        table.add_row(name, *cells)
-    table.add_row("bigram entropy of the text", "", f"{scale.bigram_entropy:.3f}")
+        told = [x if x is None or not bytes_per_token else bits_per_byte(x, bytes_per_token) for x in row]
+        table.add_row(name, *("-" if x is None else f"{x:.3f}" for x in told))
+    if scale is not None:
+        table.add_row("bigram entropy of the text", "", f"{scale.bigram_entropy:.3f}")
     return table
 
 
@@ -125,10 +129,11 @@ def _gpu_memory(peak_mb: dict[str, float]) -> str:
     return "peak GPU memory: " + ", ".join(f"rank {rank} {mb / 1e3:.1f} GB" for rank, mb in peak_mb.items())
 
 
-def _places(run: Path, checkpoint_url: str | None) -> list[tuple[str, str]]:
+def _places(run: Path, checkpoint_url: str | None, *, generates: bool) -> list[tuple[str, str]]:
     places = [("metrics", f"{run}/metrics.jsonl")]
     if checkpoint_url is not None:
         places.append(("checkpoints", checkpoint_url))
+    if generates:
         places.append(("generate", f'dpipe generate {run} --prompt "..."'))
     if (run / "tensorboard").exists():
         places.append(("TensorBoard", f"tensorboard --logdir {run}/tensorboard"))

@@ -8,7 +8,8 @@ from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint
 from dpipe.engine.folder import checkpoint_url
 from dpipe.engine.generate import fill
-from dpipe.engine.replicas import seat
+from dpipe.engine.replicas import Seat, seat
+from dpipe.engine.shards import take_parts
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError
 from dpipe.schedule.plan import Schedule
@@ -50,7 +51,14 @@ def agreed_start(
     return find_start(config, blueprint, meeting.rank, step=min(steps))
 
 
-def restore(start: checkpoint.Loaded, stages: Mapping[int, Stage | ReplayStage], update: Update) -> None:
+def restore(
+    start: checkpoint.Loaded | None, stages: Mapping[int, Stage | ReplayStage], update: Update, here: Seat
+) -> None:
+    """Put what was loaded, if anything was, in place."""
+    if start is None:
+        return
+    for tensors in (start.tensors, start.optimizer):
+        take_parts(tensors, stages, here)
     for stage in stages.values():
         fill(stage.named_parameters(), start)
     update.restore(start.state, start.optimizer)

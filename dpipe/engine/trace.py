@@ -44,6 +44,7 @@ class Plan:
     hosts: tuple[Host, ...] = ()
     replicas: Replicas | None = None
     headers: bool = False  # whether the network's rates count those of packets
+    tensor_size: int = 1  # ranks that hold a stage together: one of the schedule's
 
     @property
     def num_replicas(self) -> int:
@@ -83,6 +84,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "network": plan.network,
         "connections": plan.connections,
         "headers": plan.headers,
+        "tensor_size": plan.tensor_size,
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
         "replicas": None if plan.replicas is None else _as_table(plan.replicas),
     }
@@ -102,7 +104,16 @@ def load_plan(folder: Path) -> Plan:
     sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table["cost"].items()}
     hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
     replicas = None if table["replicas"] is None else _from_table(table["replicas"])
-    return Plan(schedule, Cost(**sizes), table["network"], table["connections"], hosts, replicas, table["headers"])
+    return Plan(
+        schedule,
+        Cost(**sizes),
+        table["network"],
+        table["connections"],
+        hosts,
+        replicas,
+        table["headers"],
+        table.get("tensor_size", 1),
+    )
 
 
 def _as_table(replicas: Replicas) -> dict[str, Any]:
@@ -133,19 +144,26 @@ def load_trace(run: Path) -> Trace:
     if not (folder / "plan.json").exists():
         raise ConfigError(f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by itself")
     plan = load_plan(folder)
-    ranks = range(plan.schedule.num_ranks * plan.num_replicas)
+    ranks = range(plan.schedule.num_ranks * plan.num_replicas * plan.tensor_size)
     by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
-    steps = tuple(_join(same_step, plan.num_replicas) for same_step in zip(*by_rank, strict=True))
+    steps = tuple(_join(same_step, plan) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
     network = assumed_network(plan.network, plan.connections, headers=plan.headers)
-    return Trace(plan, steps, simulate(plan.schedule, cost, network, plan.hosts, plan.replicas))
+    predicted = simulate(plan.schedule, cost, network, plan.hosts, plan.replicas)
+    return Trace(plan, steps, _first_of_each(predicted, plan.tensor_size))
 
 
-def _join(same_step: Sequence[StepSpans], num_replicas: int) -> tuple[int, float, Timeline]:
+def _first_of_each(timeline: Timeline, size: int) -> Timeline:
+    """As the spans of the first of the ranks that hold a stage together, whom the simulator takes for one."""
+    spans = tuple(replace(span, rank=span.rank * size) for span in timeline.spans)
+    return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
+
+
+def _join(same_step: Sequence[StepSpans], plan: Plan) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
     moved = (replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
-    return same_step[0].step, origin, Timeline(len(same_step), tuple(moved), num_replicas)
+    return same_step[0].step, origin, Timeline(len(same_step), tuple(moved), plan.num_replicas, plan.tensor_size)
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:

@@ -22,6 +22,7 @@ from dpipe.engine.feed import Feed
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat
+from dpipe.engine.shards import as_slices, whole_parameters
 from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
 from dpipe.schedule.action import Action, Op
@@ -106,11 +107,13 @@ class Trainer:
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step, job.wants_stop, lambda: self._report(began))
-        job.executor.run(job.schedule, job.feed.training(step), job.update)
+        with job.recorder.part("batch-generator"):
+            batch = job.feed.training(step)
+        job.executor.run(job.schedule, batch, job.update)
         self._record_exchange()
         spans = job.recorder.take(job.meeting.clock_offset_ns)
         self._traces.append(StepSpans(step, spans))
-        self._timers.add(spans)
+        self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
         verdict = job.update.end()
         self._tell(verdict)
@@ -185,6 +188,7 @@ class Trainer:
         batches = range(job.train.eval_batches)
         losses = [job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches]
         job.recorder.take()
+        losses = losses if job.here.tensor_rank == 0 else [None]
         payloads = job.meeting.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(job.timeout_s)
         loss = _mean([_mean(known) for known in map(json.loads, payloads) if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)
@@ -197,16 +201,18 @@ class Trainer:
         if job.checkpoint_url is None:
             return
         numbers, moments = job.update.state()
-        parameters = {name: p.detach() for stage in job.stages.values() for name, p in stage.named_parameters()}
+        parameters = whole_parameters(job.stages, job.here) if job.here.replica == 0 else {}
+        moments, layouts = as_slices(job.stages, moments, job.here)
         checkpoint.save(
             job.checkpoint_url,
             step,
             job.here.rank,
-            parameters if job.here.replica == 0 else {},
+            parameters,
             moments,
             {**numbers, "configuration": job.configuration},
             lambda payload: job.meeting.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
             job.run.keep,
+            layouts,
         )
         LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
 

@@ -13,6 +13,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from dpipe.config import Train
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.replicas import Seat
 from dpipe.errors import NumericError
+from dpipe.stage.stage import Timed
 
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # steps without an overflow before the scale doubles, as torch.amp.GradScaler
@@ -87,6 +89,7 @@ class Update:
 
     `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the replicas. A verdict
     that no step waits for is read `lag` steps later, so that no rank is held back by one that is that far behind.
+    `timed(name)` is around each part of a step (`timeline/timers.py`).
     """
 
     def __init__(
@@ -99,11 +102,12 @@ class Update:
         timeout_s: float,
         here: Seat = Seat(),  # noqa: B008 - frozen
         lag: int = 1,
+        timed: Timed = nullcontext,
     ) -> None:
         self._stages, self._train, self._data_parallel = stages, train, data_parallel
         self._gather, self._timeout_s, self._here = gather, timeout_s, here
         self._waits = train.clip_norm > 0 or train.precision == "fp16"
-        self._lag = 0 if self._waits else lag
+        self._lag, self._timed = 0 if self._waits else lag, timed
         self._pending: deque[tuple[int, Gathering]] = deque()
         self._verdict: Verdict | None = None
         self._settled = self._changed = False
@@ -122,7 +126,8 @@ class Update:
         if not self._settled:
             self._factor = self._settle(loss)
             self._settled = True
-        self._changed = self._data_parallel.step(stage, self._factor) or self._changed
+        with self._timed("optimizer-inner-step"):
+            self._changed = self._data_parallel.step(stage, self._factor) or self._changed
         self._stages[stage].zero_grad()
 
     def end(self) -> Verdict | None:
@@ -153,12 +158,15 @@ class Update:
 
     def _settle(self, loss: float | None) -> float | None:
         """Cast the ballot; returns what the gradient is multiplied by, None for a step that is skipped."""
-        seen = self._data_parallel.report(measure=self._waits)
+        with self._timed("optimizer-unscale-and-check-inf"):
+            seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
+        loss = loss if self._here.tensor_rank == 0 else None
         ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
-        gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
-        self._pending.append((self._step, gathering))
-        self._verdict = self._collect() if len(self._pending) > self._lag else None
+        with self._timed("optimizer-clip-main-grad"):
+            gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
+            self._pending.append((self._step, gathering))
+            self._verdict = self._collect() if len(self._pending) > self._lag else None
         return self._judge(self._verdict) if self._waits and self._verdict is not None else 1.0
 
     def _judge(self, verdict: Verdict) -> float | None:
@@ -198,7 +206,7 @@ def count(
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
     assert len(losses) == here.num_replicas, f"step {step}: {len(losses)} ranks report a loss, not {here.num_replicas}"
     loss = sum(losses) / len(losses)
-    mine = [ballots[rank] for rank in here.row] if independent else ballots
+    mine = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
     squares = _add_up(ballot["norms"] for ballot in mine)
     norm = math.sqrt(sum(squares[layer] for layer in sorted(squares))) if squares else None
     stop = any(ballot["stop"] for ballot in ballots)

@@ -8,6 +8,7 @@ width (Chowdhery et al. 2022, PaLM, appendix B), and without recomputation the f
 (Megatron-LM, section 5.1). What is recomputed counts for nothing, as in PaLM.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dpipe.stage.flops import gpt_layer_flops
@@ -52,6 +53,11 @@ def gpt_train_flops(*, num_sequences: int, context: int, width: int, num_layers:
     forward = gpt_layer_flops(
         batch_size=num_sequences, context=context, width=width, num_layers=num_layers, vocab_size=vocab_size
     )
+    return train_flops(forward)
+
+
+def train_flops(forward: Iterable[float]) -> float:
+    """Model FLOPs of a step, given those of each layer's forward pass."""
     return _BACKWARD_AND_FORWARD * sum(forward)
 
 

@@ -10,24 +10,39 @@ B batch · T position · D width · N heads · H width of a head · V vocabulary
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dpipe.stage.model import LayeredModel
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.stage.tensor_parallel import (
+    ColumnLinear,
+    Piece,
+    QkvLinear,
+    RowLinear,
+    SequenceDropout,
+    SequenceEmbedding,
+    VocabularyEmbedding,
+    split_dropout,
+)
+from dpipe.stage.vocabulary import split_cross_entropy
 
 _INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
+    tensor_plan: ClassVar = {"tokens": VocabularyEmbedding, "positions": SequenceEmbedding, "dropout": SequenceDropout}
+
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
-        _init(self)
+        initialise(self)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -36,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(H)) v, with dropout; causal or not. It has no parameters."""
+    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or as far as each sequence is long. It has no parameters."""
 
     attention_core = True  # what selective recomputation looks for
 
@@ -44,9 +59,46 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.dropout, self.causal = dropout, causal
 
-    def forward(self, q_BNTH: torch.Tensor, k_BNTH: torch.Tensor, v_BNTH: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        q_BNTH: torch.Tensor,
+        k_BNTH: torch.Tensor,
+        v_BNTH: torch.Tensor,
+        lengths_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=self.causal)
+        mask_B11T = None if lengths_B is None else _up_to(lengths_B, k_BNTH.shape[2])
+        return F.scaled_dot_product_attention(
+            q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_B11T, dropout_p=dropout, is_causal=self.causal
+        )
+
+
+class SplitAttentionCore(Piece, AttentionCore):
+    """Some of the heads: it drops in them what one process would, which no fused kernel can be told."""
+
+    def forward(
+        self,
+        q_BNTH: torch.Tensor,
+        k_BNTH: torch.Tensor,
+        v_BNTH: torch.Tensor,
+        lengths_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not (self.training and self.dropout):
+            return super().forward(q_BNTH, k_BNTH, v_BNTH, lengths_B)
+        scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+        if self.causal:
+            later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+            scores_BNTT = scores_BNTT.masked_fill(later_TT, -math.inf)
+        if lengths_B is not None:
+            scores_BNTT = scores_BNTT.masked_fill(~_up_to(lengths_B, k_BNTH.shape[2]), -math.inf)
+        chances_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
+        return chances_BNTT.to(v_BNTH.dtype) @ v_BNTH
+
+
+def _up_to(lengths_B: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Which positions [B, 1, 1, T] lie within each sequence."""
+    positions_T = torch.arange(num_positions, device=lengths_B.device)
+    return (positions_T < lengths_B[:, None])[:, None, None]
 
 
 class Attention(nn.Module):
@@ -54,53 +106,63 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, dropout: float, *, causal: bool = True) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.core = AttentionCore(dropout, causal=causal)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
         q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
-        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH)
+        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
 
     def _heads(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTNH: torch.Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
+        x_BTNH: torch.Tensor = x_BTD.unflatten(-1, (-1, self.head_width))
         return x_BTNH.transpose(1, 2)
 
 
 class Block(nn.Module):
     """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
 
-    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
+    tensor_plan: ClassVar = {
+        "attention.qkv": QkvLinear,
+        "attention.core": SplitAttentionCore,
+        "attention.output": RowLinear,
+        "mlp_in": ColumnLinear,
+        "mlp_out": RowLinear,
+        "dropout": SequenceDropout,
+    }
+
+    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float, *, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, num_heads, dropout)
+        self.attention = Attention(width, num_heads, dropout, causal=causal)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
-        _init(self)
+        initialise(self)
         # The variance of the stream grows with each addition to it, of which there are two a block.
         for onto_stream in (self.attention.output, self.mlp_out):
             nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+    def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), lengths_B))
         y_BTD: torch.Tensor = self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
         return x_BTD + y_BTD
 
 
 class Head(nn.Module):
     draws = False
+    tensor_plan: ClassVar = {"output": ColumnLinear}
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocab_size, bias=False)
-        _init(self)
+        initialise(self)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         logits_BTV: torch.Tensor = self.output(self.norm(x_BTD))
@@ -117,15 +179,17 @@ def gpt(
         *(block for _ in range(num_layers)),
         partial(Head, vocab_size, width),
     )
-    return LayeredModel(layers, next_token_loss, tied=("tokens.weight", "output.weight") if tied else None)
+    ends = ("tokens.weight", "output.weight") if tied else None
+    return LayeredModel(layers, word_loss, ends, lambda group: partial(word_loss, group=group))
 
 
-def next_token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats a token."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+def word_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None) -> torch.Tensor:
+    """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the words."""
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    return F.cross_entropy(logits_NV, targets_N) if group is None else split_cross_entropy(logits_NV, targets_N, group)
 
 
-def _init(layer: nn.Module) -> None:
+def initialise(layer: nn.Module) -> None:
     """GPT-2's: normal with a standard deviation of 0.02; biases zero."""
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -49,12 +49,17 @@ def _add(weight: nn.Parameter, factors: list[tuple[torch.Tensor, torch.Tensor]])
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`."""
+    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`, where they are set."""
 
-    gradients: WeightGradients
+    gradients: WeightGradients | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.gradients)  # type: ignore[no-untyped-call]
+        return self.product(input, self.bias)
+
+    def product(self, input: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+        if self.gradients is None:
+            return F.linear(input, self.weight, bias)
+        output: torch.Tensor = _Product.apply(input, self.weight, bias, self.gradients)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -95,10 +100,12 @@ class _Product(torch.autograd.Function):
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
     """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters stay.
 
-    Left as they are: subclasses, which may compute something else, and a weight that is made from other parameters
-    (`torch.nn.utils.weight_norm`), whose gradient has further to go.
+    Left as they are: subclasses but those of `Linear`, which may compute something else, and a weight that is made
+    from other parameters (`torch.nn.utils.weight_norm`), whose gradient has further to go.
     """
     for linear in module.modules():
-        if type(linear) in (nn.Linear, Linear) and "weight" in dict(linear.named_parameters(recurse=False)):
+        plain = type(linear) is nn.Linear and "weight" in dict(linear.named_parameters(recurse=False))
+        if plain:
             linear.__class__ = Linear
-            linear.gradients = gradients  # type: ignore[assignment]
+        if isinstance(linear, Linear):
+            linear.gradients = gradients

@@ -14,6 +14,7 @@ from torch import nn
 
 from dpipe.errors import ConfigError
 from dpipe.stage.seeding import seeded
+from dpipe.stage.tensor_group import TensorGroup
 
 Loss = Callable[..., torch.Tensor]
 
@@ -24,11 +25,21 @@ class LayeredModel:
 
     `loss(*outputs, targets)` is the mean over a micro-batch. `tied` names a parameter of the first layer and one of the
     last that are one weight to the mathematics: two parameters here, of equal start, whose gradients are added up.
+    `split_loss(group)` is the loss where the last layer is split over the ranks of a group (`tensor_parallel.py`); a
+    model without it cannot be split.
     """
 
     layers: tuple[Callable[[], nn.Module], ...]
     loss: Loss
     tied: tuple[str, str] | None = None
+    split_loss: Callable[[TensorGroup], Loss] | None = None
+
+    def loss_on(self, group: TensorGroup | None) -> Loss:
+        """The loss where `group` holds the last layer together; None is one rank."""
+        if group is None:
+            return self.loss
+        assert self.split_loss is not None, "the configuration splits dpipe's own models alone"
+        return self.split_loss(group)
 
 
 def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:

@@ -32,14 +32,14 @@ class LayerCost:
 
 
 def probe(
-    model: LayeredModel, inputs: TensorSpec, seed: int, dtype: torch.dtype = torch.float32
+    model: LayeredModel, inputs: Iterable[TensorSpec], seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[LayerCost, ...]:
     """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
 
     `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be followed without
     values.
     """
-    tensors: tuple[torch.Tensor, ...] = (inputs.empty("meta"),)
+    tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
     for index in range(len(model.layers)):
         try:
@@ -100,13 +100,14 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
 
 
-def measure(model: LayeredModel, inputs: torch.Tensor, targets: torch.Tensor, seed: int) -> tuple[float, ...]:
+def measure(
+    model: LayeredModel, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor, seed: int
+) -> tuple[float, ...]:
     """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of three.
 
     One layer is in memory at a time. The number of threads is the process's.
     """
-    tensors: tuple[torch.Tensor, ...] = (inputs,)
-    seconds = []
+    tensors, seconds = inputs, []
     for index in range(len(model.layers)):
         last = index == len(model.layers) - 1
         layer = {index: materialise(model, index, seed, "cpu")}

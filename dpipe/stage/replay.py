@@ -75,6 +75,9 @@ class ReplayStage:
         wait(self._weight_s)
         self._count_backward()
 
+    def complete(self) -> None:
+        pass
+
     @property
     def held(self) -> int:
         return len(self._stashed | self._waiting)

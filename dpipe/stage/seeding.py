@@ -6,13 +6,14 @@ So a layer drops the same values in any cut, under any schedule, and again when 
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 # The default generators belong to the process, and the ranks of a test are threads of one.
 _LOCK = threading.Lock()
+_DRAWING = threading.local()  # its `generators` are those that `seeded` has set, where this thread is inside it
 
 
 @contextmanager
@@ -24,11 +25,33 @@ def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None
         states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(number)
+        _DRAWING.generators = generators
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            _DRAWING.generators = ()
+            _set(generators, states)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let other threads draw while this one waits for them inside `seeded`; outside of it, nothing."""
+    generators = getattr(_DRAWING, "generators", ())
+    if not generators:
+        yield
+        return
+    states = [generator.get_state() for generator in generators]
+    _LOCK.release()
+    try:
+        yield
+    finally:
+        _LOCK.acquire()
+        _set(generators, states)
+
+
+def _set(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -21,10 +21,12 @@ from dpipe.stage.masters import Masters
 from dpipe.stage.model import Loss
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
+from dpipe.stage.tensor_parallel import Split
 from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
+Timed = Callable[[str], AbstractContextManager[object]]  # around a part of the work, by its timer's name
 
 _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +49,9 @@ class Stage:
     compute in it, and it crosses the boundaries; what is learned, and seen from outside, are their fp32 masters.
     Micro-batch m draws the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
     replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay torch's own: 3 %
-    faster, and the same to the bit. `compiled` layers cannot split it.
+    faster, and the same to the bit. `compiled` layers cannot split it. `split` says how the layers were cut for the
+    ranks that hold this stage together, where there are several; `loss` is then the one for such ranks. `timed(name)`
+    is around what half precision adds to the optimizer's work.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class Stage:
         seed: int = 0,
         first_microbatch: int = 0,
         splits_backward: bool = True,
+        split: Split | None = None,
         device: torch.device | str = "cpu",
+        timed: Timed = nullcontext,
     ) -> None:
-        self.index, self._first_microbatch = index, first_microbatch
+        self.index, self._first_microbatch, self._timed = index, first_microbatch, timed
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
         self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
         stored, self._device = _HALF[parameters], torch.device(device)
@@ -77,7 +83,7 @@ class Stage:
         self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
-        self._splits_backward = splits_backward
+        self._splits_backward, self.split = splits_backward, split
         for layer in self._layers.values():
             if recompute == "selective":
                 recompute_attention(layer)
@@ -137,6 +143,11 @@ class Stage:
         """Add the weight gradients that `backward_input` of this micro-batch left."""
         make(self._waiting.pop(microbatch))
         self._collect()
+
+    def complete(self) -> None:
+        """All gradients of the step are made: add up those of which several ranks have made terms."""
+        if self.split is not None:
+            self.split.add_up(self.named_parameters())
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
@@ -199,12 +210,14 @@ class Stage:
 
     def _refresh(self) -> None:
         if self._masters is not None and self._stale:
-            self._masters.refresh()
+            with self._timed("optimizer-copy-main-to-model-params"):
+                self._masters.refresh()
         self._stale = False
 
     def _collect(self) -> None:
         if self._masters is not None:
-            self._masters.collect()
+            with self._timed("optimizer-copy-to-main-grad"):
+                self._masters.collect()
 
     def _run(
         self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors

@@ -1,6 +1,6 @@
 """Timelines as a trace that Perfetto and chrome://tracing open: measured, and the prediction beside it.
 
-    process  rank 0              lanes compute, send, recv, reduce, update, wait
+    process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor
              rank 0, predicted   the same lanes; drawn at the first measured step
              rank 1              ...
     arrow    from each send to the receive of the same message
@@ -56,16 +56,18 @@ class _Track:
 
     def events(self) -> Iterator[Event]:
         num_stages = 1 + max((span.action.stage for span in self.timeline.spans), default=0)
-        receives = {(self._replica(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
+        receives = {(self._row(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:
-                receive = receives.get((self._replica(span), counterpart(span.action, num_stages)))
+                receive = receives.get((self._row(span), counterpart(span.action, num_stages)))
                 # The trace of a run that was cut short may hold one end of a message alone.
                 yield from self._arrow(span, receive) if receive else ()
 
-    def _replica(self, span: Span) -> int:
-        return span.rank * self.timeline.num_replicas // self.timeline.num_ranks
+    def _row(self, span: Span) -> int:
+        """Which replica, and in it which of the ranks that hold a stage together: messages stay within."""
+        replica = span.rank * self.timeline.num_replicas // self.timeline.num_ranks
+        return replica * self.timeline.tensor_size + span.rank % self.timeline.tensor_size
 
     def _slice(self, span: Span) -> Event:
         args: Event = {
@@ -77,7 +79,7 @@ class _Track:
         return self._event("X", span, span.start_us) | {"dur": span.duration_us, "args": args}
 
     def _arrow(self, send: Span, receive: Span) -> Iterator[Event]:
-        name = f"{self.number}:{self._replica(send)}:{send.action}"
+        name = f"{self.number}:{self._row(send)}:{send.action}"
         yield self._event("s", send, send.start_us) | {"id": name}
         yield self._event("f", receive, receive.start_us) | {"id": name, "bp": "e"}
 

@@ -7,7 +7,10 @@ from dpipe.schedule.action import Action
 
 
 class Lane(StrEnum):
-    """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has nothing to run."""
+    """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has nothing to run.
+
+    TENSOR is what the ranks that hold a stage together exchange, most of it inside COMPUTE.
+    """
 
     COMPUTE = "compute"
     SEND = "send"
@@ -15,6 +18,7 @@ class Lane(StrEnum):
     REDUCE = "reduce"
     UPDATE = "update"
     WAIT = "wait"
+    TENSOR = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Timeline:
     num_ranks: int
     spans: tuple[Span, ...]
     num_replicas: int = 1
+    tensor_size: int = 1  # ranks that hold a stage together, one behind the other
 
     @property
     def duration_us(self) -> float:

@@ -1,13 +1,19 @@
 """Where a rank's time goes, in the words of Megatron-LM's timers: from the spans of any step.
 
     forward-compute   forward-recv   forward-send   backward-compute   backward-recv   backward-send
-    params-all-reduce   optimizer
+    backward-layernorm-all-reduce   backward-embedding-all-reduce   backward-params-all-reduce
+    optimizer   batch-generator
+
+    optimizer: -unscale-and-check-inf | -clip-main-grad         | -inner-step
+               norms, what is finite  | what all ranks agree on | scaled by that, the step itself
 
 A `recv` is the time in which a rank has nothing to do but wait; a `send` is bytes moving, mostly beside compute, so the
-timers of a step do not add up to it.
+timers of a step do not add up to it. There is no backward-send-forward-recv: a rank that sends does not wait for what
+comes. Gradients in half precision are added to the masters' behind each backward pass, and masters rounded before the
+first forward: those two parts of the optimizer are in -compute as well.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from dpipe.schedule.action import Op
@@ -16,8 +22,23 @@ from dpipe.timeline.span import Lane, Span
 TIMERS = (
     *("forward-compute", "forward-recv", "forward-send"),
     *("backward-compute", "backward-recv", "backward-send"),
-    *("params-all-reduce", "optimizer"),
+    *("backward-layernorm-all-reduce", "backward-embedding-all-reduce", "backward-params-all-reduce"),
+    "optimizer",
 )
+PARTS = (
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    "batch-generator",
+)
+
+_WAITS = {
+    Op.RECV_F: "forward-recv",
+    Op.RECV_B: "backward-recv",
+    Op.RECV_TIED: "backward-embedding-all-reduce",
+}
 
 
 def timers_ms(spans: Iterable[Span]) -> dict[str, float]:
@@ -36,14 +57,14 @@ class Timers:
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
 
-    def add(self, spans: Iterable[Span]) -> None:
-        """A step is over."""
-        self._steps.append(timers_ms(spans))
+    def add(self, spans: Iterable[Span], parts: Mapping[str, float]) -> None:
+        """A step is over; `parts` are milliseconds by the names of PARTS."""
+        self._steps.append({**timers_ms(spans), **parts})
 
     def line(self) -> str:
         """`time (ms) | forward-compute: 12.3 | optimizer: 1.0`: the mean of the steps since the last line."""
         steps, self._steps = self._steps, []
-        ran = [name for name in TIMERS if any(name in step for step in steps)]
+        ran = [name for name in (*TIMERS, *PARTS) if any(name in step for step in steps)]
         means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in ran}
         return " | ".join(["time (ms)", *(f"{name}: {value:.1f}" for name, value in means.items())])
 
@@ -53,11 +74,13 @@ def _timer(lane: Lane, op: Op) -> str | None:
         case Lane.COMPUTE:
             return "forward-compute" if op is Op.F else "backward-compute"
         case Lane.WAIT:
-            return {Op.RECV_F: "forward-recv", Op.RECV_B: "backward-recv"}.get(op, "params-all-reduce")
+            return _WAITS.get(op, "backward-params-all-reduce")
         case Lane.SEND:
             return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
         case Lane.UPDATE:
             return "optimizer"
+        case Lane.TENSOR:  # but for that of gradients it is inside of compute
+            return "backward-layernorm-all-reduce" if op in (Op.REDUCE_GRAD, Op.STEP) else None
         case Lane.RECV | Lane.REDUCE:  # bytes moving beside compute: what of it was waited for is in WAIT
             return None
     assert_never(lane)

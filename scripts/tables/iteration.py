@@ -27,6 +27,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
+    """`stages_per_rank` above 1 goes with the schedule "interleaved"."""
+
     shape: Shape
     tensor_parallel: int
     pipeline_parallel: int
@@ -34,7 +36,12 @@ class Job:
     batch_size: int  # of all replicas
     strategy: Strategy
     schedule: str = "1f1b"
+    stages_per_rank: int = 1
     gathers_parameters: bool = False  # FSDP: all-gathered forward and backward, reduced by halves
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_parallel * self.stages_per_rank
 
     @property
     def num_microbatches(self) -> int:
@@ -42,21 +49,33 @@ class Job:
 
 
 def iteration_s(job: Job, machine: Machine) -> float:
-    shape, t, p, device = job.shape, job.tensor_parallel, job.pipeline_parallel, machine.device
-    forward, backward = (shape.num_layers / p * us for us in layer_us(shape, t, job.strategy, device))
+    """Seconds. A hop carries 1/t of the activation, inside the machine, while its ends compute."""
+    device = machine.device
+    cost = stage_cost(job, device, message_bytes=job.shape.values * machine.value_bytes // job.tensor_parallel)
+    link = Link(delay_ms=0.02, bandwidth_gbps=8 * device.link_gigabytes_per_s)
+    return pipeline_s(job, cost, link) + _agreement_s(job, machine) + update_s(job, device)
+
+
+def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: float = 0.0) -> Cost:
+    """A step of each stage; `hop_us` are those for which a hop to or from a neighbour holds up the stage itself."""
+    shape, t, stages = job.shape, job.tensor_parallel, job.num_stages
+    forward, backward = (shape.num_layers / stages * us for us in layer_us(shape, t, job.strategy, device))
     tokens = shape.sequence * shape.micro_batch
     logits = device.kernel_us(2 * tokens * shape.width * shape.vocabulary(t))
-    last = (0.0,) * (p - 1) + (1.0,)
-    cost = Cost(
-        forward_us=tuple(forward + end * logits for end in last),
-        backward_us=tuple(backward + end * 2 * logits for end in last),
-        input_us=(0.0,) * p,
-        weight_us=(0.0,) * p,
-        activation_bytes=(shape.values * machine.value_bytes // t,) * (p - 1),
+    last = [stage == stages - 1 for stage in range(stages)]
+    hops = [hop_us * (stages > 1)] * stages
+    return Cost(
+        forward_us=tuple(forward + end * logits + hop for end, hop in zip(last, hops, strict=True)),
+        backward_us=tuple(backward + end * 2 * logits + hop for end, hop in zip(last, hops, strict=True)),
+        input_us=(0.0,) * stages,
+        weight_us=(0.0,) * stages,
+        activation_bytes=(message_bytes,) * (stages - 1),
     )
-    link = Network("machine", Link(delay_ms=0.02, bandwidth_gbps=8 * device.link_gigabytes_per_s))
-    pipeline = simulate(generate(job.schedule, p, job.num_microbatches), cost, link).duration_us
-    return pipeline / 1e6 + _agreement_s(job, machine) + _update_s(job, machine)
+
+
+def pipeline_s(job: Job, cost: Cost, link: Link) -> float:
+    plan = generate(job.schedule, job.num_stages, job.num_microbatches, stages_per_rank=job.stages_per_rank)
+    return simulate(plan, cost, Network("machine", link)).duration_us / 1e6
 
 
 def parameters(shape: Shape) -> int:
@@ -71,6 +90,6 @@ def _agreement_s(job: Job, machine: Machine) -> float:
     return rounds * (d - 1) / d * model_bytes / (machine.network_gigabytes_per_s * 1e9)
 
 
-def _update_s(job: Job, machine: Machine) -> float:
+def update_s(job: Job, device: Device) -> float:
     own = parameters(job.shape) / (job.tensor_parallel * job.pipeline_parallel)
-    return own * _UPDATE_BYTES / (machine.device.gigabytes_per_s * machine.device.efficiency * 1e9)
+    return own * _UPDATE_BYTES / (device.gigabytes_per_s * device.efficiency * 1e9)

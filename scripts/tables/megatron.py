@@ -54,15 +54,16 @@ def layer_parameters(shape: Shape, t: int) -> int:
     return 12 * h**2 // t + 7 * h // t + 6 * h
 
 
-def rank_memory(shape: Shape, t: int, p: int, strategy: Strategy) -> RankMemory:
-    """Of the rank that holds most, under 1F1B over p stages."""
+def rank_memory(shape: Shape, t: int, p: int, strategy: Strategy, microbatches: int | None = None) -> RankMemory:
+    """Of the rank that holds most, under 1F1B over p stages; default: of as many micro-batches as it ever holds."""
     layer = _layer(shape, t, strategy)
     stage = (layer,) * (shape.num_layers // p)
     stages = [stage] * p
     stages[0] = (_embedding(shape, t, strategy), *stages[0])
     stages[-1] = (*stages[-1], _head(shape, t, strategy, own_table=p > 1))
     updating = [(*stage, LayerMemory(update_bytes=_updating(stage))) for stage in stages]
-    return max(peak_memory(generate("1f1b", p, 2 * p), updating, keeps_gradients=True), key=lambda rank: rank.total)
+    plan = generate("1f1b", p, microbatches or 2 * p)
+    return max(peak_memory(plan, updating, keeps_gradients=True), key=lambda rank: rank.total)
 
 
 def kept_bytes(shape: Shape, t: int, strategy: Strategy) -> int:

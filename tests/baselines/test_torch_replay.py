@@ -31,7 +31,7 @@ def a_config(**overrides: object) -> Config:
     return build(TABLE).with_(**overrides)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV
 def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(FILE)
     overrides = [f"run.folder={tmp_path / 'run'}", f"pipeline.schedule={schedule}"]
@@ -41,18 +41,21 @@ def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
     assert launch(lambda rank: argv, 2, logs=tmp_path / "logs", on_line=said.append, timeout_s=90) == 0, said
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1]
-    at_least = forecast(a_config(pipeline__schedule=schedule)).cost.forward_us[0] * 3 * (6 + 1) / 1e6
-    assert rows[1]["step_s"] >= at_least - 0.005
+    predicted_s = forecast(a_config(pipeline__schedule=schedule)).step_us / 1e6
+    assert predicted_s - 0.005 <= rows[1]["step_s"] < 2 * predicted_s
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"model__layers": "gpt"}, 'model.layers must be "replay"'),
-        ({"pipeline__schedule": "zero-bubble"}, "pipeline.schedule must be one of gpipe, 1f1b"),
         ({"pipeline__wire": "bf16"}, 'pipeline.wire must be "none"'),
-        ({"pipeline__stages": 1}, "pipeline.stages must be above 1"),
-        ({"pipeline__in_flight": 4}, "pipeline.in_flight must be left out"),
+        ({"pipeline__stages": 1}, "pipeline.ranks must be above 1"),
+        (
+            {"data_parallel__replicas": 2, "data_parallel__kind": "all-reduce", "train__batch_size": 12},
+            "data_parallel.replicas must be 1",
+        ),
+        ({"transport__shape": "slow.toml"}, "transport.shape must be left out, its network is gloo's"),
     ],
 )
 def test_what_torch_cannot_be_given_is_refused(overrides: dict[str, object], message: str) -> None:

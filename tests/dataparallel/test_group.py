@@ -3,9 +3,10 @@ import torch
 from layered import ADAM, Layered, in_threads, mean_gradients, one_step
 
 from dpipe.dataparallel.allreduce import AllReduce
-from dpipe.dataparallel.group import TorchGroup, open_store
+from dpipe.dataparallel.group import TorchGroup
 from dpipe.dataparallel.single import Single
 from dpipe.errors import PeerLost
+from dpipe.wire.collective import open_store
 
 HOST = "127.0.0.1"
 

@@ -37,7 +37,7 @@ def _server() -> Iterator[None]:
     PORT.clear()
 
 
-def of_kind(name: str, replicas: int, wire_name: str = "none", lag: int = 0, tied_copy: str | None = None) -> Make:
+def of_kind(name: str, replicas: int, wire_name: str = "none", lag: int = 0, uncounted: tuple[str, ...] = ()) -> Make:
     calls = itertools.count(next(RUNS) * 1000 * replicas)
 
     def make(stage: Layered, links: Links, replica: int) -> DataParallel:
@@ -47,10 +47,10 @@ def of_kind(name: str, replicas: int, wire_name: str = "none", lag: int = 0, tie
         if name == "parameter-server":
             worker = Worker(f"127.0.0.1:{PORT[0]}", f"{next(calls) // replicas}", replica, replica, connections=2)
             rule = StepRule(tuple(range(replicas)), ADAM.weight_decay, ADAM.betas, wire_name)
-            return ServedStages({0: stage}, rule, {0: worker}, eager=False, chunk_bytes=PART_BYTES, tied_copy=tied_copy)
+            return ServedStages({0: stage}, rule, {0: worker}, eager=False, chunk_bytes=PART_BYTES, uncounted=uncounted)
         if name == "all-reduce":
-            return AllReduce({0: stage}, ADAM, exchange(wire_name), lag=lag, tied_copy=tied_copy)
-        return Sharded({0: stage}, ADAM, exchange(wire_name), exchange("none"), lag=lag, tied_copy=tied_copy)
+            return AllReduce({0: stage}, ADAM, exchange(wire_name), lag=lag, uncounted=uncounted)
+        return Sharded({0: stage}, ADAM, exchange(wire_name), exchange("none"), lag=lag, uncounted=uncounted)
 
     return make
 
@@ -114,7 +114,7 @@ def test_reports_add_up_to_the_norm_of_the_mean_gradient_without_its_loss_scale(
         kind.start(0)
         return kind.report(measure=True)
 
-    reports = with_replicas(of_kind(kind, 3, tied_copy="layers.4.matrix"), 3, run)
+    reports = with_replicas(of_kind(kind, 3, uncounted=("layers.4.matrix",)), 3, run)
     matrix, vector, _ = mean_gradients(Layered(), 0, 3)
     squares = [sum(r.squares.get(layer, 0.0) for r in reports) for layer in (3, 4)]
     assert squares == pytest.approx([float(matrix.square().sum() + vector.square().sum()), 0.0], rel=1e-6)

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dpipe.engine import data
-from dpipe.engine.data import Corpus, find_files, prepare
+from dpipe.engine.data import Corpus, find_files, open_tokenizer, prepare
 from dpipe.errors import DataError
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
@@ -29,7 +29,7 @@ def write(name: str, text: str | bytes = TEXT) -> None:
 
 
 def corpus(*files: str, tokenizer: str = "bytes", held_out: float = 0.1) -> Corpus:
-    return prepare(files or ("text.txt",), tokenizer, Path("cache"), held_out)
+    return prepare(files or ("text.txt",), open_tokenizer(tokenizer), Path("cache"), held_out)
 
 
 def train_tokenizer(path: str, vocab_size: int = 300) -> None:
@@ -237,7 +237,7 @@ def test_nothing_is_written_where_the_corpus_is_not_accepted() -> None:
         found.check_length(100, need_held_out=False)
 
     with pytest.raises(DataError, match="training text has"):
-        prepare(["text.txt"], "bytes", Path("cache"), 0.1, accept)
+        prepare(["text.txt"], open_tokenizer("bytes"), Path("cache"), 0.1, accept)
     assert not Path("cache").exists()
 
 

@@ -57,6 +57,16 @@ def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
         launch_ranks(str(path), (), num_ranks=3, resume=None, fallback=False, say=lambda line: None)
 
 
+def test_ranks_of_a_stage_count_among_the_processes_that_are_needed(tmp_path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[pipeline]\nstages = 2\n[tensor_parallel]\nsize = 2\n")
+    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
+    with pytest.raises(ConfigError, match=r"tensor_parallel.size 2 and .* need 4.*-o pipeline.stages=3"):
+        train_rank(str(path), (), rank=0, world_size=6, **flags)
+    with pytest.raises(ConfigError, match="of stages on tensor_parallel.size 2 ranks do not divide 5 processes"):
+        train_rank(str(path), (), rank=0, world_size=5, **flags)
+
+
 def test_torch_group_needs_addresses(tiny) -> None:
     config: Config = tiny(data_parallel__kind="all-reduce", data_parallel__replicas=2, data_parallel__group="torch")
     with pytest.raises(JoinError, match="rank 0 has node.advertise"):

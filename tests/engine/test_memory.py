@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from dpipe.engine.memory import GptSizes, gpt_memory, stage_memory
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
+from dpipe.stage.bert import bert
 from dpipe.stage.gpt import gpt
 from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.tensor_parallel import Split
 from dpipe.timeline.memory import RankMemory, peak_memory
 
 STEPS = 2  # the first allocates the optimizer's state
@@ -67,7 +70,7 @@ def peak_by_torch(schedule: Schedule, rank: int, sizes: GptSizes, recompute: str
 
 
 def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> Stage:
-    model = gpt(
+    model = (bert if sizes.bert else gpt)(
         vocab_size=sizes.vocab_size,
         num_layers=sizes.num_layers,
         width=sizes.width,
@@ -77,15 +80,39 @@ def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> 
         tied=False,
     )
     each = len(model.layers) // schedule.num_stages
+    layers = {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)}
+    group: Any = OneOf(sizes) if sizes.ranks > 1 else None
     return Stage(
         index,
-        {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)},
+        layers,
         num_microbatches=schedule.num_microbatches,
-        loss=model.loss if schedule.is_last(index) else None,
+        loss=model.loss_on(group) if schedule.is_last(index) else None,
         recompute=recompute,
         precision="bf16" if sizes.half else "fp32",
         splits_backward=schedule.splits,
+        split=None if group is None else Split(group, layers),
     )
+
+
+class OneOf:
+    """The first of the ranks that hold a stage together, as to sizes: the others have what it has."""
+
+    rank = 0
+
+    def __init__(self, sizes: GptSizes) -> None:
+        self.size, self.sequence = sizes.ranks, sizes.sequence
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = None) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(torch.stack([tensor.detach()] * self.size).unbind(), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.stack(tensor.detach().chunk(self.size, dim))[0].clone()
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(self.size, dim)[0]
 
 
 def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> None:
@@ -93,28 +120,34 @@ def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> No
     last = schedule.is_last(action.stage)
     match action.op:
         case Op.F:
-            stage.forward(
-                action.microbatch,
-                given(sizes, tokens=action.stage == 0),
-                given(sizes, tokens=True)[0] if last else None,
-            )
+            inputs = tokens(sizes) if action.stage == 0 else activation(sizes)
+            stage.forward(action.microbatch, inputs, tokens(sizes)[0] if last else None)
         case Op.B:
-            stage.backward(action.microbatch, () if last else given(sizes))
+            stage.backward(action.microbatch, () if last else activation(sizes)[:1])
         case Op.I:
-            stage.backward_input(action.microbatch, () if last else given(sizes))
+            stage.backward_input(action.microbatch, () if last else activation(sizes)[:1])
         case _:
             stage.backward_weight(action.microbatch)
 
 
-def given(sizes: GptSizes, *, tokens: bool = False) -> Tensors:
-    shape = (sizes.batch_size, sizes.context)
-    return (torch.zeros(shape, dtype=torch.int64) if tokens else torch.zeros(*shape, sizes.width),)
+def tokens(sizes: GptSizes) -> Tensors:
+    """Of a BERT also their types, and the sequences' lengths."""
+    ids = [torch.zeros(sizes.batch_size, sizes.context, dtype=torch.int64) for _ in range(1 + sizes.bert)]
+    return (*ids, *lengths(sizes))
+
+
+def activation(sizes: GptSizes) -> Tensors:
+    return (torch.zeros(sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width), *lengths(sizes))
+
+
+def lengths(sizes: GptSizes) -> Tensors:
+    return (torch.zeros(sizes.batch_size, dtype=torch.int32),) if sizes.bert else ()
 
 
 def predicted(schedule: Schedule, sizes: GptSizes, recompute: str) -> tuple[RankMemory, ...]:
     layers = gpt_memory(sizes, recompute)
     cut = [len(layers) // schedule.num_stages] * schedule.num_stages
-    return peak_memory(schedule, stage_memory(layers, cut, [sizes.unit] * (len(cut) - 1), recompute))
+    return peak_memory(schedule, stage_memory(layers, cut, [sizes.stream] * (len(cut) - 1), recompute))
 
 
 # Every value of size, schedule, strategy, precision and dropout beside several of the others.
@@ -130,15 +163,33 @@ CASES = """
     long  1f1b         none       fp32  dropout
     long  zero-bubble  selective  bf16  dropout
     long  gpipe        full       bf16  dropout
+    demo  1f1b         none       fp32  bert
+    words zero-bubble  none       fp32  bert
+    wide  gpipe        full       bf16  bert
+    long  interleaved  selective  fp32  bert
+    demo  1f1b         none       bf16  dropout  bert
+    demo  zero-bubble  none       fp32  2-ranks
+    words 1f1b         none       bf16  2-ranks
+    long  1f1b         full       fp32  2-ranks sequence
+    demo  1f1b         none       fp32  4-ranks sequence
+    words 1f1b         none       fp32  2-ranks sequence bert
 """
 
 
 @pytest.mark.parametrize("case", CASES.strip().splitlines())
 def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
-    size, name, recompute, precision, *dropout = case.split()
+    size, name, recompute, precision, *more = case.split()
     num_stages, per_rank = SCHEDULES[name]
-    draws = bool(dropout)
-    sizes = GptSizes(*SIZES[size], dropout=draws, keeps_matrices=draws, half=precision == "bf16")
+    draws, ranks = "dropout" in more, next((int(word[0]) for word in more if word.endswith("-ranks")), 1)
+    sizes = GptSizes(
+        *SIZES[size],
+        dropout=draws,
+        keeps_matrices=draws,
+        half=precision == "bf16",
+        ranks=ranks,
+        sequence="sequence" in more,
+        bert="bert" in more,
+    )
     schedule = generate(name, num_stages, 3, stages_per_rank=per_rank)
     ours = predicted(schedule, sizes, recompute)
     theirs = [peak_by_torch(schedule, rank, sizes, recompute) for rank in range(schedule.num_ranks)]

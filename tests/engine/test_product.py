@@ -73,7 +73,7 @@ class Rank:
                 [boundary] * (STAGES - 1),
                 self.kind,
                 Recorder(rank),
-                first_rank=self.here.row.start,
+                row=self.here.row,
             )
         )
 

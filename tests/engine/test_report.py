@@ -16,11 +16,17 @@ ROWS = [
 ]
 
 
-def summary(run: Path, rows: list[dict[str, float]], sample: str | None = None, shards: int = 1) -> str:
+def summary(
+    run: Path,
+    rows: list[dict[str, float]],
+    sample: str | None = None,
+    shards: int = 1,
+    scale: TextScale | None = SCALE,
+) -> str:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = StringIO()
     console, url = Console(file=out, width=200), f"{run}/checkpoints"
-    show_summary(console, run, scale=SCALE, checkpoint_url=url, sample=sample, shards=shards)
+    show_summary(console, run, scale=scale, checkpoint_url=url, sample=sample, shards=shards)
     return out.getvalue()
 
 
@@ -54,6 +60,13 @@ def test_summary_says_where_everything_is(tmp_path: Path) -> None:
     assert f"{tmp_path}/checkpoints" in text
     assert "My fellow [bold] citizens" in text
     assert "2 steps in 1 s" in text
+
+
+def test_summary_of_a_model_that_writes_no_text_tells_plain_losses(tmp_path: Path) -> None:
+    text = summary(tmp_path, ROWS, scale=None)
+    assert "training │ 5.000 │ 4.000" in " ".join(text.split())
+    assert "bits per byte" not in text
+    assert "dpipe generate" not in text
 
 
 def test_summary_says_what_sharding_saves(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_spans_survive_the_upload() -> None:
     assert load_steps(dump_steps([step]), rank=1) == [step]
 
 
-@pytest.mark.parametrize("plan", [PLAN, CROWDED, REPLICATED, SERVED])
+@pytest.mark.parametrize("plan", [PLAN, CROWDED, REPLICATED, SERVED, replace(PLAN, tensor_size=2)])
 def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
     save_plan(tmp_path, plan)
     assert load_plan(tmp_path) == plan

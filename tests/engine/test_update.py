@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -119,6 +120,14 @@ def test_verdict_of_the_same_step_is_waited_for_when_clipping() -> None:
     assert (verdict.step, verdict.norm) == (0, 2.0)
 
 
+def test_parts_of_a_step_are_timed_by_their_names() -> None:
+    stage, parts = OneLayer(), []
+    update = an_update(stage, clip_norm=1.0)
+    update._timed = lambda name: nullcontext(parts.append(name))
+    one_step(update, stage, 1.0)
+    assert parts == ["optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step"]
+
+
 def test_verdict_comes_one_step_late_when_nobody_needs_it() -> None:
     stage = OneLayer()
     update = an_update(stage, clip_norm=0)
@@ -164,3 +173,12 @@ def test_state_restores_to_the_same_next_step() -> None:
     one_step(update, stage, -0.7, 1)
     one_step(resumed, other, -0.7, 1)
     assert torch.equal(stage.weight, other.weight)
+
+
+def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
+    here, heard = Seat(rank=1, tensor_size=2), Heard()
+    stage = OneLayer()
+    update = Update({0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here)
+    update.begin(0, lambda: False, dict)
+    update._settle(1.5)
+    assert heard.said[0]["loss"] is None

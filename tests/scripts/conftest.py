@@ -16,7 +16,5 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     yield import_module
-    for name in {"table", "trials", "venue", "sweep", "convergence", "link", "aws_profiles", "gpu_check"} & (
-        set(sys.modules) - before
-    ):
+    for name in {path.stem for path in SCRIPTS.glob("*.py")} & (set(sys.modules) - before):
         del sys.modules[name]

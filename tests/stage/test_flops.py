@@ -4,7 +4,14 @@ import sys
 import pytest
 import torch
 
-from dpipe.stage.flops import attention_core_flops, gpt_layer_flops, gpt_layer_parameter_bytes
+from dpipe.stage.bert import bert
+from dpipe.stage.flops import (
+    attention_core_flops,
+    bert_layer_flops,
+    bert_layer_parameter_bytes,
+    gpt_layer_flops,
+    gpt_layer_parameter_bytes,
+)
 from dpipe.stage.gpt import gpt
 from dpipe.stage.probe import probe
 from dpipe.wire.spec import TensorSpec
@@ -16,25 +23,28 @@ MODEL = gpt(**SIZES, num_heads=4, dropout=0.0, tied=False)
 
 
 def test_formula_counts_what_torch_counts() -> None:
-    counted = [cost.forward_flops for cost in probe(MODEL, TensorSpec((BATCH, 32), torch.int64), seed=0)]
+    counted = [cost.forward_flops for cost in probe(MODEL, [IDS], seed=0)]
     assert list(gpt_layer_flops(batch_size=BATCH, **SIZES)) == counted
 
 
 def test_attention_core_is_what_torch_counts_in_it() -> None:
-    counted = [cost.core_flops for cost in probe(MODEL, TensorSpec((BATCH, 32), torch.int64), seed=0)]
+    counted = [cost.core_flops for cost in probe(MODEL, [IDS], seed=0)]
     core = attention_core_flops(batch_size=BATCH, context=SIZES["context"], width=SIZES["width"])
     assert counted == [0.0, core, core, 0.0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_formula_counts_the_parameters(tied: bool) -> None:
-    counted = [
-        cost.parameter_bytes
-        for cost in probe(
-            gpt(**SIZES, num_heads=4, dropout=0.0, tied=tied), TensorSpec((BATCH, 32), torch.int64), seed=0
-        )
-    ]
+    model = gpt(**SIZES, num_heads=4, dropout=0.0, tied=tied)
+    counted = [cost.parameter_bytes for cost in probe(model, [IDS], seed=0)]
     assert list(gpt_layer_parameter_bytes(**SIZES)) == counted
+
+
+def test_formulas_of_bert_count_what_torch_counts() -> None:
+    model = bert(**SIZES, num_heads=4, dropout=0.0, tied=True)
+    counted = probe(model, [IDS, IDS, TensorSpec((BATCH,), torch.int32)], seed=0)
+    assert list(bert_layer_flops(batch_size=BATCH, **SIZES)) == [cost.forward_flops for cost in counted]
+    assert list(bert_layer_parameter_bytes(**SIZES)) == [cost.parameter_bytes for cost in counted]
 
 
 @pytest.mark.parametrize("module", ["flops", "partition"])

@@ -1,5 +1,6 @@
 """Parameters in half precision with fp32 masters: what is computed in which, and that nothing else changes."""
 
+from contextlib import nullcontext
 from functools import partialmethod
 
 import pytest
@@ -106,6 +107,12 @@ def test_evaluation_after_a_step_sees_what_was_learned() -> None:
             parameter.zero_()
     stage.zero_grad()
     assert stage.evaluate((tokens,), tokens)[0].item() != before
+
+
+def test_copies_between_masters_and_parameters_are_timed() -> None:
+    names: list[str] = []
+    train(stages([], timed=lambda name: nullcontext(names.append(name))), num_steps=2)
+    assert names == 2 * ["optimizer-copy-main-to-model-params", *M * ["optimizer-copy-to-main-grad"]]
 
 
 def test_aborted_step_leaves_no_gradient() -> None:

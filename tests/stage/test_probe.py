@@ -8,7 +8,7 @@ from dpipe.stage.model import LayeredModel
 from dpipe.stage.probe import measure, probe
 from dpipe.wire.spec import TensorSpec
 
-TOKENS = TensorSpec((2, 6), torch.int64)
+TOKENS = [TensorSpec((2, 6), torch.int64)]
 GPT = gpt(vocab_size=13, num_layers=1, width=16, num_heads=2, context=6, dropout=0.1, tied=True)
 
 
@@ -30,7 +30,7 @@ def test_probe_counts_parameters() -> None:
 
 def test_probe_needs_no_memory_for_a_model_that_would_not_fit() -> None:
     huge = LayeredModel((lambda: nn.Linear(1 << 20, 1 << 20),), mean)
-    (cost,) = probe(huge, TensorSpec((1, 1 << 20), torch.float32), seed=0)
+    (cost,) = probe(huge, [TensorSpec((1, 1 << 20), torch.float32)], seed=0)
     assert cost.parameter_bytes == 4 * ((1 << 40) + (1 << 20))
     assert cost.forward_flops == 2.0 * (1 << 40)
 
@@ -68,6 +68,6 @@ def test_measure_finds_the_dear_layer() -> None:
 
     tokens = torch.ones(2, 6, dtype=torch.int64)
     model = LayeredModel((Start, lambda: nn.Linear(6, 6), Deep, lambda: nn.Linear(6, 1)), mean)
-    seconds = measure(model, tokens, tokens, seed=0)
+    seconds = measure(model, (tokens,), tokens, seed=0)
     assert max(range(4), key=seconds.__getitem__) == 2
     assert all(s > 0 for s in seconds)

@@ -1,6 +1,8 @@
+import threading
+
 import torch
 
-from dpipe.stage.seeding import seeded
+from dpipe.stage.seeding import paused, seeded
 
 
 def draw(*key: str | int) -> list[float]:
@@ -26,3 +28,16 @@ def test_generator_of_the_caller_goes_on_where_it_was() -> None:
     before = torch.rand(2).tolist()
     draw("draw", 1)
     assert before + torch.rand(2).tolist() == undisturbed
+
+
+def test_threads_that_wait_for_each_other_draw_as_their_keys_say() -> None:
+    """One draws, waits for the other, which draws meanwhile, and draws on."""
+    drawn, other = [], list[float]()
+    with seeded("draw", 1):
+        drawn += torch.rand(1).tolist()
+        with paused():
+            thread = threading.Thread(target=lambda: other.extend(draw("draw", 2)))
+            thread.start()
+            thread.join(10)
+        drawn += torch.rand(2).tolist()
+    assert (drawn, other) == (draw("draw", 1), draw("draw", 2))

@@ -1,6 +1,6 @@
 from dpipe.schedule.action import parse_action
 from dpipe.timeline.span import Lane, Span
-from dpipe.timeline.timers import TIMERS, Timers, timers_ms
+from dpipe.timeline.timers import PARTS, TIMERS, Timers, timers_ms
 
 
 def span(lane: Lane, action: str, ms: float) -> Span:
@@ -15,6 +15,9 @@ SPANS = (
     span(Lane.WAIT, "1RECV_F0", 3),
     span(Lane.WAIT, "0RECV_B0", 4),
     span(Lane.WAIT, "0REDUCE_GRAD", 2),
+    span(Lane.WAIT, "0RECV_TIED", 7),
+    span(Lane.TENSOR, "0F0", 100),
+    span(Lane.TENSOR, "0STEP", 9),
     span(Lane.SEND, "0SEND_F0", 5),
     span(Lane.SEND, "1SEND_B0", 6),
     span(Lane.RECV, "0RECV_B0", 100),
@@ -24,16 +27,24 @@ SPANS = (
 
 
 def test_spans_are_summed_by_timer() -> None:
-    assert timers_ms(SPANS) == dict(zip(TIMERS, (20, 3, 5, 20, 4, 6, 2, 1), strict=True))
+    assert timers_ms(SPANS) == dict(zip(TIMERS, (20, 3, 5, 20, 4, 6, 9, 7, 2, 1), strict=True))
 
 
 def test_line_is_the_mean_of_the_steps_since_the_last() -> None:
     timers = Timers()
-    timers.add([span(Lane.COMPUTE, "0F0", 10), span(Lane.UPDATE, "0STEP", 1)])
-    timers.add([span(Lane.COMPUTE, "0F0", 20)])
+    timers.add([span(Lane.COMPUTE, "0F0", 10), span(Lane.UPDATE, "0STEP", 1)], {})
+    timers.add([span(Lane.COMPUTE, "0F0", 20)], {})
     assert timers.line() == "time (ms) | forward-compute: 15.0 | optimizer: 0.5"
-    timers.add([span(Lane.COMPUTE, "0F0", 7)])
+    timers.add([span(Lane.COMPUTE, "0F0", 7)], {})
     assert timers.line() == "time (ms) | forward-compute: 7.0"
+
+
+def test_parts_of_the_optimizer_stand_behind_it() -> None:
+    timers = Timers()
+    timers.add([span(Lane.UPDATE, "0STEP", 3)], {PARTS[3]: 2.0, PARTS[1]: 1.0})
+    assert timers.line() == (
+        "time (ms) | optimizer: 3.0 | optimizer-unscale-and-check-inf: 1.0 | optimizer-inner-step: 2.0"
+    )
 
 
 def test_line_of_no_step_is_empty() -> None:

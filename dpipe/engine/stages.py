@@ -1,0 +1,78 @@
+"""The stages of one rank: made as the blueprint cuts the model, and split over the ranks that hold them together."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from dpipe.engine.blueprint import Blueprint
+from dpipe.engine.forecast import per_stage
+from dpipe.engine.replicas import Seat
+from dpipe.stage.model import materialise
+from dpipe.stage.replay import ReplayStage
+from dpipe.stage.stage import Stage, Timed
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.stage.tensor_parallel import Split
+
+
+def make_stage(
+    blueprint: Blueprint, index: int, *, replica: int, group: TensorGroup | None, timed: Timed
+) -> Stage | ReplayStage:
+    config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
+    microbatches = config.train.num_microbatches
+    if blueprint.model is None:
+        replay, stages = config.replay, config.pipeline.stages
+        return ReplayStage(
+            index,
+            num_microbatches=microbatches,
+            forward_s=per_stage(replay.forward_ms, stages)[index] / 1e3,
+            backward_s=per_stage(replay.backward_ms, stages)[index] / 1e3,
+            input_share=replay.input_share,
+            message_bytes=replay.message_bytes,
+            parameter_bytes=per_stage(replay.parameter_bytes, stages)[index],
+            first=index == 0,
+            last=last,
+        )
+    seed, device, model = config.train.seed, config.node.device, blueprint.model
+    layers = {layer: materialise(model, layer, seed, device) for layer in blueprint.layers_of(index)}
+    return Stage(
+        index,
+        layers,
+        num_microbatches=microbatches,
+        loss=model.loss_on(group) if last else None,
+        recompute=config.pipeline.recompute,
+        precision=config.train.precision,
+        parameters=config.train.parameters,
+        compiled=config.train.compile,
+        seed=seed,
+        first_microbatch=replica * microbatches,
+        splits_backward=blueprint.forecast.schedule.splits,
+        split=None if group is None else Split(group, layers),
+        timed=timed,
+        device=device,
+    )
+
+
+def tied_weights(
+    blueprint: Blueprint, stages: Mapping[int, Stage | ReplayStage]
+) -> dict[int, tuple[str, nn.Parameter]]:
+    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last layer's."""
+    if blueprint.model is None or blueprint.model.tied is None:
+        return {}
+    last = len(blueprint.model.layers) - 1
+    names = {0: f"layers.0.{blueprint.model.tied[0]}", -1: f"layers.{last}.{blueprint.model.tied[1]}"}
+    here = {name: weight for stage in stages.values() for name, weight in stage.named_parameters()}
+    return {end: (name, here[name]) for end, name in names.items() if name in here}
+
+
+def counted_elsewhere(
+    stages: Mapping[int, Stage | ReplayStage], tied: Mapping[int, tuple[str, nn.Parameter]], here: Seat
+) -> set[str]:
+    """The parameters that a norm counts on another rank: the copy of a shared weight, and what several ranks have."""
+    whole = {
+        name
+        for stage in stages.values()
+        if isinstance(stage, Stage) and stage.split is not None and here.tensor_rank > 0
+        for name, _ in stage.named_parameters()
+        if name not in stage.split.shards
+    }
+    return whole | ({tied[-1][0]} if -1 in tied else set())

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dpipe.engine.data import prepare
+from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
+
+SPEECH = "My fellow citizens, we met. Did you hear? It cost 3.5 dollars.\n\nThe end is\tnear! (Not yet.)\nSo be it"
+
+
+@pytest.fixture
+def bert_text(script):
+    return script("bert_text")
+
+
+def run(bert_text, *words: object) -> Result:
+    return CliRunner().invoke(bert_text.main, [*map(str, words)])
+
+
+def test_sentences_end_where_a_capital_follows(bert_text):
+    assert bert_text.sentences(SPEECH) == [
+        "My fellow citizens, we met.",
+        "Did you hear?",
+        "It cost 3.5 dollars.",
+        "The end is near!",
+        "(Not yet.)",
+        "So be it",
+    ]
+
+
+def test_what_it_writes_is_what_bert_reads(bert_text, tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(SPEECH * 20)
+    result = run(bert_text, tmp_path / "*.txt", "--folder", tmp_path / "out", "--vocab-size", 80)
+    assert result.exit_code == 0, result.output
+    assert "2 documents" in result.output
+    tokenizer = SentenceTokenizer(str(tmp_path / "out/tokenizer.json"))
+    corpus = prepare([str(tmp_path / "out/sentences.txt")], tokenizer, tmp_path / "cache", 0.0)
+    SentencePairs(corpus, tokenizer, 32).check(need_held_out=False)
+
+
+def test_files_that_are_not_there_are_named(bert_text, tmp_path: Path):
+    result = run(bert_text, tmp_path / "no.txt", "--folder", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "no.txt' matches no file" in result.output

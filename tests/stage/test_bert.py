@@ -1,0 +1,88 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dpipe.stage.bert import IGNORED, bert, masked_and_pair_loss
+from dpipe.stage.model import LayeredModel, materialise
+
+CONTEXT, WORDS = 6, 11
+
+
+def model(dropout: float = 0.0, *, tied: bool = True) -> LayeredModel:
+    return bert(vocab_size=WORDS, num_layers=2, width=8, num_heads=2, context=CONTEXT, dropout=dropout, tied=tied)
+
+
+def layers(**options: float) -> list[nn.Module]:
+    made = model(**options)
+    return [materialise(made, index, 0, "cpu") for index in range(len(made.layers))]
+
+
+def outputs(
+    tokens: list[int], types: list[int] | None = None, length: int = CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, V] and those of the pair [2] of one sequence."""
+    tensors = torch.tensor([tokens]), torch.tensor([types or [0] * CONTEXT]), torch.tensor([length], dtype=torch.int32)
+    for layer in layers():
+        tensors = layer(*tensors)
+    logits, pair = tensors
+    return logits[0], pair[0]
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> list[bool]:
+    return torch.isclose(first, second, atol=1e-7).all(-1).tolist()
+
+
+def test_token_changes_every_logit_and_the_pairs() -> None:
+    (logits, pair), (others, other_pair) = outputs([0, 1, 2, 3, 4, 5]), outputs([0, 1, 2, 3, 9, 5])
+    assert same(logits, others) == [False] * CONTEXT
+    assert not torch.isclose(pair, other_pair, atol=1e-7).all()
+
+
+def test_padding_changes_nothing_in_front_of_it() -> None:
+    (logits, pair), (others, other_pair) = (outputs([0, 1, 2, 3, pad, pad], length=4) for pad in (0, 7))
+    assert same(logits, others)[:4] == [True] * 4
+    assert torch.equal(pair, other_pair)
+
+
+def test_type_of_a_token_matters() -> None:
+    (logits, _), (others, _) = (outputs([0, 1, 2, 3, 4, 5], [0, 0, 0, second, 1, 1]) for second in (0, 1))
+    assert not any(same(logits, others))
+
+
+def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
+    logits, pair = outputs([0, 1, 2, 3, 4, 5])
+    loss = masked_and_pair_loss(logits[None], pair[None], torch.tensor([[1, IGNORED, 4, IGNORED, 2, IGNORED]]))
+    assert math.isclose(loss.item(), math.log(WORDS) + math.log(2), rel_tol=0.05)
+
+
+def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
+    """Two sequences with one masked word and two: three words count alike, whatever the others' logits are."""
+    logits, pair = torch.zeros(2, 3, 4), torch.zeros(2, 2)
+    logits[0, 1, 3] = logits[1, 1, 0] = pair[0, 1] = 100.0  # right, wrong, right
+    targets = torch.tensor([[1, 3, IGNORED], [0, 2, 1]])
+    expected = (0 + 100 + math.log(4)) / 3 + (0 + math.log(2)) / 2
+    assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
+    logits[0, 0] = logits[0, 2] = torch.tensor([9.0, -9.0, 0.0, 1.0])
+    assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
+
+
+def test_logits_come_from_the_embeddings_table() -> None:
+    embedding, *_, head = layers()
+    assert torch.equal(embedding.tokens.weight, head.output.weight)
+    assert head.output.bias is not None
+
+
+def test_layer_says_whether_it_draws() -> None:
+    assert [layer.draws for layer in layers(dropout=0.1)] == [True, True, True, False]
+    assert [layer.draws for layer in layers()] == [False] * 4
+
+
+def test_names_in_checkpoints_are_stable() -> None:
+    embedding, layer, _, head = layers()
+    assert [name for name, _ in embedding.named_parameters()] == ["tokens.weight", "positions.weight", "types.weight"]
+    assert next(layer.named_parameters())[0] == "block.attention_norm.weight"
+    assert {name.split(".")[0] for name, _ in head.named_parameters()} == {
+        *("norm", "transform", "transform_norm", "output", "pooler", "pair")
+    }

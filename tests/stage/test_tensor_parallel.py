@@ -1,0 +1,108 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from dpipe.stage.bert import IGNORED, bert
+from dpipe.stage.gpt import gpt
+from dpipe.stage.model import materialise
+from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.stage.tensor_parallel import Shard, Split
+
+MODEL = {"vocab_size": 24, "num_layers": 2, "width": 16, "num_heads": 4, "context": 8, "tied": False}
+MICROBATCHES, TOLERANCE = 2, 1e-5
+
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def batches(name: str) -> Iterator[tuple[Tensors, torch.Tensor]]:
+    """Inputs and targets of each micro-batch; the sequences of a BERT end where they like."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(MICROBATCHES):
+        tokens, types = torch.randint(24, (3, 9), generator=draw), torch.randint(2, (3, 8), generator=draw)
+        if name == "gpt":
+            yield (tokens[:, :-1],), tokens[:, 1:]
+            continue
+        masked = torch.where(torch.rand(3, 8, generator=draw) < 0.4, tokens[:, :-1], IGNORED)
+        masked[:, 0] = torch.tensor([0, 1, 1])
+        yield (tokens[:, :-1], types, torch.tensor([8, 5, 7], dtype=torch.int32)), masked
+
+
+def trained(name: str, group: TensorGroup | None, dropout: float, **options: object) -> Found:
+    """Losses and whole gradients of one step of a tiny model, on the ranks of `group`."""
+    model = {"gpt": gpt, "bert": bert}[name](dropout=dropout, **MODEL)  # type: ignore[arg-type]
+    layers = {index: materialise(model, index, 3, "cpu") for index in range(len(model.layers))}
+    split = None if group is None else Split(group, layers)
+    stage = Stage(0, layers, num_microbatches=MICROBATCHES, loss=model.loss_on(group), seed=3, split=split, **options)  # type: ignore[arg-type]
+    losses = []
+    for m, (inputs, targets) in enumerate(batches(name)):
+        (value,) = stage.forward(m, inputs, targets)
+        losses.append(float(value))
+    for m in range(MICROBATCHES):
+        stage.backward_input(m, ())
+        stage.backward_weight(m)
+    stage.complete()
+    gradients = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+    return losses, {n: g if split is None else split.whole(n, g) for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "sequence", "recompute", "dropout"),
+    [
+        ("gpt", 2, False, "none", 0.1),
+        ("gpt", 4, True, "full", 0.1),
+        ("gpt", 2, True, "selective", 0.0),  # torch's checkpoint sets the random numbers of a process, not of a thread
+        ("bert", 4, False, "full", 0.1),
+        ("bert", 2, True, "none", 0.1),
+    ],
+)
+def test_ranks_of_a_stage_make_the_gradients_of_one(
+    name: str, size: int, sequence: bool, recompute: str, dropout: float
+) -> None:
+    """Dropout and all: the masks are those that one process draws."""
+    losses, gradients = trained(name, None, dropout, recompute=recompute)
+    results = on_ranks(size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence)
+    for got_losses, got in results:
+        assert got_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert got.keys() == gradients.keys()
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(got[parameter], gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 3), (1, 1)])
+def test_shards_join_to_what_they_were_taken_from(dim: int, parts: int) -> None:
+    whole = torch.arange(48.0).view(12, 4)
+    shard = Shard((12, 4), dim, parts, 2)
+    assert torch.equal(shard.join([shard.take(whole, rank).flatten() for rank in range(2)]), whole)
+
+
+def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
+    """As drawn at `Shard`."""
+    assert Shard((6,), 0, 3, 2).take(torch.arange(6), 1).tolist() == [1, 3, 5]
+
+
+def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
+    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block, and not more."""
+    batch, context, width, size = 4, 64, 16, 4
+    unit = batch * context * width * 4
+
+    def kept(group: TensorGroup) -> int:
+        model = gpt(vocab_size=24, num_layers=1, width=width, num_heads=4, context=context, dropout=0.0, tied=False)
+        layer = {1: materialise(model, 1, 3, "cpu")}
+        stage = Stage(0, layer, num_microbatches=1, split=Split(group, layer))
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        parameters = sum(parameter.nbytes for parameter in stage.parameters())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            stage.forward(0, (torch.ones(batch, context // size, width),))
+        return sum(storages.values()) - parameters
+
+    for found in on_ranks(size, kept, sequence=True):
+        assert found <= 17 * unit // size
