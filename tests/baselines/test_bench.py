@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.baselines import bench
+from dpipe.baselines.loopback import Loopback
 from dpipe.errors import ConfigError, RunError
 from dpipe.topology import Link
 
@@ -39,12 +40,12 @@ def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
 
 
 def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() -> None:
-    fast, slow = Link(delay_ms=0.1, bandwidth_gbps=10), Link(delay_ms=0.3, bandwidth_gbps=20)
+    fast, slow = (Loopback(Link(delay, rate), 100.0, us) for delay, rate, us in ((0.1, 10, 300.0), (0.3, 20, 500.0)))
     runs = [bench._Run(fast, 1.0, [1.02, 1.04]), bench._Run(slow, 2.0, [2.12, 2.16])]
     row = bench._engine_row("1f1b", "tcp", runs)
     assert row["measured / simulated"] == pytest.approx(1.05)
     assert row["middle half"] == "1.025 to 1.075"
-    assert row["link"] == "0.20 ms, 15.0 Gbit/s"
+    assert row["link"] == "0.20 ms, 15.0 Gbit/s, 0.50 ms of a core an end"
 
 
 @pytest.mark.parametrize(("name", "rank"), [("transport", 0), ("all-reduce", 2)])
