@@ -148,10 +148,21 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that several ranks compute on, with fewer `cores` than they would like to have."""
+    """A machine of several ranks, with fewer `cores` than they would like to have.
+
+    Each message takes a core of the host at either end for `message_us`, and `us_per_mb` for each megabyte. Ranks whose
+    computing takes none (it is waited for: a replay) do not `compute`.
+    """
 
     ranks: tuple[int, ...]
     cores: int
+    message_us: float = 0.0
+    us_per_mb: float = 0.0
+    computes: bool = True
+
+    def moving_us(self, num_bytes: int) -> float:
+        """Processor time at one end of a message."""
+        return self.message_us + self.us_per_mb * num_bytes / 1e6
 
 
 T = TypeVar("T")

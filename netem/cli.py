@@ -41,6 +41,9 @@ _ADDRESSES = click.option(
     "--addresses", default="", callback=_addresses, metavar="IP,IP,...", help="Of node 0, 1, ...; where links differ."
 )
 _PORT = click.option("--port", default=probe.PORT, show_default=True)
+_INTERVAL = click.option(
+    "--interval", default=0.2, show_default=True, help="Seconds between pings; below 0.2 needs root."
+)
 _NAME = click.option("--name", default="lab", show_default=True, help="Which lab, where there are several.")
 
 
@@ -90,12 +93,14 @@ def clear(device: str) -> None:
 @click.option("--peer", required=True, type=click.IntRange(min=0), help="The node at the other end.")
 @click.argument("address")
 @_PORT
-def verify(profile: Path, node: int, peer: int, address: str, port: int) -> None:
+@_INTERVAL
+def verify(profile: Path, node: int, peer: int, address: str, port: int, interval: float) -> None:
     """Measure the link to a peer at ADDRESS, shaped as well, against the profile. There: `python -m netem answer`."""
     network = load_network(profile)
     there, back = network.link(node, peer), network.link(peer, node)
     jitter = there.jitter_ms + back.jitter_ms > 0
-    _report(probe.compare(there, back, probe.observe(address, there.bandwidth_gbps, jitter=jitter, port=port)))
+    seen = probe.observe(address, there.bandwidth_gbps, jitter=jitter, port=port, interval_s=interval)
+    _report(probe.compare(there, back, seen))
 
 
 @main.command()
@@ -111,7 +116,7 @@ def answer(port: int) -> None:
 @click.option("--gbps", default=1.0, show_default=True, help="What the link is expected to carry.")
 @click.option("--jitter", is_flag=True, help="Report the median round trip instead of the shortest.")
 @click.option("--seconds", default=1.5, show_default=True, help="How long to time the transfer.")
-@click.option("--interval", default=0.2, show_default=True, help="Seconds between pings; below 0.2 needs root.")
+@_INTERVAL
 @click.option("--wait", is_flag=True, help="Print a line after the pings, and read one before the transfer.")
 @click.option("--json", "as_json", is_flag=True)
 def probe_link(address: str, gbps: float, interval: float, wait: bool, as_json: bool, **how: Any) -> None:

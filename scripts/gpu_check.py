@@ -36,6 +36,10 @@ COLUMNS = (
     "over plain",
 )
 AIM_MFU, AIM_OVER_PLAIN = 0.50, 1.03  # 1.3B in one stage; the engine against a plain loop
+NOT_ON_A_GPU = (
+    "**Not run on a GPU.** A tiny model on the CPU, whose steps are mostly overhead, tries the script itself: "
+    "these figures say nothing of a GPU, nor of the engine at a real size."
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ def cases(tiny: bool) -> list[Case]:
 
 def measured(case: Case) -> list[dict[str, Any]]:
     """dpipe's row; in one stage behind that of a plain loop, measured in the same process just before."""
+    if case.device == "cpu":
+        torch.set_num_threads(1)  # as each of several processes has
     if case.stages > 1:
         return [row(case, "dpipe", measure(case), None)]
     plain = measure_plain(case)
@@ -125,6 +131,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"torch {report['torch']}, CUDA {report['cuda']}; {report['seconds']:.0f} s. Tests: {report['tests']}",
         "",
+        *([NOT_ON_A_GPU, ""] if report["device"] == "CPU" else []),
         "| " + " | ".join(COLUMNS) + " |",
         "|" + " --- |" * len(COLUMNS),
         *("| " + " | ".join(_cell(r[name]) for name in COLUMNS) + " |" for r in report["rows"]),

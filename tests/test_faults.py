@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from dpipe.engine import checkpoint
+from dpipe.engine.launch import free_port
+
+pytestmark = pytest.mark.alone
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
 CONFIG = """
@@ -39,6 +42,7 @@ join = 60
 transfer = 30
 """
 DPIPE = (sys.executable, "-m", "dpipe")
+Process = subprocess.Popen[str]
 
 
 @pytest.fixture
@@ -54,9 +58,9 @@ def job(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Starts a command in `tmp_path`; whatever is left of it at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Process] = []
 
     def popen(*words: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
@@ -83,7 +87,7 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+def rank_process(launcher: Process, rank: int) -> psutil.Process:
     (found,) = [p for p in _children(launcher.pid) if p.environ().get("DPIPE_RANK") == str(rank)]
     return found
 
@@ -93,7 +97,7 @@ def rows(tmp_path: Path, run: str = "runs/run") -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], process: Process, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -121,22 +125,62 @@ def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -
     assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
 
 
-def test_replica_killed_while_it_pushes_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
-    """Over links so slow that a step is nearly all exchange."""
-    (tmp_path / "slow.toml").write_text("delay_ms = 1\nbandwidth_gbps = 0.001\n")
-    replicas = ("data_parallel.replicas=2", "data_parallel.kind=all-reduce", "run.checkpoint_every=1")
-    settings = [word for text in (*replicas, "transport.shape=slow.toml") for word in ("-o", text)]
-    launcher = start(*DPIPE, "launch", str(job()), *settings)
-    wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
-    rank_process(launcher, 3).send_signal(signal.SIGKILL)
-    killed_at = time.monotonic()
-    _, err = launcher.communicate(timeout=20)
+def replicas(kind: str, job, start, *settings: str, stages: int = 1, last: Sequence[str] = DPIPE) -> list[Process]:
+    """All ranks of two replicas, of which the last runs the program `last`."""
+    place = ("--world-size", str(2 * stages), "--coordinator", f"127.0.0.1:{free_port()}")
+    given = ("data_parallel.replicas=2", f"data_parallel.kind={kind}", "run.checkpoint_every=1", *settings)
+    train = ("train", str(job(stages=stages)), *place, *(word for text in given for word in ("-o", text)))
+    programs = [DPIPE] * (2 * stages - 1) + [last]
+    return [start(*program, *train, "--rank", str(rank)) for rank, program in enumerate(programs)]
+
+
+def assert_stopped_by_the_loss_of(last: int, others: Sequence[Process], killed_at: float, tmp_path: Path) -> int:
+    """Within 10 s, all of them naming it; the step of the newest checkpoint, which is whole."""
+    errors = [other.communicate(timeout=20)[1] for other in others]
     assert time.monotonic() - killed_at < 10
-    assert launcher.returncode != 0
-    assert "rank 3" in err
-    last = checkpoint.load(str(tmp_path / "runs/run/checkpoints"), lambda name: True)
-    assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
-    assert set(last.optimizer) == {f"{name}.{moment}" for name in last.tensors for moment in ("exp_avg", "exp_avg_sq")}
+    assert [other.returncode for other in others] == [1] * len(others)
+    assert all(f"lost rank {last}" in err for err in errors), errors
+    kept = checkpoint.load(str(tmp_path / "runs/run/checkpoints"), lambda name: True)
+    assert {name.split(".")[1] for name in kept.tensors} == {"0", "1", "2", "3"}
+    assert set(kept.optimizer) == {f"{name}.{moment}" for name in kept.tensors for moment in ("exp_avg", "exp_avg_sq")}
+    return kept.step
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("all-reduce", 2), ("sharded", 1)])
+def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
+    kind: str, stages: int, job, start, tmp_path: Path
+) -> None:
+    """Over links so slow that a step is nearly all exchange."""
+    (tmp_path / "slow.toml").write_text("delay_ms = 1\nbandwidth_gbps = 0.004\n")
+    *others, last = replicas(kind, job, start, "transport.shape=slow.toml", stages=stages)
+    wait_until(lambda: len(checkpoints(tmp_path)) > 0, last)
+    last.kill()
+    assert assert_stopped_by_the_loss_of(len(others), others, time.monotonic(), tmp_path) > 0
+
+
+DIES_PUSHING = """
+import os, signal
+from dpipe.cli import main
+from dpipe.dataparallel.client import ParameterLine
+
+plain = ParameterLine._chunks
+
+def chunks(line, step, connection):
+    for number, message in enumerate(plain(line, step, connection)):
+        if (step, number) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield message
+
+ParameterLine._chunks = chunks
+main()
+"""
+
+
+def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(job, start, tmp_path: Path) -> None:
+    dying = (sys.executable, "-c", DIES_PUSHING)
+    other, last = replicas("parameter-server", job, start, "transport.chunk_bytes=4096", last=dying)
+    assert last.wait(60) == -signal.SIGKILL
+    assert assert_stopped_by_the_loss_of(1, [other], time.monotonic(), tmp_path) <= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,7 +13,7 @@ from datetime import date
 from io import StringIO
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +22,10 @@ from dpipe.config import build
 from dpipe.engine.forecast import forecast
 from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, RunError
-from dpipe.topology import Link, Network
+from dpipe.topology import Network
+
+if TYPE_CHECKING:
+    from dpipe.baselines.loopback import Loopback
 
 Row = dict[str, Any]
 _STEPS = 5  # of a run; the first is left out: it opens buffers
@@ -36,33 +39,38 @@ def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int 
         return json.dumps(rows, indent=2)
     table = Table(*rows[0], title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}")
     for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*map(_cell, row.values()))
     out = StringIO()
     Console(file=out, width=120).print(table)
     return out.getvalue().rstrip()
 
 
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 def bench_engine() -> list[Row]:
     """Four processes, replay stages (forward 10 ms, backward 20 ms, 1 MB messages), 32 micro-batches, each schedule.
 
-    Simulated on the loopback link as each transport has it, measured first: what is left above 1.0 is the engine's own.
+    Simulated on this machine as each transport has it, measured first: its loopback link, and what a message costs the
+    cores that all ranks share. What is left above 1.0 is the engine's own.
     """
-    from dpipe.baselines.loopback import measure_link
+    from dpipe.baselines.loopback import measure_loopback
 
     schedules, transports = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("grpc", "tcp")
     runs: dict[tuple[str, str], list[_Run]] = {pair: [] for pair in itertools.product(schedules, transports)}
     for _ in range(_ROUNDS):  # what else the machine does falls on all of them
-        links = {transport: measure_link(f"{transport} x1") for transport in transports}
+        machines = {transport: measure_loopback(f"{transport} x1") for transport in transports}
         for (schedule, transport), done in runs.items():
-            done.append(_replay(schedule, transport, links[transport]))
+            done.append(_replay(schedule, transport, machines[transport]))
     return [_engine_row(schedule, transport, done) for (schedule, transport), done in runs.items()]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The seconds of each step of a run, and those of a simulated one on `link`."""
+    """The seconds of each step of a run, and those of a simulated one on `machine`."""
 
-    link: Link
+    machine: "Loopback"
     simulated_s: float
     measured_s: list[float]
 
@@ -70,11 +78,13 @@ class _Run:
 def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
     ratios = [measured / run.simulated_s for run in runs for measured in run.measured_s]
     low, middle, high = quantiles(ratios, n=4)
-    delay_ms, gbps = median(run.link.delay_ms for run in runs), median(run.link.bandwidth_gbps for run in runs)
+    links = [run.machine.link for run in runs]
+    delay_ms, gbps = median(link.delay_ms for link in links), median(link.bandwidth_gbps for link in links)
+    core_us = median(run.machine.message_us + run.machine.us_per_mb for run in runs)
     return {
         "schedule": schedule,
         "transport": transport,
-        "link": f"{delay_ms:.2f} ms, {gbps:.1f} Gbit/s",
+        "link": f"{delay_ms:.2f} ms, {gbps:.1f} Gbit/s, {core_us / 1e3:.2f} ms of a core an end",
         "simulated_s": median(run.simulated_s for run in runs),
         "measured_s": median(step for run in runs for step in run.measured_s),
         "measured / simulated": middle,
@@ -82,7 +92,7 @@ def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
     }
 
 
-def _replay(schedule: str, transport: str, link: Link) -> _Run:
+def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
     per_rank = 2 if schedule == "interleaved" else 1
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
@@ -94,8 +104,9 @@ def _replay(schedule: str, transport: str, link: Link) -> _Run:
             "run": {"folder": f"{folder}/run", "tensorboard": False, "trace_steps": 0},
         }
         measured = run_quietly(table, Path(folder))
-        predicted = forecast(build(table), network=Network("loopback", link)).timeline.duration_us / 1e6
-    return _Run(link, predicted, measured)
+        here = [machine.host(range(4), computes=False)]
+        simulated = forecast(build(table), network=Network("loopback", machine.link), hosts=here)
+    return _Run(machine, simulated.timeline.duration_us / 1e6, measured)
 
 
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:

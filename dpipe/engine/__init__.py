@@ -16,5 +16,5 @@ tensor.py      the ranks that hold a stage together, on one machine; shards.py: 
 trace.py       the last steps of all ranks beside their prediction
 report.py      the summary at the end of a run
 generate.py    text from a checkpoint
-launch.py      where this process stands in a run: the only reader of the environment
+launch.py      all ranks as local processes: the only reader of the environment; leash.py: they end with the launcher
 """

@@ -5,7 +5,7 @@ models: their arithmetic is counted by formula, and turned into time by the assu
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -29,7 +29,7 @@ from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Timeline
 from dpipe.timeline.summary import summarise
-from dpipe.topology import Network, load_network
+from dpipe.topology import Host, Network, load_network
 from dpipe.wire.format import wire_bytes
 
 Number = TypeVar("Number", int, float)
@@ -121,9 +121,13 @@ def _auto_limits(config: Config) -> dict[str, Any]:
 
 
 def forecast(
-    config: Config, layers: LayerCosts | None = None, network: Network | None = None, choose: Choice = choose_schedule
+    config: Config,
+    layers: LayerCosts | None = None,
+    network: Network | None = None,
+    choose: Choice = choose_schedule,
+    hosts: Sequence[Host] = (),
 ) -> Forecast:
-    """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone.
+    """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone; `hosts` as in `simulate`.
 
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
     network that lacks a link between two ranks.
@@ -151,10 +155,10 @@ def forecast(
     if stages and pipeline.memory_gb is not None:
         searching = choose is without_search and pipeline.schedule == "auto"
         check_fits(config, peak_memory(leanest(config), stages) if searching else memory, held_by_gpt)
-    timeline, share = simulate(schedule, cost, network, replicas=agreeing), agreeing_share(config)
+    timeline, share = simulate(schedule, cost, network, hosts, agreeing), agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
-        apart = simulate(schedule, cost, network, replicas=Replicas(silent(agreeing.count)))
+        apart = simulate(schedule, cost, network, hosts, Replicas(silent(agreeing.count)))
         step_us = share * step_us + (1 - share) * apart.duration_us
     return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory)
 

@@ -9,14 +9,16 @@ a rank dies          the others hear of it from the coordinator and stop; after 
 the launcher dies    the kernel sends each rank SIGTERM
 """
 
-import ctypes
+import errno
 import math
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -24,13 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from dpipe.engine import leash
 from dpipe.errors import JoinError, RunError
 
 GRACE_S = 10.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 << 10
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 Say = Callable[[str], None]
 
@@ -165,24 +166,18 @@ class _Ranks:
 
     def start(self, number: int, argv: list[str], environ: Mapping[str, str], logs: Path) -> None:
         log = logs / f"rank-{number}.log" if number or self._quiet else None
-        launcher = os.getpid()
-
-        def die_with_the_launcher() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != launcher:  # it died before the line above
-                os._exit(128 + signal.SIGTERM)
-
+        if shutil.which(argv[0], path=environ.get("PATH")) is None:
+            raise FileNotFoundError(errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0])
         if log:
             logs.mkdir(parents=True, exist_ok=True)
         with log.open("ab") if log else nullcontext() as file:
             process = subprocess.Popen(  # noqa: S603 - the caller's own command line
-                argv,
+                [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT if file else None,
                 start_new_session=True,
-                preexec_fn=die_with_the_launcher,
             )
             self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
         if self._stop:  # asked to stop while starting

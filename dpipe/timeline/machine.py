@@ -1,10 +1,12 @@
 """What the actions of a simulation share: the time, the cores of a host, the egress of a rank."""
 
 import heapq
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from itertools import count
 
-from dpipe.topology import Egress, Host, Network, Sent
+from dpipe.topology import Egress, Host, Network
 
 Call = Callable[[], None]
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
@@ -28,56 +30,109 @@ class Clock:
 
 
 class Cores:
-    """The cores of one host: as many ranks as there are cores compute at full speed, more of them share it."""
+    """The cores of one host: as many threads as there are cores run at full speed, more of them share it.
+
+    A thread does one thing after the other.
+    """
 
     def __init__(self, clock: Clock, host: Host) -> None:
-        self._clock, self._cores = clock, host.cores
-        self._running: dict[int, tuple[float, Call]] = {}  # by rank: microseconds left on a whole core
+        self.host = host
+        self._clock = clock
+        self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}  # microseconds left on a whole core
         self._since_us = 0.0
         self._plans = 0  # as in `Sender`
 
-    def run(self, rank: int, duration_us: float, over: Call) -> None:
+    def run(self, thread: Hashable, duration_us: float, over: Call) -> None:
         self._progress()
-        self._running[rank] = duration_us, over
+        self._threads.setdefault(thread, deque()).append((duration_us, over))
         self._plan()
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._cores / max(1, len(self._running)))
+        return min(1.0, self.host.cores / max(1, len(self._threads)))
 
     def _progress(self) -> None:
         done_us = (self._clock.now_us - self._since_us) * self._speed
-        self._running = {rank: (left - done_us, over) for rank, (left, over) in self._running.items()}
+        for tasks in self._threads.values():
+            left_us, over = tasks[0]
+            tasks[0] = left_us - done_us, over
         self._since_us = self._clock.now_us
 
     def _plan(self) -> None:
         self._plans += 1
-        if self._running:
-            plan, left_us = self._plans, min(left for left, _ in self._running.values())
+        if self._threads:
+            plan, left_us = self._plans, min(tasks[0][0] for tasks in self._threads.values())
             self._clock.at(self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan))
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
             return
         self._progress()
-        rank = min(self._running, key=lambda rank: self._running[rank][0])
-        _, over = self._running.pop(rank)
+        thread = min(self._threads, key=lambda thread: self._threads[thread][0][0])
+        _, over = self._threads[thread].popleft()
+        if not self._threads[thread]:
+            del self._threads[thread]
         self._plan()
         over()
 
 
-class Sender:
-    """The egress of one rank on the simulation's clock."""
+class _Both:
+    """Goes on when a message's bytes are through and a core has seen to them, whichever is later."""
 
-    def __init__(self, clock: Clock, network: Network, rank: int) -> None:
-        self._clock, self._network, self._rank = clock, network, rank
-        self._egress = Egress[tuple[Since, Since]](network, rank)
+    def __init__(self, over: Since) -> None:
+        self._over = over
+        self._start_us: float | None = None
+        self._worked = False
+
+    def moved(self, start_us: float) -> None:
+        self._start_us = start_us
+        self._go_on()
+
+    def worked(self) -> None:
+        self._worked = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._worked and self._start_us is not None:
+            self._over(self._start_us)
+
+
+class Sender:
+    """The egress of one rank on the simulation's clock, and the work that messages are for the hosts of both ends.
+
+    wire             [----- bytes -----]               at the same time: a message has left when
+    core, sender     [-- work --]                      both are over, and it has come when the
+    core, receiver          :    [-- work --]          receiver's work is over, too
+                     <-delay->
+    """
+
+    def __init__(self, clock: Clock, network: Network, rank: int, cores: Mapping[int, Cores]) -> None:
+        self._clock, self._network, self._rank, self._cores = clock, network, rank, cores
+        self._egress = Egress[Since](network, rank)
         self._plans = 0  # the completion that is due belongs to the latest plan; earlier ones are void
 
     def send(self, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is at `target`."""
-        self._egress.offer(target, (left, arrived), num_bytes, self._clock.now_us)
+        delay_us = self._network.link(self._rank, target).delay_us
+        came = self._with_work(target, ("from", self._rank), num_bytes, delay_us, arrived)
+
+        def gone(start_us: float) -> None:
+            self._clock.at(self._clock.now_us + delay_us, lambda: came(start_us + delay_us))
+            left(start_us)
+
+        through = self._with_work(self._rank, ("to", target), num_bytes, 0.0, gone)
+        self._egress.offer(target, through, num_bytes, self._clock.now_us)
         self._plan()
+
+    def _with_work(self, rank: int, thread: Hashable, num_bytes: int, after_us: float, over: Since) -> Since:
+        """`over`, to be told that the bytes are through, but not before `rank` has done its work on them."""
+        cores = self._cores.get(rank)
+        if cores is None or not cores.host.moving_us(num_bytes):
+            return over
+        both = _Both(over)
+        work = partial(cores.run, (rank, thread), cores.host.moving_us(num_bytes), both.worked)
+        self._clock.at(self._clock.now_us + after_us, work)
+        return both.moved
 
     def _plan(self) -> None:
         self._plans += 1
@@ -91,10 +146,4 @@ class Sender:
         sent = self._egress.complete()
         if self._egress.due_us is not None:
             self._plan()
-        self._deliver(sent)
-
-    def _deliver(self, sent: Sent[tuple[Since, Since]]) -> None:
-        left, arrived = sent.item
-        delay_us = self._network.link(self._rank, sent.target).delay_us
-        self._clock.at(sent.end_us + delay_us, lambda: arrived(sent.start_us + delay_us))
-        left(sent.start_us)
+        sent.item(sent.start_us)

@@ -6,8 +6,8 @@ The model, event by event:
 - Sends and receives do not hold it up. The messages of one directed link go one after another, in program order.
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
 - A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
-- Receiving costs the receiver nothing, and a message does not wait for its receive to be posted.
-- Ranks have a processor each, unless they share a host's cores; then they share them fairly.
+- A message does not wait for its receive to be posted. It costs neither end anything, unless their host says so.
+- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and with messages.
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress (`replicas.py`).
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
@@ -225,7 +225,7 @@ class Simulation:
 
     def sender(self, rank: int) -> Sender:
         if rank not in self._senders:
-            self._senders[rank] = Sender(self.clock, self.network, rank)
+            self._senders[rank] = Sender(self.clock, self.network, rank, self.cores)
         return self._senders[rank]
 
     def _send(self, rank: int, action: Action) -> None:
@@ -254,7 +254,7 @@ class Simulation:
                 self.exchanges.stepped(rank, action.stage)
             self.finish(rank, Lane.UPDATE if action.op == Op.STEP else Lane.COMPUTE, action, start)
 
-        if rank in self.cores:
+        if rank in self.cores and self.cores[rank].host.computes:
             self.cores[rank].run(rank, self.cost.duration_us(action), over)
         else:
             self.clock.at(start + self.cost.duration_us(action), over)

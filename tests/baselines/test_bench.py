@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.baselines import bench
+from dpipe.baselines.loopback import Loopback
 from dpipe.errors import ConfigError, RunError
 from dpipe.topology import Link
 
@@ -26,18 +27,25 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
     assert "cores, 20" in text
 
 
+def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench._BENCHES, "mfu", lambda: [{"mfu": None}])
+    text = bench.bench_text("mfu", as_json=False)
+    assert "│ -   │" in text
+    assert "None" not in text
+
+
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
         bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)
 
 
 def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() -> None:
-    fast, slow = Link(delay_ms=0.1, bandwidth_gbps=10), Link(delay_ms=0.3, bandwidth_gbps=20)
+    fast, slow = (Loopback(Link(delay, rate), 100.0, us) for delay, rate, us in ((0.1, 10, 300.0), (0.3, 20, 500.0)))
     runs = [bench._Run(fast, 1.0, [1.02, 1.04]), bench._Run(slow, 2.0, [2.12, 2.16])]
     row = bench._engine_row("1f1b", "tcp", runs)
     assert row["measured / simulated"] == pytest.approx(1.05)
     assert row["middle half"] == "1.025 to 1.075"
-    assert row["link"] == "0.20 ms, 15.0 Gbit/s"
+    assert row["link"] == "0.20 ms, 15.0 Gbit/s, 0.50 ms of a core an end"
 
 
 @pytest.mark.parametrize(("name", "rank"), [("transport", 0), ("all-reduce", 2)])

@@ -1,7 +1,7 @@
 import pytest
 
 from dpipe.baselines.gloo import _row, compare_transport
-from dpipe.baselines.loopback import measure_link
+from dpipe.baselines.loopback import measure_loopback
 
 
 def test_comparison_gives_the_rate_of_each_way_and_its_ratio() -> None:
@@ -17,7 +17,8 @@ def test_rate_over_gloo_is_the_middle_of_the_rounds() -> None:
 
 
 @pytest.mark.parametrize("way", ["grpc x1", "tcp x1"])
-def test_link_is_measured_as_a_delay_and_a_bandwidth(way: str) -> None:
-    link = measure_link(way, num_bytes=400_000)
-    assert 0 < link.delay_ms < 100
-    assert 0.01 < link.bandwidth_gbps < 1000
+def test_loopback_is_measured_as_a_link_and_what_its_messages_take(way: str) -> None:
+    found = measure_loopback(way, num_bytes=400_000)
+    assert 0 < found.link.delay_ms < 100
+    assert 0.01 < found.link.bandwidth_gbps < 1000
+    assert 0 < found.host([0, 1], computes=False).moving_us(1_000_000) < 100_000

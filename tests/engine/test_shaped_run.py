@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settled import settled
 
 from dpipe.config import Config
 from dpipe.dataparallel.single import Single
@@ -104,7 +105,14 @@ def test_shaped_run_takes_the_simulated_time_and_what_the_machine_is_late(
     """Never less. More by 3 %, and by a late wake-up for each wait of the longest chain: a machine may be busy."""
     schedule, network, timeline = simulated(name, delay_ms, gbps)
     predicted_s, chain = timeline.duration_us / 1e6, 3 * (MICROBATCHES + RANKS)
-    assert predicted_s <= measured_s(schedule, network) <= 1.03 * predicted_s + chain * LATE_S
+    most_s = 1.03 * predicted_s + chain * LATE_S
+
+    def look() -> float:
+        seconds = measured_s(schedule, network)
+        assert predicted_s <= seconds
+        return seconds
+
+    assert settled(look, lambda seconds: seconds <= most_s, tries=3) <= most_s
 
 
 def test_run_over_a_shaped_network_takes_its_time_and_learns_the_same(

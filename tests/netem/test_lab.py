@@ -1,6 +1,7 @@
 """Labs for real: namespaces, a router with sch_netem, the kernel's TCP. About a minute, as root."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from leftovers import left_of
+from settled import settled
 
 from dpipe.errors import ProfileError
 from dpipe.topology import Link, load_network
@@ -16,6 +18,7 @@ from netem import lab as labs
 from netem import measure, probe, shell
 from netem.cli import main
 from netem.lab import Lab
+from netem.probe import TOLERANCE
 from netem.shell import NetemError
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible")]
@@ -24,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAME, OTHER = f"t{os.getpid()}", f"u{os.getpid()}"
 PUBLISHED = [Link(0.1, 10), Link(1, 5), Link(5, 2), Link(10, 1), Link(50, 1)]
 GUEST_WAKES_MS = 0.1
+FULL_FRAME_BITS = 1514 * 8
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +42,6 @@ def text(link: Link, head: str = "") -> str:
     return f"{head}\ndelay_ms = {link.delay_ms}\nbandwidth_gbps = {link.bandwidth_gbps}\n"
 
 
-def settled(look, good, tries: int = 3):
-    """The last of a few looks at a machine that has other things to do: the first that is good, if one is."""
-    for _ in range(tries):
-        if good(seen := look()):
-            break
-    return seen
-
-
 def close(rows: list[probe.Row]) -> bool:
     return all(row.close for row in rows)
 
@@ -56,38 +52,44 @@ def python(host: measure.Host, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_router_carries_coalesced_packets(lab):
-    assert lab.carries_gbps > 1.2  # 0.6 where the router's devices cannot segment
-    assert lab.carries_packets > 2_000
+    """Several times what it carries packet by packet; half of that where the router's devices cannot segment."""
+
+    def coalesces(lab: Lab) -> bool:
+        return lab.carries_gbps > 1.5 * lab.carries_packets * FULL_FRAME_BITS * 1e-9
+
+    assert coalesces(lab) or coalesces(labs.measured(lab))
 
 
 @pytest.mark.parametrize("asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps")
 def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, profile, asked):
-    """Delay and rate within 10 %. A rate that the router was not seen to carry, as 10 Gbit/s on two cores, is warned
-    of, and then the delay alone is promised; a delay is kept to the 0.1 ms in which a guest wakes."""
+    """Delay and rate within 10 %. A delay is kept to the 0.1 ms in which a guest wakes. A rate that is missed is one
+    that the router does not carry, as 10 Gbit/s on two cores: the lab warns of it, measured as it came up or, where
+    the machine has found other work since, measured now; and no rate is exceeded."""
     path = profile(text(asked))
-    labs.set_profile(lab, path)
-    warned = any(f"a link asks {asked.bandwidth_gbps:g} Gbit/s; the router carries" in w for w in warnings(lab, path))
-    assert warned == (asked.bandwidth_gbps > lab.carries_gbps)
 
-    def look() -> list[probe.Row]:
-        return probe.compare(asked, asked, measure.observe(*lab.hosts[:2], asked, seconds=1.0))
+    def look() -> tuple[list[probe.Row], bool]:
+        labs.set_profile(lab, path)
+        rows = probe.compare(asked, asked, measure.observe(*lab.hosts[:2], asked, seconds=1.0))
+        return rows, rows[1].close or warned(lab, path) or warned(labs.measured(lab), path)
 
-    def good(rows: list[probe.Row]) -> bool:
-        delay, rate = rows
-        return (delay.close or abs(delay.observed - delay.asked) < 2 * GUEST_WAKES_MS) and (rate.close or warned)
+    def good(seen: tuple[list[probe.Row], bool]) -> bool:
+        (delay, rate), rate_explained = seen
+        wakes_late = abs(delay.observed - delay.asked) < 2 * GUEST_WAKES_MS
+        return (delay.close or wakes_late) and rate_explained and rate.observed < (1 + TOLERANCE) * rate.asked
 
-    rows = settled(look, good)
-    assert good(rows), "\n".join(map(str, rows))
+    rows, _ = seen = settled(look, good)
+    assert good(seen), "\n".join(map(str, rows))
 
 
-def warnings(lab: Lab, path: Path) -> list[str]:
-    return labs.warnings(lab, load_network(path))
+def warned(lab: Lab, path: Path) -> bool:
+    found = labs.warnings(lab, load_network(path))
+    return any(re.match(r"a link asks .* Gbit/s; the router carries", warning) for warning in found)
 
 
 def test_links_that_differ_are_each_seen_as_asked(lab, profile):
-    far, near = Link(20, 0.4), Link(40, 0.3)
+    far, near = Link(20, 0.04), Link(40, 0.03)  # so slow that a busy router carries them
     blocks = text(far, "[[link]]\nfrom = 0\nto = 1") + text(near, "[[link]]\nfrom = 0\nto = 2")
-    labs.set_profile(lab, profile(text(Link(5, 0.2)) + blocks))
+    labs.set_profile(lab, profile(text(Link(5, 0.02)) + blocks))
     for target, link in ((1, far), (2, near)):
         ends = lab.hosts[0], lab.hosts[target]
         rows = settled(lambda ends=ends, link=link: probe.compare(link, link, measure.observe(*ends, link)), close)
@@ -107,10 +109,10 @@ def test_links_of_a_host_share_its_egress(lab, profile):
 def test_jitter_and_loss_are_seen_as_asked(lab, profile):
     labs.set_profile(lab, profile(text(Link(20, 1), "jitter_ms = 5\nloss_percent = 5")))
     within = lab.hosts[0].enter([])
-    round_trips, lost = probe.ping(lab.hosts[1].address, count=300, interval_s=0.005, within=within)
+    round_trips, lost = probe.ping(lab.hosts[1].address, count=600, interval_s=0.0025, within=within)
     assert sorted(round_trips)[len(round_trips) // 2] == pytest.approx(40, rel=0.1)
     assert max(round_trips) - min(round_trips) > 5
-    assert 4 < lost < 17  # 9.75 %, there or back; three standard deviations are 5
+    assert 4.5 < lost < 15  # 9.75 %, there or back; four standard deviations are 4.9
 
 
 def test_profile_that_cannot_be_read_changes_nothing(lab, profile):
@@ -137,7 +139,7 @@ def test_verify_holds_a_link_against_its_profile(lab, profile):
     labs.set_profile(lab, slow)
     with lab.hosts[1].program("answer") as answering:
         assert answering.stdout.readline() == "answering on port 7990\n"
-        words = ["--node", "0", "--peer", "1", lab.hosts[1].address]
+        words = ["--node", "0", "--peer", "1", "--interval", "0.01", lab.hosts[1].address]
         right = python(lab.hosts[0], "verify", str(slow), *words)
         wrong = python(lab.hosts[0], "verify", str(profile(text(Link(1, 0.1)))), *words)
     assert (right.returncode, right.stdout.count("ok")) == (0, 2)
@@ -207,8 +209,9 @@ def test_router_that_refuses_says_what(lab):
 
 
 @pytest.fixture
-def other() -> Iterator[str]:
-    """The name of a second lab, of which nothing is left."""
+def other(monkeypatch) -> Iterator[str]:
+    """The name of a second lab, which is not measured as it comes up, and of which nothing is left."""
+    monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield OTHER
     labs.down(OTHER)
     assert left_of(OTHER) == []
@@ -226,8 +229,7 @@ def test_second_lab_comes_up_beside_the_first_and_goes_alone(lab, other):
     assert measure.delay_ms(*lab.hosts[:2]) < 1000
 
 
-def test_crashed_router_is_noticed_and_leaves_nothing(possible, other, monkeypatch):
-    monkeypatch.setattr(labs, "_measure", lambda lab: lab)
+def test_crashed_router_is_noticed_and_leaves_nothing(possible, other):
     second = labs.up(other, num_hosts=2, router_kind="guest")
     for pid in shell.run(["ip", "netns", "pids", f"dpipe-{other}-router"]).split():
         os.kill(int(pid), 9)
@@ -241,15 +243,14 @@ def test_lab_that_does_not_come_up_leaves_nothing(possible, other, monkeypatch):
     def interrupt(lab: Lab) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(labs, "_measure", interrupt)
+    monkeypatch.setattr(labs, "measured", interrupt)
     with pytest.raises(KeyboardInterrupt):
         labs.up(other, num_hosts=2)
     assert left_of(other) == []
 
 
-def test_namespace_routes_between_hosts(possible, other, monkeypatch):
+def test_namespace_routes_between_hosts(possible, other):
     """All but the shaping, which the running kernel may lack."""
-    monkeypatch.setattr(labs, "_measure", lambda lab: lab)
     routed = labs.up(other, num_hosts=2, router_kind="namespace")
     assert measure.delay_ms(*routed.hosts) < 1000
     with pytest.raises(NetemError, match="port9"):

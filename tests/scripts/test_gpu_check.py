@@ -30,7 +30,9 @@ def test_tiny_run_writes_both_files(script, tmp_path) -> None:
     assert report["failures"] == {}
     assert [(r["engine"], r["stages"]) for r in report["rows"]] == [("plain", 1), ("dpipe", 1), ("dpipe", 2)]
     assert all(r["tokens_per_s"] > 0 for r in report["rows"])
-    assert "| tiny | 32 | dpipe | 2 | none |" in (tmp_path / "gpu_check.md").read_text()
+    text = (tmp_path / "gpu_check.md").read_text()
+    assert "| tiny | 32 | dpipe | 2 | none |" in text
+    assert "**Not run on a GPU.**" in text
 
 
 def test_what_there_is_no_time_for_is_listed(script, tmp_path) -> None:

@@ -215,11 +215,36 @@ def test_simulate_gives_every_rank_a_core_where_there_are_enough():
     assert hosted.duration_us == pytest.approx(alone.duration_us)
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.data())
-def test_simulate_never_does_more_than_the_cores_can(stages, microbatches, cores, data):
+@pytest.mark.parametrize(("cores", "computes", "second_begins"), [(2, False, 14), (1, False, 18), (2, True, 16)])
+def test_simulate_lets_messages_take_the_cores_at_both_ends(cores, computes, second_begins):
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
+    host = Host((0, 1), cores, message_us=4, computes=computes)
+    timeline = simulate(forward_only(2, 2), cost, network(delay_us=0), [host])
+    # one core: the two ends share it. Two that rank 0 goes on to compute on: three share them
+    assert timeline.on(1, Lane.COMPUTE)[0].start_us == pytest.approx(second_begins)
+
+
+def test_simulate_moves_a_message_no_sooner_than_its_bytes():
+    cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=1_000_000)
+    busy = Host((0, 1), cores=2, message_us=1, us_per_mb=5, computes=False)
+    alone, hosted = (simulate(forward_only(2, 2), cost, network(delay_us=3), hosts) for hosts in ([], [busy]))
+    assert hosted == alone
+
+
+def test_simulate_works_on_a_link_s_messages_one_after_the_other():
+    cost = Cost.uniform(2, forward_us=1, backward_us=0, message_bytes=0)
+    host = Host((0, 1), cores=8, message_us=100, computes=False)
+    timeline = simulate(forward_only(2, 3), cost, network(delay_us=0), [host])
+    assert [s.start_us for s in timeline.on(1, Lane.COMPUTE)] == pytest.approx([101, 201, 301])
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), times, st.data())
+def test_simulate_never_does_more_than_the_cores_can(stages, microbatches, cores, message_us, data):
     cost = data.draw(costs(stages))
-    timeline = simulate(gpipe(stages, microbatches), cost, network(0), [Host(tuple(range(stages)), cores)])
+    host = Host(tuple(range(stages)), cores, message_us)
+    timeline = simulate(gpipe(stages, microbatches), cost, network(0), [host])
     work = microbatches * (sum(cost.forward_us) + sum(cost.backward_us)) + sum(cost.update_us)
+    work += 2 * microbatches * (stages - 1) * 2 * message_us  # there and back, at both ends
     assert timeline.duration_us >= work / cores * (1 - 1e-9) - 1e-6
 
 

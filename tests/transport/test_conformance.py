@@ -191,7 +191,7 @@ def test_send_does_not_block_while_the_peer_does_not_receive(pair: Pair) -> None
     start = time.monotonic()
     for i in range(20):
         pair[0].send(tensor, 1, str(i))
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0  # and not 30
     for i in range(20):
         assert torch.equal(pair[1].recv(TensorSpec.of(tensor), 0, str(i)).wait(), tensor)
 
@@ -256,7 +256,7 @@ def test_waiting_receive_raises_peer_lost_at_once_when_the_peer_closes(pair: Pai
     start = time.monotonic()
     with pytest.raises(PeerLost, match="rank 1 lost rank 0"):
         pending.wait()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 10.0  # and not 30
 
 
 def test_later_calls_raise_peer_lost_when_the_peer_has_closed(pair: Pair) -> None:

@@ -128,10 +128,10 @@ def test_stranger_who_drips_bytes_gains_no_time(make: Make, monkeypatch: pytest.
     start = time.monotonic()
     with dialled(make(1).port) as stranger, suppress(ConnectionError):
         stranger.sendall((1000).to_bytes(4, "big"))
-        for _ in range(60):  # until it hangs up
+        for _ in range(200):  # until it hangs up
             stranger.sendall(b"x")
             time.sleep(0.05)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[3]
 NAME = f"c{os.getpid()}"
 NUM_MACHINES = 4
 LAPTOP = NUM_MACHINES
-STEPS = 120
 JOB = f"""
 [model]
 num_layers = 4
@@ -33,7 +32,7 @@ files = ["text.txt"]
 [train]
 batch_size = 8
 num_microbatches = 4
-steps = {STEPS}
+steps = 100000
 [pipeline]
 stages = {NUM_MACHINES}
 [run]
@@ -91,7 +90,8 @@ class Laptop:
 
 
 @pytest.fixture
-def lab(possible, tmp_path) -> Iterator[Lab]:
+def lab(possible, tmp_path, monkeypatch) -> Iterator[Lab]:
+    monkeypatch.setattr(labs, "measured", lambda lab: lab)  # it is slow enough for any router
     (tmp_path / "near.toml").write_text("delay_ms = 5\nbandwidth_gbps = 0.5\n")
     yield labs.up(NAME, NUM_MACHINES + 1, tmp_path / "near.toml")
     labs.down(NAME)
@@ -138,37 +138,36 @@ def read_until(process: "subprocess.Popen[str]", words: str) -> list[str]:
     raise AssertionError(f"it ended before it said {words!r}:\n" + "\n".join(seen))
 
 
+def steps_s(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step_s"] for row in rows if "step_s" in row]
+
+
 def test_machines_train_through_a_change_of_network_and_say_who_was_killed(laptop, lab):
     assert laptop("up").count("has ") == NUM_MACHINES
     laptop("put", "text.txt")
+    assert "rank 0 | step 3/3" in laptop("run", "job.toml", "--name", "short", "-o", "train.steps=3")
 
-    training = laptop.start("run", "job.toml", "--name", "whole")
-    read_until(training, f"rank 0 | step 3/{STEPS}")
+    training = laptop.start("run", "job.toml", "--name", "endless")
+    read_until(training, "rank 0 | step 3/")
     (laptop.folder / "far.toml").write_text("delay_ms = 20\nbandwidth_gbps = 0.5\n")
     assert laptop("netem", "far.toml").count("eth0 is shaped as far.toml") == NUM_MACHINES
-    assert training.poll() is None, training.stdout.read()
     assert measure.delay_ms(*lab.hosts[:2]) == pytest.approx(20, rel=0.2)
-    rest = training.communicate(timeout=240)[0]
-    assert training.returncode == 0, rest
-    assert f"rank 0 | step {STEPS}/{STEPS}" in rest
-    assert laptop("netem", "clear").count("cleared eth0") == NUM_MACHINES
-    assert measure.delay_ms(*lab.hosts[:2]) < 5
+    done = len(steps_s(laptop.folder / "host0/src/runs/endless"))
+    read_until(training, f"rank 0 | step {done + 6}/")
 
-    folder = laptop.folder / laptop("collect").strip()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [row["step_s"] for row in rows if "step_s" in row]
-    assert len(times) == STEPS
-    assert min(times[-5:]) > 2 * 3 * 0.020  # the last stage is three hops away, and back
-    assert sorted(path.name for path in (folder / "output").iterdir()) == [f"rank-{n}.log" for n in range(NUM_MACHINES)]
-
-    endless = laptop.start("run", "job.toml", "--name", "endless", "-o", "train.steps=100000")
-    read_until(endless, "rank 0 | step 3/")
     pids = json.loads((laptop.folder / "host2/cluster/endless/rank-2.pid").read_text())
     os.kill(pids["rank"]["pid"], signal.SIGKILL)
-    said = endless.communicate(timeout=120)[0]
-    assert endless.returncode == 137
+    said = training.communicate(timeout=120)[0]
+    assert training.returncode == 137
     assert f"rank 2 on {lab.addresses[2]}: exit code 137 (SIGKILL); the others stop" in said
     for rank in (0, 1, 3):
         assert re.search(rf"rank {rank} \| dpipe: .*rank 2", said), said
         assert f"rank {rank} on {lab.addresses[rank]}: exit code 1\n" in said
+    assert laptop("netem", "clear").count("cleared eth0") == NUM_MACHINES
+    assert measure.delay_ms(*lab.hosts[:2]) < 5
+
+    folder = laptop.folder / laptop("collect").strip()
+    assert min(steps_s(folder)[-5:]) > 2 * 3 * 0.020  # the last stage is three hops away, and back
+    assert sorted(path.name for path in (folder / "output").iterdir()) == [f"rank-{n}.log" for n in range(NUM_MACHINES)]
     laptop("down")
