@@ -40,4 +40,4 @@ def filled(given: dict[str, Any]) -> dict[str, Any]:
         if name not in PRESETS:
             raise ValueError(f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
         known = PRESETS[name] | given
-    return {"tie_embeddings": known.get("layers") == "bert"} | known
+    return {"tie_embeddings": True, **known} if known.get("layers") == "bert" else known

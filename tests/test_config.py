@@ -145,6 +145,11 @@ def test_preset_has_as_many_parameters_as_published(name: str, published: float)
     assert parameters / 1e9 == pytest.approx(published, rel=0.03)  # theirs are rounded
 
 
+def test_what_is_not_given_stays_unset() -> None:
+    """Results are known again by what was given, whatever defaults there are."""
+    assert build({"model": {"width": 64}}).model.model_fields_set == {"width"}
+
+
 def test_size_that_is_given_overrides_the_preset() -> None:
     model = build({"model": {"preset": "gpt3-xl", "num_layers": 2}}).model
     assert (model.num_layers, model.width, model.context) == (2, 2048, 2048)
