@@ -27,6 +27,7 @@ CONFIG = """
     tensorboard = false
     trace_steps = 1
 """
+ROOT = Path(__file__).parents[2]
 NEAR, FAR = "delay_ms = 1\nbandwidth_gbps = 1\n", "delay_ms = 20\nbandwidth_gbps = 1\nwindow_bytes = 4e6\n"
 
 
@@ -300,3 +301,14 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
     result = bench.run(networks=["far.toml"], schedules=["gpipe"], timeout_s=0.3)
     assert result.exit_code == 1
     assert "far dpipe gpipe fp32: the ranks have not ended after 0.3 s and were killed" in result.output
+
+
+@pytest.mark.parametrize("name", ["gpt3xl_gpipe_network", "gpt3xl_replicas"])
+def test_committed_results_are_those_of_their_sweep_file(script, tmp_path, name):
+    """Else a change of the configuration has made a measured cell another one, and the sweep measures all anew."""
+    sweep = script("sweep")
+    known = {
+        cell.key for cell in sweep.cells(sweep.read_table(sweep.Sweep, ROOT / f"scripts/sweeps/{name}.toml"), tmp_path)
+    }
+    lines = [json.loads(line) for line in (ROOT / f"scripts/results/{name}.jsonl").read_text("utf-8").splitlines()]
+    assert lines and {line["key"] for line in lines} <= known
