@@ -23,7 +23,6 @@ from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
 
 _WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
-_BLOCK = 1 << 17  # values whose sum stays in a core's cache until all replicas are in it
 
 Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly before it is needed
 
@@ -151,10 +150,14 @@ class _UnderWay:
         """The mean of this replica's part, added in replica order."""
         piece = self._plan.own(part)
         self._ready(piece)
-        mine = self._row[piece]
+        mine, total = self._row[piece], None
         received = {replica: self._share(part, replica) for replica in self._plan.others if mine.numel()}
-        shares = {r: self._ends.wire.decode(wire, TensorSpec.of(mine)) for r, wire in received.items()}
-        _mean([share for _, share in sorted((shares | {self._ends.replica: mine}).items())], out=mine)
+        for replica in sorted({*received, self._ends.replica}):
+            wire = received.get(replica)
+            share = mine if wire is None else self._ends.wire.decode(wire, TensorSpec.of(mine))
+            total = share if total is None else total.add_(share)  # a buffer of this exchange, or `mine` itself
+        assert total is not None
+        torch.div(total, len(self._ends.ranks), out=mine)
         for wire in received.values():
             self._ends.buffers.give_back(wire)
 
@@ -214,15 +217,3 @@ class _UnderWay:
 
     def _tag(self, message: Message) -> str:
         return f"{self._stage}{message.role} {message.part} of {message.owner}"
-
-
-def _mean(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The mean of two `shares` [N] or more in `out` [N], which may be one of them; added in their order."""
-    scratch = torch.empty_like(out[:_BLOCK])
-    for start in range(0, out.numel(), _BLOCK):
-        place = out[start : start + _BLOCK]
-        first, second, *rest = (share[start : start + _BLOCK] for share in shares)
-        total = torch.add(first, second, out=scratch[: place.numel()])
-        for share in rest:
-            total += share
-        torch.div(total, len(shares), out=place)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from layered import ADAM, Layered, in_threads, one_step, train
 
-from dpipe.dataparallel import exchange
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.exchange import DirectExchange
 from dpipe.dataparallel.feedback import FeedbackWire, wire
@@ -36,14 +35,6 @@ def test_average_is_the_mean_added_in_replica_order(replicas: int, length: int) 
     in_threads(replicas, lambda r: exchanges[r].average(own[r], 0, lambda piece: None))
     mean = sum(before[1:], start=before[0]) / replicas
     assert all(torch.equal(row, mean) for row in own)
-
-
-def test_share_of_many_blocks_is_added_in_replica_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_BLOCK", 7)
-    own, before = rows(3, 1001), rows(3, 1001)
-    exchanges = ends(3, part_bytes=4000)
-    in_threads(3, lambda r: exchanges[r].average(own[r], 0, lambda piece: None))
-    assert all(torch.equal(row, (before[0] + before[1] + before[2]) / 3) for row in own)
 
 
 def test_parts_are_made_ready_just_before_they_are_sent() -> None:
