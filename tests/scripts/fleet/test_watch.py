@@ -2,7 +2,9 @@
 
 import os
 import signal
+from contextlib import suppress
 
+import psutil
 from fleet import watch
 from fleet.watch import Ended
 
@@ -28,6 +30,18 @@ def ready(cloud, name="r", word="ready"):
     """Whether both ranks have come so far."""
     logs = [cloud.folder(n) / f"cluster/{name}/rank-{n}.log" for n in range(2)]
     return lambda: all(log.exists() and word in log.read_text() for log in logs)
+
+
+def followed(cloud, number):
+    """Whether a host is watched, which is once all ranks were started."""
+    folder = str(cloud.folder(number))
+
+    def found(process):
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            return "follow" in words and (process.cwd().startswith(folder) or folder in " ".join(words))
+
+    return lambda: any(found(process) for process in psutil.process_iter())
 
 
 def test_run_shows_every_rank_and_ends_well(cloud):
@@ -90,7 +104,7 @@ def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
     cloud.play("time.sleep(60)")
     broken = cloud.folder(1) / "src/scripts/fleet/agent.py"
     gone = broken.with_name("gone.py")
-    later(ready(cloud, word="starts"), lambda: (broken.rename(gone), cloud.sshd.cut_all()))
+    later(followed(cloud, 1), lambda: (broken.rename(gone), cloud.sshd.cut_all()))
     monkeypatch.setattr(watch, "GRACE_S", 0.3)
     done = cloud.run("--name", "r")
     gone.rename(broken)
