@@ -20,6 +20,7 @@ from netem.shell import NetemError
 
 BOOT_S = 60.0
 SCRIPT_S = 60.0
+NUDGE_S = 1.0  # the guest reads its console on a signal; where it has missed one, the next line brings another
 MODULES = Path("/usr/lib/uml/modules")
 GUEST_PROGRAMS = ("linux.uml", "insmod", "ethtool", "ip", "tc", "setsid", "nice")
 # A tap's queue of 1,000 packets is 12 ms at 1 Gbit/s: shorter than a busy machine may leave the guest waiting.
@@ -44,6 +45,7 @@ for vec in /sys/class/net/vec*; do
 done
 echo "@init $failed"
 while read -r script; do
+    [ -n "$script" ] || continue
     sh -e "$script" 2>&1
     echo "@$(basename "$script") $?"
 done
@@ -147,14 +149,16 @@ class GuestRouter:
 
     def _await(self, name: str, offset: int, timeout_s: float) -> str:
         """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is not 0."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        began, num_nudges = time.monotonic(), 0
+        while (passed_s := time.monotonic() - began) < timeout_s:
             said = self._console.read_bytes()[offset:].decode(errors="replace").replace("\r", "")
             before, found, after = said.partition(f"@{name} ")
             if found and "\n" in after:
                 if (status := after.split()[0]) != "0":
                     raise NetemError(f"the router's kernel refused ({status}):\n{before.strip()}")
                 return before
-            self._tell("")  # it may have ended meanwhile
+            nudge = passed_s > (num_nudges + 1) * NUDGE_S
+            num_nudges += nudge
+            self._tell("\n" if nudge else "")  # it may have ended meanwhile
             time.sleep(0.02)
         raise NetemError(f"the router has not answered within {timeout_s:g} s; its console: {self._console}")

@@ -1,0 +1,24 @@
+"""The guest as the lab talks to it, without one."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+from netem import router
+
+
+def test_guest_that_has_missed_a_line_is_sent_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(router, "NUDGE_S", 0.05)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "console").touch()
+
+    def guest(lines: TextIO) -> None:
+        script = Path(lines.readline().strip())
+        assert lines.readline() == "\n"
+        (tmp_path / "console").write_text(f"done\n@{script.name} 0\n")
+
+    with open(os.open(tmp_path / "pipe", os.O_RDWR)) as lines, ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(guest, lines)
+        assert router.GuestRouter("nowhere", tmp_path).run("true") == "done\n"
+        answering.result(timeout=10)
