@@ -8,7 +8,7 @@ The rooms, from the ground up; arrows point down only (`tests/test_architecture.
     specialists  timeline (when)  stage (a slice of the model)  transport (moving a tensor)
                  dataparallel (replicas agree)  coordinator (who is there)
     alphabets    schedule (what runs where in which order)  wire (bytes)
-    ground       config  presets  topology  streams  errors
+    ground       config  parallelism  presets  topology  streams  errors
 
 What `__all__` names is public: to plan a step and to predict it, without torch. A run is the command line's.
 

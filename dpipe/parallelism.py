@@ -26,9 +26,7 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
     in_flight: Count | None = None  # micro-batches in flight on the first rank; default: the number of stages
     memory_limit: Count | None = None  # micro-batches that a rank may hold at once
-    memory_gb: Positive | None = (
-        None  # 10^9 bytes that a rank may hold; a run that is predicted to hold more is refused
-    )
+    memory_gb: Positive | None = None  # 10^9 bytes that a rank may hold; what is predicted to hold more is refused
     recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
     split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"  # layers a stage, or how to find it
     wire: Literal["none", "bf16", "fp16", "int8"] = "none"

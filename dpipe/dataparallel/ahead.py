@@ -40,7 +40,7 @@ class Ahead:
     def go(self, learning_rate: float) -> None:
         """Step by the gradients remembered until `come_back`; not by one that is not finite."""
         own, self._own = self._own, []
-        if own and self._optimizer.learns and all(gradient.sum().isfinite() for gradient in own):
+        if own and self._optimizer.learns and bool(torch.stack([g.sum() for g in own]).isfinite().all()):
             self._agreed = [s.values.clone() for s in self._optimizer.slices]
             self._optimizer.look_ahead([gradient * self._share for gradient in own], learning_rate)
 

@@ -31,8 +31,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s
-    gives to one of stage s + 1."""
+    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s gives to one of the next."""
 
     config: Config
     model: LayeredModel | None
