@@ -1,7 +1,10 @@
 """What the loopback link of this machine is, as a transport sees it: the network that a local run is simulated on.
 
-rank 0    clocks | send n bytes --.                       .--> clocks      half of it is one way: delay + n / bandwidth,
-rank 1                       recv <'-- send n bytes ------'                and what a message costs the cores at one end
+rank 0    pause --[clock] send n bytes --.                   one way is delay + n / bandwidth; both ranks read one clock
+rank 1    --ready                         `--> recv [clock]  and what a message costs the cores at one end is timed too
+
+The pause is what a run has between its messages: both ends have slept, and what they need has left the cores' caches.
+A ping-pong without it makes the link two to three times as quick as any run finds it.
 """
 
 import json
@@ -22,8 +25,10 @@ from dpipe.baselines.gloo import connect
 from dpipe.topology import Host, Link
 from dpipe.wire.spec import TensorSpec
 
-_SMALL_BYTES = 4
+Stamp = tuple[float, float]  # when a message left or was there, and what this end's threads took of a core: seconds
+SMALL_BYTES = 4
 _REPEATS = 40
+_READY = TensorSpec((1,), torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -39,36 +44,54 @@ class Loopback:
         return Host(tuple(ranks), os.cpu_count() or 1, self.message_us, self.us_per_mb, computes)
 
 
-def measure_loopback(way: str, num_bytes: int = 1_000_000) -> Loopback:
-    """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from round trips of a few bytes and of many."""
+def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01) -> Loopback:
+    """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from messages of a few bytes and of `num_bytes`.
+
+    `pause_s` is for how long a rank of the run to be simulated computes before it sends.
+    """
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, way, num_bytes), nprocs=2)
-        (small_s, small_cpu_s), (large_s, large_cpu_s) = json.loads((Path(folder) / "one_way_s.json").read_text())
-    moving_s, more_mb = max(large_s - small_s, 1e-6), (num_bytes - _SMALL_BYTES) / 1e6
+        spawn(_run, (folder, way, num_bytes, pause_s), nprocs=2)
+        sent, received = (json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
+    return loopback_of(sent, received, num_bytes)
+
+
+def loopback_of(sent: Sequence[Sequence[Stamp]], received: Sequence[Sequence[Stamp]], num_bytes: int) -> Loopback:
+    """The link that messages have crossed, of each size the median: the small ones first, then those of `num_bytes`."""
+    (small_s, small_cpu_s), (large_s, large_cpu_s) = (
+        (
+            median(end - start for (start, _), (end, _) in pairs),
+            median((out + into) / 2 for (_, out), (_, into) in pairs),
+        )
+        for pairs in (list(zip(*ends, strict=True)) for ends in zip(sent, received, strict=True))
+    )
+    moving_s, more_mb = max(large_s - small_s, 1e-6), (num_bytes - SMALL_BYTES) / 1e6
     link = Link(delay_ms=small_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
     return Loopback(link, small_cpu_s * 1e6, max(0.0, large_cpu_s - small_cpu_s) * 1e6 / more_mb)
 
 
-def _run(rank: int, folder: str, way: str, num_bytes: int) -> None:
+def _run(rank: int, folder: str, way: str, num_bytes: int, pause_s: float) -> None:
     torch.set_num_threads(1)
     transport = connect(rank, way, FileStore(str(Path(folder) / "store"), 2))
-    sizes = (_SMALL_BYTES, num_bytes)
-    rounds = [[_trip(transport, size) for size in sizes] for _ in range(_REPEATS)]  # in turns: they are subtracted
-    one_way_s = [[median(seconds) / 2 for seconds in zip(*trips, strict=True)] for trips in zip(*rounds, strict=True)]
-    if rank == 0:
-        (Path(folder) / "one_way_s.json").write_text(json.dumps(one_way_s))
+    stamps: list[list[Stamp]] = [[], []]
+    for _ in range(_REPEATS):
+        for size, of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):  # in turns: they are subtracted
+            of_size.append(_send(transport, size, pause_s) if rank == 0 else _receive(transport, size))
+    (Path(folder) / str(rank)).write_text(json.dumps(stamps))
     transport.close()
 
 
-def _trip(transport: Any, num_bytes: int) -> tuple[float, float]:
-    """Seconds of a round trip, and of this end's threads in it."""
+def _send(transport: Any, num_bytes: int, pause_s: float) -> Stamp:
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    spec, peer = TensorSpec.of(payload), 1 - transport.rank
-    began, cpu_began = time.perf_counter(), time.process_time()
-    if transport.rank == 0:
-        transport.send(payload, peer, "there")
-        transport.recv(spec, peer, "back").wait()
-    else:
-        transport.recv(spec, peer, "there").wait()
-        transport.send(payload, peer, "back").wait()
-    return time.perf_counter() - began, time.process_time() - cpu_began
+    transport.recv(_READY, 1, "ready").wait()
+    time.sleep(pause_s)
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    transport.send(payload, 1, "there").wait()
+    return start_s, time.process_time() - cpu_s
+
+
+def _receive(transport: Any, num_bytes: int) -> Stamp:
+    pending = transport.recv(TensorSpec((num_bytes,), torch.uint8), 0, "there")
+    transport.send(_READY.empty(), 0, "ready").wait()
+    cpu_s = time.process_time()
+    pending.wait()
+    return time.perf_counter(), time.process_time() - cpu_s
