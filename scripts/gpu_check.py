@@ -20,7 +20,7 @@ from typing import Any
 import click
 import torch
 
-from dpipe.baselines.mfu import MEDIUM, TINY, XL, Case, give_back_memory, measure, measure_plain, row
+from dpipe.baselines.mfu import MEDIUM, TINY, XL, Case, check_parity, give_back_memory, measure, measure_plain, row
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
@@ -72,7 +72,9 @@ def measured(case: Case) -> list[dict[str, Any]]:
         return [row(case, "dpipe", measure(case), None)]
     plain = measure_plain(case)
     give_back_memory()
-    return [row(case, "plain", plain, plain), row(case, "dpipe", measure(case), plain)]
+    ours = measure(case)
+    check_parity(case, plain, ours)
+    return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
 
 
 def in_own_process(case: Case, timeout_s: float) -> Outcome:
