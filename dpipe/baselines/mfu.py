@@ -235,6 +235,7 @@ def _run(case: Case, rank: int, transport: Any) -> Measured:
         precision=case.precision,
         parameters=case.parameters,
         compiled=case.compiled,
+        splits_backward=False,  # as for any run whose schedule does not
         device=streams.device,
     )
     replicas, recorder = Single({rank: stage}, _ADAM), Recorder(rank, streams)
