@@ -1,16 +1,17 @@
 """A network as a run sees it: one directed link between each two ranks, and each rank's own egress.
 
 A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then the link's delay to arrive.
-What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer.
+What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer: one
+message after another (`Egress`).
 One TCP connection carries at most a window a round trip, whatever the bandwidth.
 """
 
 import math
 import tomllib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -180,18 +181,23 @@ class Sent(Generic[T]):
 
 @dataclass(slots=True)
 class _Moving(Generic[T]):
+    target: int
     item: T
-    start_us: float
     bits_left: float
+    start_us: float | None = None  # when its first bit left
     bits_per_us: float = 0.0
 
 
 class Egress(Generic[T]):
-    """What one rank sends: first in, first out on each link, all links sharing one interface fairly. It has no clock:
-    the simulator drives it by predicted time, the shaped transport by real time.
+    """What one rank sends through one interface. It has no clock: the simulator drives it by predicted time, the
+    shaped transport by real time.
 
-        to 1   [ a, alone  |  a, half the rate  ][ b
-        to 2               [        c           ]
+        to 1   [ a             ]      [ c
+        to 2            (waits)[ b    ]
+
+    First come, first served, as a queue is that takes a whole message at once, which TCP gives it after its first
+    round trips; what a link cannot use (its window is small) goes to the next in the queue. Links that are shaped apart
+    from the others have a queue of their own; queues share the interface fairly, as the classes of `tc` do.
 
     `offer` and `complete` are called in order of time, and `complete` before an `offer` that is later than `due_us`.
     """
@@ -200,8 +206,10 @@ class Egress(Generic[T]):
         self._network, self._rank = network, rank
         self._bits_per_us = network.egress_gbps(rank) * 1e3
         self._limits: dict[int, float] = {}
-        self._waiting: dict[int, deque[tuple[T, int]]] = {}
-        self._moving: dict[int, _Moving[T]] = {}
+        self._queues: dict[int, int | None] = {}  # None: that of the links which are as the network is in general
+        self._numbers = count()
+        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, what, bytes
+        self._moving: dict[int, _Moving[T]] = {}  # by number; one a link
         self._settled_us = 0.0
         self._first: tuple[float, int] | None = None
 
@@ -214,8 +222,10 @@ class Egress(Generic[T]):
         """Queue `num_bytes` for `target`."""
         if target not in self._limits:
             self._limits[target] = self._network.rate_gbps(self._rank, target) * 1e3
-        self._waiting.setdefault(target, deque()).append((item, num_bytes))
-        if target not in self._moving:
+            apart = self._network.link(self._rank, target) != self._network.default
+            self._queues[target] = target if apart else None
+        self._waiting.setdefault(target, deque()).append((next(self._numbers), item, num_bytes))
+        if all(moving.target != target for moving in self._moving.values()):
             self._settle(now_us)
             self._load(target)
             self._share()
@@ -223,18 +233,19 @@ class Egress(Generic[T]):
     def complete(self) -> Sent[T]:
         """Take out the message that is due, at the moment when it is."""
         assert self._first is not None, "nothing is due"
-        due_us, target = self._first
+        due_us, number = self._first
         self._settle(due_us)
-        moved = self._moving.pop(target)
-        self._load(target)
+        moved = self._moving.pop(number)
+        assert moved.start_us is not None
+        self._load(moved.target)
         self._share()
-        return Sent(target, moved.item, moved.start_us, due_us)
+        return Sent(moved.target, moved.item, moved.start_us, due_us)
 
     def _load(self, target: int) -> None:
-        """Put the next message of a free link on the wire."""
+        """Let the next message of a free link have its turn."""
         if self._waiting[target]:
-            item, num_bytes = self._waiting[target].popleft()
-            self._moving[target] = _Moving(item, self._settled_us, num_bytes * 8)
+            number, item, num_bytes = self._waiting[target].popleft()
+            self._moving[number] = _Moving(target, item, num_bytes * 8)
 
     def _settle(self, now_us: float) -> None:
         """Account for what has moved since the shares last changed."""
@@ -243,18 +254,31 @@ class Egress(Generic[T]):
         self._settled_us = now_us
 
     def _share(self) -> None:
-        """Deal the interface out anew: each link its own rate at most, what it leaves goes to the faster ones."""
+        """Deal the interface out anew: to each queue what it can use at most, what it leaves to those that can more."""
+        queues: dict[int | None, list[_Moving[T]]] = {}
+        for _, moving in sorted(self._moving.items()):
+            queues.setdefault(self._queues[moving.target], []).append(moving)
+        wanted = [(sum(self._limits[m.target] for m in queue), queue) for queue in queues.values()]
         left = self._bits_per_us
-        slowest_first = sorted(self._moving, key=self._limits.__getitem__)
-        for rest, target in zip(range(len(slowest_first), 0, -1), slowest_first, strict=True):
-            share = min(self._limits[target], left / rest)
-            self._moving[target].bits_per_us = share
-            left -= share
-        dues = ((max(0.0, m.bits_left / m.bits_per_us), target) for target, m in self._moving.items())
-        after_us, target = min(dues, default=(math.inf, -1))
-        self._first = None if target < 0 else (self._settled_us + after_us, target)
+        for rest, (limit, queue) in enumerate(sorted(wanted, key=lambda pair: pair[0])):
+            left -= self._serve(queue, min(limit, left / (len(wanted) - rest)))
+        dues = ((max(0.0, m.bits_left / m.bits_per_us), n) for n, m in self._moving.items() if m.bits_per_us)
+        after_us, number = min(dues, default=(math.inf, -1))
+        self._first = None if number < 0 else (self._settled_us + after_us, number)
+
+    def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
+        """Deal `bits_per_us` out in order of arrival; returns what was taken of it."""
+        left = bits_per_us
+        for moving in queue:
+            share = min(self._limits[moving.target], left)
+            moving.bits_per_us = share if share > _NOTHING * bits_per_us else 0.0
+            if moving.start_us is None and moving.bits_per_us:
+                moving.start_us = self._settled_us
+            left -= moving.bits_per_us
+        return bits_per_us - left
 
 
+_NOTHING = 1e-9  # of a rate: what a subtraction leaves of it
 _NAMED = 6  # missing links that an error names
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
 _TOP = {"name", "link"} | _SHAPE

@@ -110,11 +110,21 @@ def test_egress_sends_the_messages_of_a_link_one_after_another():
     assert list(sent(egress)) == ["a to 1 0-10", "b to 1 10-20"]
 
 
-def test_egress_is_shared_while_two_links_send():
+def test_egress_serves_the_links_of_a_network_in_order_of_arrival():
+    """As the lab's links do: a message is in the queue as a whole before the next one comes."""
     egress = Egress(Network(default=Link(50, 1)), 0)
     egress.offer(1, "a", 125 * 20, 0)
     egress.offer(2, "b", 125 * 10, 10)
-    # a has 10 left when b comes; both have half the rate from then on.
+    egress.offer(1, "c", 125 * 10, 11)
+    egress.offer(2, "d", 125 * 10, 12)
+    assert list(sent(egress)) == ["a to 1 0-20", "b to 2 20-30", "c to 1 30-40", "d to 2 40-50"]
+
+
+def test_egress_is_shared_fairly_by_links_that_are_shaped_apart():
+    egress = Egress(Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(40, 1)}), 0)
+    egress.offer(1, "a", 125 * 20, 0)
+    egress.offer(2, "b", 125 * 10, 10)
+    # From 10 on each has half: both have 10 us' worth left.
     assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
 
 

@@ -156,9 +156,12 @@ def measure_plain(case: Case) -> Measured:
     masters = None if half is None else Masters(layers, half)
     own = [(str(i), p) for i, p in enumerate(p for layer in layers.values() for p in layer.parameters())]
     named = own if masters is None else [(n, p) for pairs in masters.named.values() for n, p in pairs]
-    decaying = [{"params": [s.values for s in whole(named) if s.decays is d], "weight_decay": 0.1 * d} for d in (True, False)]
+    groups = [
+        {"params": [s.values for s in whole(named) if s.decays is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
     fused = torch.device(case.device).type == "cuda"
-    optimizer = torch.optim.AdamW(decaying, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None)
+    optimizer = torch.optim.AdamW(groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None)
     forward = _plain_forward(case, list(layers.values()))
 
     def step(index: int) -> float:

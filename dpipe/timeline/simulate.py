@@ -5,7 +5,7 @@ The model, event by event:
 - A rank runs its program in order, one compute action at a time; it waits where `Schedule.requires()` is not met.
 - Sends and receives do not hold it up. The messages of one directed link go one after another, in program order.
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
-- A rank's egress is shared fairly by its links that send at the same moment, as `tc` shapes an interface, no peer.
+- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface (`Egress`).
 - A message does not wait for its receive to be posted. It costs neither end anything, unless their host says so.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and with messages.
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress (`replicas.py`).

@@ -1,7 +1,7 @@
 """Any transport, as slow and as far as a network profile says: for users without root, where `tc` cannot be had.
 
     send(a) send(b)
-       [  slot a  ][  slot b  ]              one at a time on a link; all links of the rank share its egress
+       [  slot a  ][  slot b  ]              one at a time, on all links of the rank: they share its egress
                   `--- delay ----> inner.send(a)
                               `--- delay ----> inner.send(b)
 

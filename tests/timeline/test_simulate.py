@@ -66,7 +66,7 @@ def test_simulate_sends_the_messages_of_a_link_one_after_another():
     """)
 
 
-def test_simulate_shares_the_egress_of_a_rank_that_sends_both_ways():
+def test_simulate_sends_one_message_after_another_from_a_rank_that_sends_both_ways():
     cost = Cost(
         forward_us=(1, 1, 1),
         backward_us=(1, 1, 1),
@@ -76,9 +76,9 @@ def test_simulate_shares_the_egress_of_a_rank_that_sends_both_ways():
         gradient_bytes=(10 * BYTES_PER_US, 1 * BYTES_PER_US),
     )
     timeline = simulate(one_f_one_b(3, 2), cost, network(delay_us=0))
-    # From 47 to 67 both move at half the rate: 1SEND_F1 has 40 to move, 1SEND_B0 has 10.
+    # 1SEND_B0 comes at 47, while 1SEND_F1 has 36 of its 40 to move.
     sends = "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(1, Lane.SEND)[:3])
-    assert sends == "1SEND_F0 3-43  1SEND_F1 43-93  1SEND_B0 47-67"
+    assert sends == "1SEND_F0 3-43  1SEND_F1 43-83  1SEND_B0 83-93"
 
 
 def test_simulate_gives_a_slow_link_its_own_rate_and_the_rest_to_the_fast_one():

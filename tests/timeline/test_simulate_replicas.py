@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -79,12 +80,13 @@ def test_exchange_lets_the_messages_of_the_pipeline_leave_first():
     assert timeline.on(1, Lane.REDUCE)[0].start_us == send.end_us
 
 
-def test_exchange_shares_the_egress_with_the_messages_of_the_pipeline():
+def test_message_of_the_pipeline_waits_for_the_part_of_an_exchange_that_came_before_it():
     late = replace(lower(gpipe(4, 2, stages_per_rank=2), reduce=True))
     timeline = simulate(late, cost(4, 400, message_us=10), network(), replicas=Replicas(direct(2)))
-    during = [s for s in timeline.on(1, Lane.SEND) if s.start_us > timeline.on(1, Lane.REDUCE)[0].start_us]
-    assert during
-    assert max(s.duration_us for s in during) == 20
+    parts, messages = timeline.on(1, Lane.REDUCE), timeline.on(1, Lane.SEND)
+    assert any(message.start_us == part.end_us for message in messages for part in parts)
+    leaving = sorted([*parts, *messages], key=lambda span: span.start_us)
+    assert all(before.end_us <= after.start_us for before, after in pairwise(leaving))
 
 
 def test_sharded_parameters_are_gathered_after_the_step():
@@ -107,10 +109,10 @@ def test_server_within_a_rank_sends_nothing_to_itself():
     assert timeline.num_ranks == 2
 
 
-def test_server_apart_shares_its_egress_between_the_replicas():
+def test_server_apart_answers_one_replica_after_the_other():
     replicas = Replicas(parameter_server(2), servers=(2,))
     timeline = simulate(gpipe(1, 1), cost(1, 40), network(), replicas=replicas)
-    assert reduced(timeline, 2) == "0 to 0 70-150  0 to 1 70-150"
+    assert reduced(timeline, 2) == "0 to 0 70-110  0 to 1 110-150"
     assert timeline.num_ranks == 2
 
 
@@ -125,7 +127,7 @@ def test_stale_server_lets_nobody_wait_for_a_slow_replica():
         for late in (False, True)
     )
     assert steps(stale)[0] == 80
-    assert steps(waits)[0] == steps(waits)[1] > steps(stale)[1] >= 230
+    assert min(steps(waits)) >= steps(stale)[1] >= 230
 
 
 def test_one_server_of_all_stages_is_slower_than_one_a_stage():
@@ -143,13 +145,14 @@ def test_published_arrangement_adds_a_reduce_and_a_broadcast_after_the_pipeline(
     assert timeline.duration_us == pytest.approx(alone.duration_us + 2 * 400 + fill)
 
 
-def test_delay_hides_the_exchange_behind_the_step():
+def test_delay_hides_the_exchange_behind_the_step_but_for_a_part_that_a_message_waits_for():
     now, delayed = (
         simulate(gpipe(2, 8), cost(2, 60), network(), replicas=Replicas(direct(2), delayed=late))
         for late in (False, True)
     )
     alone = simulate(gpipe(2, 8), cost(2, 60), network())
-    assert delayed.duration_us == alone.duration_us < now.duration_us
+    part_us = 30
+    assert alone.duration_us <= delayed.duration_us <= alone.duration_us + part_us < now.duration_us
 
 
 def test_delayed_exchange_that_takes_longer_than_the_step_is_waited_for():
