@@ -2,7 +2,7 @@
 
     python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
 
-Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts from our parameters,
+Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts from our weights,
 reads our batches and has our optimizer's settings, so that its losses are ours but for rounding. Ranks stand where ours
 do; blocks are shared out evenly over the stages, as Megatron does.
 """

@@ -7,7 +7,6 @@ from dpipe.baselines.megatron_weights import Source, load, parameters_by_layer, 
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import materialise
 
-
 OURS = ["q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "v0", "v1", "v2", "v3"]
 THEIRS = [["q0", "k0", "v0", "q1", "k1", "v1"], ["q2", "k2", "v2", "q3", "k3", "v3"]]  # by rank
 
