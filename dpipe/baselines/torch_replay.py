@@ -6,27 +6,17 @@ It leaves the rows of a run behind (`metrics.jsonl`), so whatever reads ours rea
 same on a real model is for `torch_pipelining` to say.
 """
 
-import sys
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import click
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 from torch.distributed.pipelining import PipelineStage
 
+from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
-from dpipe.config import Config, load
-from dpipe.engine.folder import open_folder
+from dpipe.config import Config
 from dpipe.engine.forecast import forecast, per_stage
-from dpipe.engine.launch import environment
-from dpipe.engine.metrics import Metrics
-from dpipe.engine.placement import Placement, placement
-from dpipe.errors import ConfigError, DpipeError
 from dpipe.stage.replay import wait
 
 
@@ -71,7 +61,7 @@ class ReplayModule(nn.Module):
 def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here."""
     pipeline = config.pipeline
-    refused = {
+    reasons = {
         'model.layers must be "replay"': config.model.layers != "replay",
         'pipeline.wire must be "none"': pipeline.wire != "none",
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
@@ -80,34 +70,10 @@ def check_config(config: Config) -> None:
             config.transport.shape is not None
         ),
     }
-    if reasons := [reason for reason, holds in refused.items() if holds]:
-        raise ConfigError(f"torch.distributed.pipelining is replayed as it is: {'; '.join(reasons)}")
+    refuse("torch.distributed.pipelining", reasons)
 
 
-def train_rank(config: Config, place: Placement) -> None:
-    """One rank, `train.steps` long; rank 0 writes a row a step."""
-    check_config(config)
-    torch.set_num_threads(config.node.threads)
-    metrics = None
-    if place.rank == 0:
-        metrics = Metrics(open_folder(config, resume=False), first_step=0, tensorboard=False, show=lambda row: None)
-    timeout = timedelta(seconds=config.timeouts.join)
-    first = place.rank == 0
-    store = TCPStore(place.meeting_host, place.port, place.world_size, is_master=first, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    step = _step(config, place.rank)
-    for number in range(config.train.steps):
-        began = time.perf_counter()
-        loss = step()
-        if metrics is not None:
-            metrics.write({"step": number, "loss": loss, "step_s": time.perf_counter() - began})
-    dist.barrier()
-    dist.destroy_process_group()
-    if metrics is not None:
-        metrics.close()
-
-
-def _step(config: Config, rank: int) -> Callable[[], float]:
+def make_step(config: Config, rank: int) -> Step:
     """One step on torch's engine; the loss of a replay is 0."""
     microbatches, last = config.train.num_microbatches, config.pipeline.stages - 1
     order = forecast(config).schedule
@@ -117,7 +83,7 @@ def _step(config: Config, rank: int) -> Callable[[], float]:
     inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
     target = torch.zeros(microbatches) if last in modules else None
 
-    def step() -> float:
+    def step(number: int) -> float:
         plan.step(*inputs, target=target)
         for module in modules.values():
             module.zero_grad()
@@ -135,16 +101,7 @@ def _stage(module: ReplayModule, index: int, num_stages: int) -> PipelineStage:
     )
 
 
-@click.command(help=__doc__)
-@click.argument("config", type=click.Path(dir_okay=False))
-@click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
-def main(config: str, overrides: tuple[str, ...]) -> None:
-    try:
-        train_rank(load(config, overrides), placement(environment()))
-    except DpipeError as error:
-        click.echo(f"dpipe: {error}", err=True)
-        sys.exit(error.exit_code)
-
+main = command(__doc__, check_config, make_step)
 
 if __name__ == "__main__":
     main()

@@ -11,8 +11,8 @@ import torch
 from dpipe.config import Config
 from dpipe.engine.data import Corpus, open_tokenizer, prepare
 from dpipe.engine.feed import feed_of
-from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, gpt_costs
-from dpipe.engine.memory import gpt_layers, of_parameters, vocabulary_of
+from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, transformer_costs
+from dpipe.engine.memory import layers_memory, of_parameters, vocabulary_of
 from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
 from dpipe.engine.tensor import boundaries
 from dpipe.errors import ConfigError, DataError
@@ -135,9 +135,9 @@ def make_model(config: Config) -> LayeredModel:
 
 
 def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None) -> LayerCosts:
-    """Measured seconds where there are; else by formula for a GPT, by count for a user's model."""
+    """Measured seconds where there are; else by formula for a transformer, by count for a user's model."""
     if layer_s is None and config.model.is_transformer:
-        return gpt_costs(config)
+        return transformer_costs(config)
     forward = tuple(cost.forward_flops / (config.predict.gflops * 1e9) for cost in probed)
     if layer_s is not None:
         forward = tuple(seconds / 3 for seconds in layer_s)
@@ -147,7 +147,7 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     tied = probed[0].parameter_bytes if config.model.is_transformer and config.model.tie_embeddings else 0
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
-    memory = gpt_layers(config) if config.model.is_transformer else probed_layers(config, probed)
+    memory = layers_memory(config) if config.model.is_transformer else probed_layers(config, probed)
     return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core, memory)
 
 

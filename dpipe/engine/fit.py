@@ -40,7 +40,7 @@ def refuse_memory_of_replay(config: Config) -> None:
 def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Config], int]) -> None:
     """Raises `ConfigError` where a rank is predicted to hold more than `pipeline.memory_gb`, with what would fit.
 
-    `held(config)` are the bytes that the fullest rank of another configuration of a GPT would hold.
+    `held(config)` are the bytes that the fullest rank of another configuration of a transformer would hold.
     """
     limit = config.pipeline.memory_gb
     if limit is None:

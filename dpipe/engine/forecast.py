@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from dpipe.config import Config, load
 from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
-from dpipe.engine.memory import gpt_layers, vocabulary_of
+from dpipe.engine.memory import layers_memory, vocabulary_of
 from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
@@ -141,7 +141,7 @@ def forecast(
         cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
         refuse_memory_of_replay(config)
     else:
-        layers = on_ranks(config, layers or gpt_costs(config))
+        layers = on_ranks(config, layers or transformer_costs(config))
         cut = choose_split(config, layers)
         cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
         stages = stages_memory(config, layers.memory, cut)
@@ -154,7 +154,7 @@ def forecast(
     memory = peak_memory(schedule, stages) if stages else ()
     if stages and pipeline.memory_gb is not None:
         searching = choose is without_search and pipeline.schedule == "auto"
-        check_fits(config, peak_memory(leanest(config), stages) if searching else memory, held_by_gpt)
+        check_fits(config, peak_memory(leanest(config), stages) if searching else memory, held_by_transformer)
     timeline, share = simulate(schedule, cost, network, hosts, agreeing), agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
@@ -163,10 +163,10 @@ def forecast(
     return Forecast(cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory)
 
 
-def held_by_gpt(config: Config) -> int:
+def held_by_transformer(config: Config) -> int:
     """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
     check_vocabulary(config)
-    layers = on_ranks(config, gpt_costs(config))
+    layers = on_ranks(config, transformer_costs(config))
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
@@ -256,7 +256,7 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     return given
 
 
-def gpt_costs(config: Config) -> LayerCosts:
+def transformer_costs(config: Config) -> LayerCosts:
     """Of a GPT or a BERT, whose blocks are the same and whose hops carry a sequence's length besides.
 
     Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020).
@@ -271,7 +271,7 @@ def gpt_costs(config: Config) -> LayerCosts:
     parameters = layer_parameter_bytes(config)
     core = attention_core_flops(batch_size=config.microbatch_size, context=model.context, width=model.width)
     core_s = (0.0, *(core / (config.predict.gflops * 1e9) for _ in range(model.num_layers)), 0.0)
-    memory = gpt_layers(config)
+    memory = layers_memory(config)
     backward_s = tuple(2 * s for s in forward_s)
     return LayerCosts(forward_s, backward_s, activation, gradient, tied, parameters, core_s, memory)
 

@@ -25,7 +25,7 @@ _FLOAT, _INT64 = 4, 8
 
 
 @dataclass(frozen=True)
-class GptSizes:
+class TransformerSizes:
     """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits.
 
     `ranks` hold a layer together; with `sequence` they split the positions between the matrices. `bert` adds token
@@ -83,10 +83,10 @@ class GptSizes:
         return self.tokens(value_bytes) // (self.ranks if self.sequence else 1)
 
 
-def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
-    """The memory of the configured model's layers. A fused attention is taken for granted on anything but a CPU."""
+def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
+    """Of the configured transformer. A fused attention is taken for granted on anything but a CPU."""
     model, pipeline = config.model, config.pipeline
-    sizes = GptSizes(
+    sizes = TransformerSizes(
         config.microbatch_size,
         model.context,
         model.width,
@@ -100,7 +100,7 @@ def gpt_layers(config: Config) -> tuple[LayerMemory, ...]:
         sequence=config.tensor_parallel.sequence_parallel,
         bert=model.layers == "bert",
     )
-    return gpt_memory(sizes, pipeline.recompute)
+    return transformer_memory(sizes, pipeline.recompute)
 
 
 def vocabulary_of(config: Config) -> int:
@@ -120,7 +120,7 @@ def vocabulary(tokenizer: str) -> int:
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
 
 
-def gpt_memory(sizes: GptSizes, recompute: str) -> tuple[LayerMemory, ...]:
+def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMemory, ...]:
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
     head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
     return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), head)
@@ -136,7 +136,7 @@ def stage_memory(
     return (*((*stage, end) for stage, end in zip(whole, ends, strict=False)), whole[-1])
 
 
-def _embedding(sizes: GptSizes) -> LayerMemory:
+def _embedding(sizes: TransformerSizes) -> LayerMemory:
     table = sizes.table  # its gradient is dense, and made whole for every micro-batch
     noise = sizes.stream if sizes.dropout else 0
     return of_parameters(
@@ -149,7 +149,7 @@ def _embedding(sizes: GptSizes) -> LayerMemory:
     )
 
 
-def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
+def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
     given = r + sizes.tokens(_INT64)
@@ -171,7 +171,7 @@ def _head(sizes: GptSizes, recompute: str) -> LayerMemory:
     )
 
 
-def _bert_head(sizes: GptSizes, recompute: str) -> LayerMemory:
+def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """As `_head`, behind a transform and its norm, and beside a pooler: two matrices of `dense` bytes.
 
     With the table's gradient made, the logits are given back, and in half precision what was rounded.
@@ -201,7 +201,7 @@ def _bert_head(sizes: GptSizes, recompute: str) -> LayerMemory:
     )
 
 
-def _block(sizes: GptSizes, recompute: str) -> LayerMemory:
+def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     matrices = 12 * sizes.width**2 // sizes.ranks
     largest = 4 * sizes.width**2 * _FLOAT // sizes.ranks
@@ -229,7 +229,7 @@ def _block(sizes: GptSizes, recompute: str) -> LayerMemory:
     )
 
 
-def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, int, int]:
+def _working(sizes: TransformerSizes, largest: int, *, cores_again: bool) -> tuple[int, int, int]:
     """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     # When a weight's gradient is cast to fp32, the rounded weight, half as large, is gone already.
@@ -246,12 +246,12 @@ def _working(sizes: GptSizes, largest: int, *, cores_again: bool) -> tuple[int, 
     return backward, input_, forward
 
 
-def _dropout_bytes(sizes: GptSizes) -> int:
+def _dropout_bytes(sizes: TransformerSizes) -> int:
     """The noise of a block's two dropouts, which a CPU keeps as values."""
     return (sizes.stream if sizes.half else 2 * sizes.stream) if sizes.dropout else 0
 
 
-def _mask(sizes: GptSizes) -> int:
+def _mask(sizes: TransformerSizes) -> int:
     """The causal one, where the attention is not fused."""
     return 0 if sizes.bert else (6 if sizes.half else 4) * sizes.context**2
 

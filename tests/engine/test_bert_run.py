@@ -10,7 +10,7 @@ from tokenizers import BertWordPieceTokenizer
 from dpipe.config import Config, build
 from dpipe.engine.blueprint import draft
 from dpipe.engine.folder import open_folder, save_configuration
-from dpipe.engine.forecast import forecast, gpt_costs
+from dpipe.engine.forecast import forecast, transformer_costs
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
     config = small(pipeline__stages=2)
     (boundary,) = draft(config).boundaries
     assert [str(spec) for spec in boundary] == ["float32[2, 16, 16]", "int32[2]"]
-    costs = gpt_costs(config)
+    costs = transformer_costs(config)
     assert costs.activation_bytes[0] == sum(spec.num_bytes for spec in boundary)
     assert costs.gradient_bytes[0] == boundary[0].num_bytes
 
@@ -114,7 +114,7 @@ def test_hop_carries_the_lengths_beside_the_activation(small: Make) -> None:
 def test_forecast_counts_the_parameters_of_the_preset() -> None:
     """Of Megatron's published BERT, called 345M; its tied table is counted once."""
     config = build({"model": {"preset": "bert-345m"}})
-    costs = gpt_costs(config)
+    costs = transformer_costs(config)
     parameters = (sum(costs.parameter_bytes) - costs.tied_bytes) / 4
     assert parameters == pytest.approx(336e6, rel=0.01)
     assert forecast(config).memory[0].parameters == sum(costs.parameter_bytes)

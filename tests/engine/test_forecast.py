@@ -9,9 +9,9 @@ from dpipe.engine.forecast import (
     assumed_network,
     forecast,
     forecast_text,
-    gpt_costs,
     server_ranks,
     stage_cost,
+    transformer_costs,
     without_search,
 )
 from dpipe.engine.memory import vocabulary
@@ -34,12 +34,13 @@ def test_gpipe_takes_the_textbook_time() -> None:
 
 
 def test_backward_of_a_gpt_is_twice_its_forward() -> None:
-    costs = gpt_costs(Config())
+    costs = transformer_costs(Config())
     assert costs.backward_s == tuple(2 * s for s in costs.forward_s)
 
 
 def test_wire_format_decides_the_bytes_of_a_hop() -> None:
-    plain, half = (gpt_costs(build({"pipeline": {"wire": wire}})).activation_bytes[0] for wire in ("none", "bf16"))
+    costs = [transformer_costs(build({"pipeline": {"wire": wire}})) for wire in ("none", "bf16")]
+    plain, half = (cost.activation_bytes[0] for cost in costs)
     assert plain == 2 * half == 4 * 4 * 128 * 128
 
 

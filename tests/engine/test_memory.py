@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from dpipe.engine.memory import GptSizes, gpt_memory, stage_memory
+from dpipe.engine.memory import TransformerSizes, stage_memory, transformer_memory
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
@@ -54,7 +54,7 @@ def tracked(stages: dict[int, Stage], *optimizers: torch.optim.Optimizer) -> Ite
         yield tracker
 
 
-def peak_by_torch(schedule: Schedule, rank: int, sizes: GptSizes, recompute: str) -> int:
+def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recompute: str) -> int:
     """Bytes: what torch says that the rank's program holds at its worst moment, the optimizer's step included."""
     with FakeTensorMode():
         stages = {s: a_stage(schedule, s, sizes, recompute) for s, r in enumerate(schedule.rank_of_stage) if r == rank}
@@ -69,7 +69,7 @@ def peak_by_torch(schedule: Schedule, rank: int, sizes: GptSizes, recompute: str
             return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-def a_stage(schedule: Schedule, index: int, sizes: GptSizes, recompute: str) -> Stage:
+def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: str) -> Stage:
     model = (bert if sizes.bert else gpt)(
         vocab_size=sizes.vocab_size,
         num_layers=sizes.num_layers,
@@ -99,7 +99,7 @@ class OneOf:
 
     rank = 0
 
-    def __init__(self, sizes: GptSizes) -> None:
+    def __init__(self, sizes: TransformerSizes) -> None:
         self.size, self.sequence = sizes.ranks, sizes.sequence
 
     def all_reduce(self, tensor: torch.Tensor, op: object = None) -> torch.Tensor:
@@ -115,7 +115,7 @@ class OneOf:
         return tensor.chunk(self.size, dim)[0]
 
 
-def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> None:
+def act(stage: Stage, action: Action, schedule: Schedule, sizes: TransformerSizes) -> None:
     assert action.microbatch is not None
     last = schedule.is_last(action.stage)
     match action.op:
@@ -130,22 +130,22 @@ def act(stage: Stage, action: Action, schedule: Schedule, sizes: GptSizes) -> No
             stage.backward_weight(action.microbatch)
 
 
-def tokens(sizes: GptSizes) -> Tensors:
+def tokens(sizes: TransformerSizes) -> Tensors:
     """Of a BERT also their types, and the sequences' lengths."""
     ids = [torch.zeros(sizes.batch_size, sizes.context, dtype=torch.int64) for _ in range(1 + sizes.bert)]
     return (*ids, *lengths(sizes))
 
 
-def activation(sizes: GptSizes) -> Tensors:
+def activation(sizes: TransformerSizes) -> Tensors:
     return (torch.zeros(sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width), *lengths(sizes))
 
 
-def lengths(sizes: GptSizes) -> Tensors:
+def lengths(sizes: TransformerSizes) -> Tensors:
     return (torch.zeros(sizes.batch_size, dtype=torch.int32),) if sizes.bert else ()
 
 
-def predicted(schedule: Schedule, sizes: GptSizes, recompute: str) -> tuple[RankMemory, ...]:
-    layers = gpt_memory(sizes, recompute)
+def predicted(schedule: Schedule, sizes: TransformerSizes, recompute: str) -> tuple[RankMemory, ...]:
+    layers = transformer_memory(sizes, recompute)
     cut = [len(layers) // schedule.num_stages] * schedule.num_stages
     return peak_memory(schedule, stage_memory(layers, cut, [sizes.stream] * (len(cut) - 1), recompute))
 
@@ -181,7 +181,7 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
     size, name, recompute, precision, *more = case.split()
     num_stages, per_rank = SCHEDULES[name]
     draws, ranks = "dropout" in more, next((int(word[0]) for word in more if word.endswith("-ranks")), 1)
-    sizes = GptSizes(
+    sizes = TransformerSizes(
         *SIZES[size],
         dropout=draws,
         keeps_matrices=draws,

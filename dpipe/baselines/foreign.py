@@ -1,0 +1,111 @@
+"""One rank of somebody else's engine on a configuration of ours, placed as `dpipe train` is, with the rows of a run.
+
+    main ── check ── placement ── process group ── step, step, ... ──> FOLDER/metrics.jsonl
+
+Whatever reads our `metrics.jsonl` reads theirs too: scripts/sweep.py and scripts/table.py do.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
+
+from dpipe.config import Config, load
+from dpipe.engine.blueprint import check_device, local_device
+from dpipe.engine.build import utilisation
+from dpipe.engine.folder import open_folder
+from dpipe.engine.launch import environment
+from dpipe.engine.metrics import Metrics
+from dpipe.engine.placement import Placement, placement
+from dpipe.errors import ConfigError, DpipeError
+
+Step = Callable[[int], float]  # trains step n; returns its loss, which rank 0 must know
+Make = Callable[[Config, int], Step]  # for one rank, when all of them can talk to each other
+Check = Callable[[Config], None]
+
+
+def refuse(engine: str, reasons: dict[str, bool]) -> None:
+    """Raises `ConfigError` with every reason that holds."""
+    if held := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(f"{engine} is run as it is: {'; '.join(held)}")
+
+
+def train_rank(config: Config, place: Placement, check: Check, make: Make) -> None:
+    """One rank, `train.steps` long; rank 0 writes a row a step. Nothing is written before `check` has passed."""
+    check(config)
+    check_place(config, place)
+    torch.set_num_threads(config.node.threads)
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    check_device(config.node.device)
+    metrics = None
+    if place.rank == 0:
+        metrics = Metrics(open_folder(config, resume=False), first_step=0, tensorboard=False, show=lambda row: None)
+    device = torch.device(config.node.device)
+    _open(config, place, device)
+    step = make(config, place.rank)
+    for number in range(config.train.steps):
+        began = time.perf_counter()
+        loss = step(number)
+        row = {"step": number, "loss": loss, "step_s": time.perf_counter() - began}
+        row |= _of_gpus(config, device, row["step_s"])
+        if metrics is not None:
+            metrics.write(row)
+    dist.barrier()
+    dist.destroy_process_group()
+    if metrics is not None:
+        metrics.close()
+
+
+def check_place(config: Config, place: Placement) -> None:
+    """Raises `ConfigError` where other than the configured number of processes were started."""
+    if place.world_size != config.world_size:
+        raise ConfigError(
+            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
+            f"tensor_parallel.size {config.tensor_parallel.size} and data_parallel.replicas "
+            f"{config.data_parallel.replicas} need {config.world_size}; start that many"
+        )
+
+
+def _open(config: Config, place: Placement, device: torch.device) -> None:
+    timeout = timedelta(seconds=max(config.timeouts.join, config.timeouts.transfer))
+    first = place.rank == 0
+    store = TCPStore(place.meeting_host, place.port, place.world_size, is_master=first, timeout=timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _of_gpus(config: Config, device: torch.device, seconds: float) -> dict[str, Any]:
+    """As our own rows have it: peak memory by rank, and MFU where the device's peak is known. All ranks meet here."""
+    if device.type != "cuda":
+        return {}
+    own = torch.tensor([torch.cuda.max_memory_allocated(device) / 1e6], device=device)
+    every = torch.empty(dist.get_world_size(), device=device)
+    dist.all_gather_into_tensor(every, own)
+    used = utilisation(config, device, seconds)
+    return {"gpu_memory_mb": {str(r): mb for r, mb in enumerate(every.tolist())}} | (
+        {} if used is None else {"mfu": used}
+    )
+
+
+def command(about: str, check: Check, make: Make) -> click.Command:
+    """`python -m MODULE CONFIG -o KEY=VALUE ...`: one rank."""
+
+    @click.command(help=about)
+    @click.argument("config", type=click.Path(dir_okay=False))
+    @click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
+    def main(config: str, overrides: tuple[str, ...]) -> None:
+        try:
+            train_rank(load(config, overrides), placement(environment()), check, make)
+        except DpipeError as error:
+            click.echo(f"dpipe: {error}", err=True)
+            sys.exit(error.exit_code)
+
+    return main

@@ -1,0 +1,162 @@
+"""The configured GPT on torch alone: `torch.distributed.pipelining`, and FSDP2 where there are replicas.
+
+    python -m dpipe.baselines.fsdp CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+
+                stage 0    stage 1
+    replica 0   rank 0     rank 1        along a row: torch's pipeline
+    replica 1   rank 2     rank 3        down a column: FSDP (Zhao et al. 2023), each layer a unit of its own
+
+It starts from our parameters, reads our batches and ends each step as we do (decay, clipping, learning rate), so that
+its losses are ours but for rounding.
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from dpipe.baselines.foreign import Step, command, refuse
+from dpipe.baselines.torch_schedule import torch_schedule
+from dpipe.config import Config, Train
+from dpipe.engine.blueprint import Blueprint, draft
+from dpipe.engine.feed import feed_of
+from dpipe.engine.replicas import seat
+from dpipe.engine.update import learning_rate
+from dpipe.stage.model import materialise
+from dpipe.stage.recompute import recompute_attention
+from dpipe.streams import upload
+
+
+def check_config(config: Config) -> None:
+    """Raises `ConfigError` for what this engine is not run on here."""
+    agreement = config.data_parallel
+    reasons = {
+        'model.layers must be "gpt"': config.model.layers != "gpt",
+        "model.dropout must be 0, its random numbers are others": config.model.dropout > 0,
+        "model.tie_embeddings must be false": config.model.tie_embeddings,
+        'train.precision must be "fp32" or "bf16", and train.parameters "fp32"': (
+            config.train.precision == "fp16" or config.train.parameters != "fp32"
+        ),
+        "train.compile must be false": config.train.compile,
+        "pipeline.ranks must be above 1": config.pipeline.ranks < 2,
+        'pipeline.wire must be "none"': config.pipeline.wire != "none",
+        'pipeline.split must not be "measured"': config.pipeline.split == "measured",
+        "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
+        'data_parallel.kind must be "sharded" or "all-reduce", without delay and with data_parallel.wire "none"': (
+            agreement.replicas > 1
+            and (agreement.kind not in ("sharded", "all-reduce") or agreement.delay or agreement.wire != "none")
+        ),
+        "transport.shape must be left out, its network is torch's": config.transport.shape is not None,
+    }
+    refuse("torch's pipeline with FSDP", reasons)
+
+
+def make_step(config: Config, rank: int) -> Step:
+    """One rank's part of a step; every rank knows its loss."""
+    blueprint, here, device = draft(config), seat(config, rank), torch.device(config.node.device)
+    assert blueprint.model is not None and blueprint.corpus is not None
+    mesh = init_device_mesh(device.type, (here.num_replicas, here.num_ranks), mesh_dim_names=("replica", "place"))
+    order, row = blueprint.forecast.schedule, mesh["place"].get_group()
+    modules = {
+        s: _module(blueprint, s, mesh["replica"]) for s, at in enumerate(order.rank_of_stage) if at == here.place
+    }
+    stages = [PipelineStage(module, s, order.num_stages, device, group=row) for s, module in modules.items()]
+    plan = torch_schedule(order, stages, blueprint.model.loss)
+    update = Update(config.train, [p for module in modules.values() for p in module.parameters()])
+    feed = feed_of(config, blueprint.corpus, here.replica, here.num_replicas)
+
+    def step(number: int) -> float:
+        batch, losses = feed.training(number), list[torch.Tensor]()
+        inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),) if 0 in modules else ()
+        ends = order.num_stages - 1 in modules
+        targets = upload(torch.cat(list(batch.targets)), device) if ends else None
+        plan.step(*inputs, target=targets, losses=losses if ends else None)
+        update.step(number)
+        return mean_loss(losses, here.num_replicas, device)
+
+    return step
+
+
+class Layer(nn.Module):
+    """One layer as our own stages run it: under autocast where half precision is asked for, fp32 at its boundary."""
+
+    def __init__(self, layer: nn.Module, *, half: bool, recompute: str) -> None:
+        super().__init__()
+        self.layer, self._half, self._again = layer, half, recompute == "full"
+        if recompute == "selective":
+            recompute_attention(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16) if self._half else nullcontext():
+            y: torch.Tensor = checkpoint(self.layer, x, use_reentrant=False) if self._again else self.layer(x)
+        return y.float()
+
+
+def _module(blueprint: Blueprint, stage: int, replicas: DeviceMesh) -> nn.Sequential:
+    config, model = blueprint.config, blueprint.model
+    assert model is not None
+    half, recompute = config.train.precision == "bf16", config.pipeline.recompute
+    layers = [materialise(model, index, config.train.seed, config.node.device) for index in blueprint.layers_of(stage)]
+    module = nn.Sequential(*(Layer(layer, half=half, recompute=recompute) for layer in layers))
+    if replicas.size() > 1:
+        # Gathered once a step and kept for it: else each micro-batch would gather all parameters again, twice.
+        for unit in (*module, module):
+            fully_shard(unit, mesh=replicas, reshard_after_forward=False)
+    return module
+
+
+class Update:
+    """AdamW and clipping as `engine/update.py` has them, on the slices of parameters that are here."""
+
+    def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
+        self._train, self._parameters = train, parameters
+        groups = [
+            {"params": [p for p in parameters if (p.ndim >= 2) is decays], "weight_decay": train.weight_decay * decays}
+            for decays in (True, False)
+        ]
+        fused = parameters[0].is_cuda or None
+        self._adamw = torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
+
+    def step(self, number: int) -> None:
+        if self._train.clip_norm > 0:
+            self._clip()
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate(self._train, number)
+        self._adamw.step()
+        self._adamw.zero_grad()
+
+    @torch.no_grad()
+    def _clip(self) -> None:
+        """By the norm over all stages. Every element of a gradient is on one rank alone, so squares just add up."""
+        grads = [_here(p.grad) for p in self._parameters if p.grad is not None]
+        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        dist.all_reduce(square)
+        scale = min(1.0, self._train.clip_norm / (math.sqrt(float(square)) + 1e-6))
+        for grad in grads:
+            grad.mul_(scale)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def mean_loss(losses: Iterable[torch.Tensor], num_replicas: int, device: torch.device) -> float:
+    """The mean over micro-batches and replicas, known to all ranks; those off the last stage give none."""
+    known = [loss.detach() for loss in losses]
+    total = (torch.stack(known).mean() if known else torch.zeros((), device=device)) / num_replicas
+    dist.all_reduce(total)
+    return float(total)
+
+
+main = command(__doc__, check_config, make_step)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A GPT that another engine and ours are given alike: from a file, because the other one's ranks are processes."""
+
+from collections.abc import Callable
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from dpipe.baselines.foreign import train_rank
+from dpipe.config import load
+from dpipe.engine.build import run_rank
+from dpipe.engine.launch import free_port
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.placement import Placement
+
+FILE = """
+    model = {{ num_layers = 4, width = 32, num_heads = 4, context = 16 }}
+    data = {{ files = ["{folder}/text.txt"], cache = "{folder}/cache" }}
+    train = {{ steps = 4, batch_size = 16, num_microbatches = 4, learning_rate = 1e-2, warmup_steps = 2, clip_norm = 0.5 }}
+    pipeline = {{ stages = 2 }}
+    run = {{ tensorboard = false, trace_steps = 0 }}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clipped and warmed up, so that what a step ends with is compared as well."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and nobody knows why. " * 60)
+    (folder / "job.toml").write_text(FILE.format(folder=folder))
+    return folder / "job.toml"
+
+
+@pytest.fixture
+def our_losses(job: Path, tmp_path: Path) -> Callable[..., list[float]]:
+    """`our_losses("train.precision=...")`: of one process that trains the whole of it."""
+
+    def run(*overrides: str) -> list[float]:
+        alone = ("pipeline.stages=1", f"run.folder={tmp_path / 'ours'}")
+        run_rank(load(job, (*overrides, *alone)), Placement(), console=Console(file=StringIO()))
+        return [row["loss"] for row in read_rows(tmp_path / "ours") if "loss" in row]
+
+    return run
+
+
+@pytest.fixture
+def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
+    """`their_rows(fsdp, "pipeline.stages=4")`: of a run of that module's engine. Its ranks are forked from a process
+    that has imported torch, because that is what takes most of their time."""
+
+    def run(engine: ModuleType, *overrides: str) -> list[dict[str, float]]:
+        config = load(job, (*overrides, f"run.folder={tmp_path / 'theirs'}"))
+        address, world = f"127.0.0.1:{free_port()}", config.world_size
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["dpipe.baselines.fsdp", "megatron.core.optimizer"])
+        places = [Placement(rank, world, rank, address) for rank in range(world)]
+        ranks = [
+            context.Process(target=train_rank, args=(config, place, engine.check_config, engine.make_step), daemon=True)
+            for place in places
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(90)
+        assert [rank.exitcode for rank in ranks] == [0] * world
+        return read_rows(tmp_path / "theirs")
+
+    return run

@@ -1,0 +1,17 @@
+import pytest
+
+from dpipe.baselines.foreign import check_place, refuse
+from dpipe.config import build
+from dpipe.engine.placement import Placement
+from dpipe.errors import ConfigError
+
+
+def test_refusal_lists_every_reason_that_holds():
+    with pytest.raises(ConfigError, match="^torch is run as it is: a must be b; e must be f$"):
+        refuse("torch", {"a must be b": True, "c must be d": False, "e must be f": True})
+
+
+def test_other_number_of_processes_than_configured_is_refused():
+    config = build({"pipeline": {"stages": 2}, "data_parallel": {"replicas": 2, "kind": "sharded"}})
+    with pytest.raises(ConfigError, match=r"3 processes were started, but pipeline.stages 2, .* need 4; start that"):
+        check_place(config, Placement(0, 3, 0, "127.0.0.1:7000"))
