@@ -169,6 +169,8 @@ def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
     """The keys of a replay that are bytes; those left at their default are the key's own."""
     replay = config.replay
     sizes: dict[str, int | list[int]] = {"message_bytes": replay.message_bytes // scale}
+    if config.tensor_parallel.size > 1:
+        sizes["exchange_bytes"] = replay.exchange_bytes // scale
     if isinstance(replay.parameter_bytes, list):
         sizes["parameter_bytes"] = [size // scale for size in replay.parameter_bytes]
     elif replay.parameter_bytes:
@@ -271,7 +273,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         "digest": config.digest(),
         "commit": commit,
         "key": cell.key,
-        **(laid_out(config) if local else {}),
+        **(laid_out(config) if local or config.tensor_parallel.size > 1 else {}),
     }
 
 
