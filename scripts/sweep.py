@@ -273,7 +273,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         "digest": config.digest(),
         "commit": commit,
         "key": cell.key,
-        **(laid_out(config) if local or config.tensor_parallel.size > 1 else {}),
+        **laid_out(config),
     }
 
 
