@@ -21,8 +21,9 @@ from dpipe.schedule.plan import Schedule
 class LayerMemory:
     """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
 
-    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
-    step, whose gradients stay as they are made), of I, of W, and of the optimizer.
+    The others are working memory on top of that at the worst moment: of F, of B, of I, of W, and of the optimizer.
+    `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until it is done; that a
+    layer has it while it works is in the layer's working memory.
     """
 
     parameter_bytes: int = 0
@@ -32,10 +33,10 @@ class LayerMemory:
     deferred_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
-    first_bytes: int = 0
     input_bytes: int = 0
     weight_bytes: int = 0
     update_bytes: int = 0
+    given_bytes: int = 0
 
 
 StageMemory = Sequence[LayerMemory]
@@ -101,8 +102,11 @@ class _Walk:
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):
+            given = layers[-1].given_bytes
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
+                self._hold(given * (place == len(layers) - 2))  # by then its last layer is done with it
+            self._hold(-given)
         elif action.op is Op.W:
             for place, layer in enumerate(layers):
                 first = self._have_gradients(action.stage, place, layer)
@@ -110,8 +114,8 @@ class _Walk:
             self._hold(-sum(layer.deferred_bytes for layer in layers))
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
-        whole, first = action.op is Op.B, (action.stage, place) not in self._made and not self._keeps_gradients
-        self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
+        whole = action.op is Op.B
+        self._see(layer.backward_bytes if whole else layer.input_bytes)
         self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
         if whole or layer.deferred_bytes == 0:
             self._have_gradients(action.stage, place, layer)
