@@ -149,7 +149,7 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     else:
         inside += sizes.tokens(_LOOKED_UP)
         forward, back = 3 * u + r * again, u + max(table, u * again)
-    forward, backward = max(2 * r, forward - noise), 2 * r + positions + max(positions, back)
+    forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back)
     if recompute == "full":
         backward, inside = inside + max(backward, r + forward), 0
     return of_parameters(
@@ -158,7 +158,8 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + inside,
         forward_bytes=forward,
         backward_bytes=backward,
-        input_bytes=backward,
+        first_bytes=positions,
+        input_bytes=backward + positions,
     )
 
 

@@ -21,9 +21,10 @@ from dpipe.schedule.plan import Schedule
 class LayerMemory:
     """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
 
-    The others are working memory on top of that at the worst moment: of F, of B, of I, of W, and of the optimizer.
-    `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until it is done; that a
-    layer has it while it works is in the layer's working memory.
+    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
+    step, whose gradients stay as they are made), of I, of W, and of the optimizer. `given_bytes`, of a stage's end, is
+    the gradient that it is given in B and I, and holds until it is done; that a layer has it while it works is in the
+    layer's working memory. `exchange_bytes` are what replicas agree with, always.
     """
 
     parameter_bytes: int = 0
@@ -33,10 +34,12 @@ class LayerMemory:
     deferred_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    first_bytes: int = 0
     input_bytes: int = 0
     weight_bytes: int = 0
     update_bytes: int = 0
     given_bytes: int = 0
+    exchange_bytes: int = 0
 
 
 StageMemory = Sequence[LayerMemory]
@@ -51,10 +54,11 @@ class RankMemory:
     optimizer: int
     activations: int
     working: int
+    exchange: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working + self.exchange
 
 
 def peak_memory(
@@ -85,6 +89,7 @@ class _Walk:
             optimizer=_total(own, "optimizer_bytes"),
             activations=0,
             working=0,
+            exchange=_total(own, "exchange_bytes"),
         )
         self._update = max((layer.update_bytes for stage in own for layer in stage), default=0)
         self._worst = self._now
@@ -114,8 +119,8 @@ class _Walk:
             self._hold(-sum(layer.deferred_bytes for layer in layers))
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
-        whole = action.op is Op.B
-        self._see(layer.backward_bytes if whole else layer.input_bytes)
+        whole, first = action.op is Op.B, (action.stage, place) not in self._made and not self._keeps_gradients
+        self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
         self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
         if whole or layer.deferred_bytes == 0:
             self._have_gradients(action.stage, place, layer)

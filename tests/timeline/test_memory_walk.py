@@ -21,8 +21,8 @@ def test_rank_holds_what_its_own_schedule_keeps_in_flight() -> None:
 def test_first_backward_has_no_gradients_yet() -> None:
     """gpipe holds most where its first backward starts, unless gradients have buffers of their own."""
     schedule = generate("gpipe", 1, 8)
-    first = LayerMemory(gradient_bytes=5, held_bytes=10, backward_bytes=7)
-    assert peak_memory(schedule, [(first,)])[0] == RankMemory(0, 0, 0, 80, 7)
+    first = LayerMemory(gradient_bytes=5, held_bytes=10, backward_bytes=7, first_bytes=1)
+    assert peak_memory(schedule, [(first,)])[0] == RankMemory(0, 0, 0, 80, 8)
     assert peak_memory(schedule, [(first,)], keeps_gradients=True)[0] == RankMemory(0, 5, 0, 80, 7)
 
 
