@@ -86,7 +86,7 @@ class Stage:
         self._splits_backward, self.split = splits_backward, split
         for layer in self._layers.values():
             if recompute == "selective":
-                recompute_attention(layer)
+                recompute_attention(layer, compiled=compiled)
             if compiled:
                 layer.compile()
             elif splits_backward:
