@@ -18,7 +18,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 from table import ROOT
 from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
-from venue import Shaped
+from venue import Here
 
 from dpipe.config import Config, load
 from dpipe.errors import DpipeError
@@ -52,7 +52,7 @@ def configuration(plan: Convergence, cell: Cell, folder: Path) -> tuple[Config, 
 def train(plan: Convergence, cell: Cell, folder: Path) -> dict[str, Any]:
     """The line of a cell. Raises `RunError` where its run fails."""
     config, overrides = configuration(plan, cell, folder)
-    rows = run_to_end(ROOT / plan.config, overrides, Shaped(), timeout_s=plan.timeout_s)
+    rows = run_to_end(ROOT / plan.config, overrides, Here(), timeout_s=plan.timeout_s)
     held_out = {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
     return {
         "name": cell.name,

@@ -3,10 +3,11 @@
 
     scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml         networks x engines x schedules x wire formats
     scripts/table.py gpt3xl_gpipe_network --mode replay               what came out
+    scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml              layouts x engines, on the GPUs of this machine
 
-A cell is a run of all ranks on this machine, in a `netem lab` or behind the shaped transport. Stop it when you like and
-start it again: what is in the results stays, a line that was cut short is measured anew. Delete a line to measure it
-again.
+A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped transport. Stop it when
+you like and start it again: what is in the results stays, a line that was cut short is measured anew. Delete a line to
+measure it again. Cells that need more GPUs than there are are left out.
 """
 
 import json
@@ -16,44 +17,58 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import click
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from engines import (
+    Engine,
+    Layout,
+    check_engine,
+    command,
+    device_name,
+    difference_in_training,
+    gpus_needed,
+    spread,
+)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from table import NUM_STAGES, ROOT, WIRES, Row
 from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
 from venue import Kind, Venue, overrides, venue
 
-from dpipe.baselines import torch_replay
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config import Config, load
 from dpipe.engine.forecast import forecast
 from dpipe.errors import ConfigError, DpipeError, RunError
+from dpipe.parallelism import Count
 from dpipe.topology import Link, Network, load_network
-
-MODULES = {"dpipe": ("dpipe", "train"), "torch": ("dpipe.baselines.torch_replay",)}  # of the engines, and their command
 
 
 class Runs(BaseModel):
     """One engine: each schedule with each wire format, on all networks of the sweep or on some of them.
 
-    `overrides` change the configuration; `label` is what the table calls the engine then, beside its name.
+    `overrides` change the configuration; `label` is what the table calls the engine then, beside its name. Each of
+    `layouts` spreads the configured batch over its ranks in micro-batches of each of `micro_batches` sequences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["dpipe", "torch"] = "dpipe"
+    engine: Engine = "dpipe"
     label: str = ""
     schedules: tuple[str, ...]
     wires: tuple[Literal["fp32", "bf16", "int8"], ...] = ("fp32",)
     networks: tuple[str, ...] = ()  # default: the sweep's
     overrides: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    micro_batches: tuple[Count, ...] = ()
 
 
 class Sweep(BaseModel):
-    """A sweep file: each of `run` on each of the networks. Its paths are relative to the repository. `scale` divides
-    messages and bandwidths, delays stay: so that one machine carries twelve replay stages and a step takes as long.
-    `sysctl` is how the hosts of a lab have their TCP."""
+    """A sweep file: each of `run` on each of the networks, or on the machine as it is where `venue` is "local".
+
+    Its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay: so that one machine
+    carries twelve replay stages and a step takes as long. `sysctl` is how the hosts of a lab have their TCP.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,10 +76,16 @@ class Sweep(BaseModel):
     config: str
     venue: Kind = "shaped"
     sysctl: tuple[str, ...] = ()
-    networks: tuple[str, ...]
+    networks: tuple[str, ...] = ()
     run: tuple[Runs, ...]
     scale: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=1800.0, gt=0)  # a cell
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.venue == "local") == bool(self.networks):
+            raise ValueError('venue "local" goes without networks, and any other needs some')
+        return self
 
 
 @dataclass(frozen=True)
@@ -92,11 +113,19 @@ class Cell:
     @property
     def key(self) -> str:
         """Equal for runs that would measure the same."""
-        sweep = self.sweep
-        return key_of(self.config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network))
+        sweep, config = self.sweep, self.config
+        here = (device_name(config),) if sweep.venue == "local" else ()
+        return key_of(config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network), *here)
 
     def __str__(self) -> str:
-        return f"{self.network.name} {self.system} {self.schedule} {self.wire}"
+        where = shape_of(self.config) if self.sweep.venue == "local" else self.network.name
+        return f"{where} {self.system} {self.schedule} {self.wire}"
+
+
+def shape_of(config: Config) -> str:
+    """Tensor x pipeline x data parallel ranks, and the micro-batch."""
+    ranks = (config.tensor_parallel.size, config.pipeline.ranks, config.data_parallel.replicas)
+    return f"{' x '.join(map(str, ranks))}, micro-batch {config.microbatch_size}"
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
@@ -106,11 +135,7 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
     if sweep.scale > 1 and base.model.layers != "replay":
         raise ConfigError(f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it")
     work.mkdir(parents=True, exist_ok=True)
-    each = [(block, name) for block in sweep.run for name in block.networks or sweep.networks]
-    for runs, profile in each:
-        network = load_network(ROOT / profile)
-        seen = work / Path(profile).name
-        seen.write_text(as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")), encoding="utf-8")
+    for runs, network, seen in _on_networks(sweep, work):
         for schedule, wire in product(runs.schedules, runs.wires):
             given = (
                 *overrides(sweep.venue, seen),
@@ -121,17 +146,31 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
                 *([f"data_parallel.wire={json.dumps(WIRES[wire])}"] if base.data_parallel.replicas > 1 else []),
                 *runs.overrides,
             )
-            cell = Cell(runs.engine, schedule, wire, network, seen, path, given, sweep, runs.label)
-            network.check(cell.config.world_size)
-            if runs.engine == "torch":
-                torch_replay.check_config(cell.config)
-            yield cell
+            for laid_out in spread(runs.layouts, runs.micro_batches, load(path, given)):
+                cell = Cell(runs.engine, schedule, wire, network, seen, path, (*given, *laid_out), sweep, runs.label)
+                network.check(cell.config.world_size)
+                check_engine(runs.engine, cell.config)
+                yield cell
+
+
+def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path]]:
+    """Each block with each of its networks, and the profile of it that the ranks see."""
+    for runs in sweep.run:
+        if sweep.venue == "local":
+            yield runs, Network(), work
+        for profile in runs.networks or sweep.networks:
+            network = load_network(ROOT / profile)
+            seen = work / Path(profile).name
+            seen.write_text(as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")), encoding="utf-8")
+            yield runs, network, seen
 
 
 def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
     """The keys of a replay that are bytes; those left at their default are the key's own."""
     replay = config.replay
     sizes: dict[str, int | list[int]] = {"message_bytes": replay.message_bytes // scale}
+    if config.tensor_parallel.size > 1:
+        sizes["exchange_bytes"] = replay.exchange_bytes // scale
     if isinstance(replay.parameter_bytes, list):
         sizes["parameter_bytes"] = [size // scale for size in replay.parameter_bytes]
     elif replay.parameter_bytes:
@@ -172,11 +211,19 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
     """Seconds a step, without the first one, and what the network then gave."""
     observed = at.become(cell.profile)
     try:
-        rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=MODULES[cell.engine])
+        module = command(cell.engine, cell.config)
+        rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=module)
     except RunError as error:
         raise RunError(f"{cell}: {error}") from None
-    seconds = [row["step_s"] for row in rows if "step_s" in row]
-    return {"measured_s": round(usual(seconds[1:], cell.config), 3), "steps_s": seconds, "observed": observed}
+    steps = [row for row in rows if "step_s" in row]
+    seconds = [row["step_s"] for row in steps]
+    found = {"measured_s": round(usual(seconds[1:], cell.config), 3), "steps_s": seconds, "observed": observed}
+    return found | (of_gpus(steps[-1]) if gpus_needed(cell.config) else {})
+
+
+def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
+    """What the last step's row says of them: the fullest one's peak, and MFU where the device's peak is known."""
+    return {"memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2), "mfu": row.get("mfu")}
 
 
 def usual(seconds: list[float], config: Config) -> float:
@@ -187,11 +234,14 @@ def usual(seconds: list[float], config: Config) -> float:
     return mean(seconds[steps % agreement.inner_steps :])
 
 
-def difference_of_losses(engine: str, schedule: str) -> float | None:
+def difference_of_losses(cell: Cell, at: Venue) -> float | None:
     """The largest difference from our losses when that engine trains a small GPT; raises where it learns otherwise."""
-    if engine != "torch":
+    if cell.engine == "dpipe":
         return None
-    known = "zero-bubble" if schedule == "auto" else schedule  # what "auto" finds splits the backward pass as well
+    if cell.config.model.layers != "replay":
+        timeout_s = cell.sweep.timeout_s
+        return difference_in_training(cell.engine, cell.config_path, cell.overrides, at, timeout_s=timeout_s)
+    known = "zero-bubble" if cell.schedule == "auto" else cell.schedule  # what "auto" finds splits the backward pass
     return float(compare_pipelining(known, SMALL)["loss difference"])
 
 
@@ -199,15 +249,16 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
-    link = None if cell.network.links else cell.network.default
+    local = cell.sweep.venue == "local"  # of this machine nothing is known that could be predicted from
+    link = None if cell.network.links or local else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
         bandwidth_gbps=link.bandwidth_gbps if link else None,
         data_parallel=config.data_parallel.replicas,
         engine=cell.system,
-        schedule=cell.schedule + ("" if stages == NUM_STAGES else f", {stages} stages"),
+        schedule=cell.schedule + ("" if local or stages == NUM_STAGES else f", {stages} stages"),
         wire=cell.wire,
-        predicted_s=round(prediction.step_us / 1e6, 3),
+        predicted_s=None if local else round(prediction.step_us / 1e6, 3),
     )
     return {
         **asdict(row),
@@ -222,13 +273,29 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
         "digest": config.digest(),
         "commit": commit,
         "key": cell.key,
+        **laid_out(config),
+    }
+
+
+def laid_out(config: Config) -> dict[str, Any]:
+    """What the tables about layouts look a line up by."""
+    return {
+        "device": device_name(config),
+        "gpus": gpus_needed(config),
+        "tensor_parallel": config.tensor_parallel.size,
+        "pipeline_parallel": config.pipeline.ranks,
+        "micro_batch": config.microbatch_size,
+        "batch_size": config.train.batch_size,
+        "precision": config.train.precision,
+        "recompute": config.pipeline.recompute,
     }
 
 
 def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
     """Measure what is not in `results`, `most` cells at most; returns how many failed. The others are measured."""
     every, known = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
-    todo = [(number, cell) for number, cell in enumerate(every, 1) if cell.key not in known][:most]
+    missing = [(number, cell) for number, cell in enumerate(every, 1) if cell.key not in known]
+    todo = fitting(missing)[:most]
     if not todo:
         return 0
     failed, commit = 0, commit_of_tree()
@@ -236,7 +303,7 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
         for number, cell in todo:
             click.echo(f"[{number}/{len(every)}] {cell} ... ", nl=False)
             try:
-                difference = difference_of_losses(cell.engine, cell.schedule)
+                difference = difference_of_losses(cell, at)
                 found = {**measure(cell, at, sweep.timeout_s), "loss_difference": difference}
             except (RunError, AssertionError) as error:
                 failed += 1
@@ -244,8 +311,24 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
                 continue
             line = as_line(cell, found, commit)
             append(results, line)
-            click.echo(f"{line['measured_s']:.2f} s a step, predicted {line['predicted_s']:.2f}")
+            predicted = "" if line["predicted_s"] is None else f", predicted {line['predicted_s']:.2f}"
+            click.echo(f"{line['measured_s']:.2f} s a step{predicted}")
     return failed
+
+
+def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
+    """The cells that the GPUs of this machine are enough for. Raises `ConfigError` where they are for none."""
+    here = torch.cuda.device_count()
+    fit = [(number, cell) for number, cell in missing if gpus_needed(cell.config) <= here]
+    if missing and not fit:
+        least = min(gpus_needed(cell.config) for _, cell in missing)
+        raise ConfigError(
+            f"every cell that is left needs {least} GPUs at least, and torch sees {here} here; run the sweep on a "
+            "machine that has them, or give the sweep file smaller layouts"
+        )
+    if len(fit) < len(missing):
+        click.echo(f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of {len(missing)} cells")
+    return fit
 
 
 @click.command(help=__doc__)

@@ -6,6 +6,8 @@
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
     scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
     scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
+    scripts/table.py gpt3xl_megatron --mode real                  measured by scripts/sweep.py on the GPUs there are
+    scripts/table.py gpt3xl_megatron --mode replay                tensor parallelism over slow links, on replay stages
 
 Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tables import SIMULATED
+from tables import SIMULATED, replayed
+from tables import measured as on_gpus
 from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
@@ -188,15 +191,23 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
     Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
     """
-    text = results.read_text(encoding="utf-8") if results.exists() else ""
-    lines = [line for line in map(json.loads, text.splitlines()) if line["mode"] == mode]
-    lines = [line for line in lines if line["delay_ms"] is not None]
+    lines = [line for line in lines_of(results) if line["mode"] == mode and line["delay_ms"] is not None]
     if not lines:
-        raise ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py scripts/sweeps/{name}.toml")
+        raise nothing_measured(name, mode, results)
     with ProcessPoolExecutor() as pool:
         ours = [*pool.map(row_of, lines)]
     beside = {row.data_parallel for row in ours}
     return [*(with_prediction(row) for row in published(name) if row.data_parallel in beside), *ours]
+
+
+def lines_of(results: Path) -> list[dict[str, Any]]:
+    """What scripts/sweep.py has written; nothing where it has not."""
+    return [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
+
+
+def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = None) -> ConfigError:
+    file = f"scripts/sweeps/{sweep or name}.toml"
+    return ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py {file}")
 
 
 def row_of(line: dict[str, Any]) -> Row:
@@ -265,16 +276,25 @@ def new_figure() -> Any:
     return Figure(figsize=(9, 5), layout="constrained")
 
 
-def simulated_text(name: str, mode: str, form: str | None, png: Path | None) -> str:
-    """A table of `tables`, which nothing measures yet."""
-    if mode != "sim":
-        raise ConfigError(f"{name} is simulated only; use --mode sim")
-    table = SIMULATED[name]
-    rows = table.simulated(ROOT / f"scripts/published/{name}.csv")
+def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Path | None) -> str:
+    """A table of `tables`: simulated, or measured where its layouts can be run."""
+    table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
+    if mode not in table.MODES:
+        raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
+    shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
+    match mode:
+        case "sim":
+            rows = table.simulated(source)
+        case "real":
+            rows = on_gpus.measured_rows(lines_of(results), table.published(source))
+        case _:
+            rows = replayed.replayed_rows(lines_of(results))
+    if not rows:
+        raise nothing_measured(name, mode, results, sweep=f"{name}_replay" if mode == "replay" else name)
     if png is not None:
-        table.draw(rows, figure := new_figure())
+        shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)
-    return as_text(rows, form, table.note(rows))
+    return as_text(rows, form, shown.note(rows))
 
 
 def _cell(value: float | str | None) -> str:
@@ -295,14 +315,12 @@ def _line(cells: Iterable[str]) -> str:
 @click.option("--png", type=Path, help="Also draw the rows into this file.")
 @click.option("--readme", type=Path, help="Also put the lines of --compare into this file, between its marks.")
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None, readme: Path | None) -> None:
+    results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(simulated_text(name, mode, form, png))
+            click.echo(layouts_text(name, mode, results, form, png))
             return
-        if mode == "sim":
-            rows = simulated(name)
-        else:
-            rows = measured(name, mode, results or ROOT / f"scripts/results/{name}.jsonl")
+        rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
         if readme is not None:

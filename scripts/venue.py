@@ -1,5 +1,6 @@
 """Where the ranks of a sweep's cell run, and what makes their network slow.
 
+local     processes of this machine, on its GPUs where the configuration says so; the network is the machine's own
 shaped    processes of this machine behind the shaped transport; needs no root
 lab       a host of a `netem lab` each: the kernel's own TCP over shaped links
 """
@@ -10,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, assert_never
 
 import click
 
 from dpipe.topology import load_network
 from netem import lab, measure, shell
 
-Kind = Literal["shaped", "lab"]
+Kind = Literal["local", "shaped", "lab"]
 _PORT = 7000  # the hosts of a lab have nothing else on it
 
 
@@ -32,7 +33,7 @@ class Venue(Protocol):
         """What runs `argv` as `rank`."""
 
 
-class Shaped:
+class Here:
     coordinator: str | None = None
     environ: Mapping[str, str] = MappingProxyType({})
 
@@ -70,16 +71,22 @@ class InLab:
 def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
     """What a configuration says of its network there."""
     path = json.dumps(str(profile))
-    if kind == "shaped":
-        return (f"transport.shape={path}",)
-    return (f"predict.network={path}", 'node.bind="0.0.0.0"')
+    match kind:
+        case "local":
+            return ()
+        case "shaped":
+            return (f"transport.shape={path}",)
+        case "lab":
+            return (f"predict.network={path}", 'node.bind="0.0.0.0"')
+        case _:
+            assert_never(kind)
 
 
 @contextmanager
 def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Venue]:
     """A lab is up for as long as the block runs; raises `NetemError` where it cannot be."""
-    if kind == "shaped":
-        yield Shaped()
+    if kind != "lab":
+        yield Here()
         return
     with lab_up("sweep", num_ranks, sysctl) as at:
         yield at

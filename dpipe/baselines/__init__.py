@@ -5,6 +5,8 @@ foreign.py            one rank of another engine on our configuration: placed as
 fsdp.py               the configured GPT on torch alone: torch.distributed.pipelining, and FSDP2 over replicas
 gloo.py               a tensor from one process to another: torch.distributed's gloo against our transports
 loopback.py           delay and rate of this machine's loopback, as a transport sees it
+megatron.py           the configured GPT on megatron-core: tensor x pipeline x data parallel
+megatron_weights.py   our parameters under Megatron's names, and each tensor parallel rank's part of them
 mfu.py                how much of a device one GPT uses: a plain training loop against our engine
 rate.py               one end of a link between two hosts: what it carries
 torch_pipelining.py   the same GPT on torch.distributed.pipelining and on dpipe, step by step

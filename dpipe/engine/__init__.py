@@ -12,7 +12,7 @@ join.py        how a rank comes among the others; replicas.py: its seat, and how
 stages.py      a rank's stages; build.py: configuration in, running rank out: the only composition root
 serving.py     where parameter servers live: in ranks of replica 0, or `dpipe serve`
 tensor.py      the ranks that hold a stage together, on one machine; shards.py: what they write down and read;
-               tensor_cost.py: what it takes them to be one, without torch
+               tensor_cost.py: what it takes them to be one, without torch; replayed.py: those of replayed stages
 trace.py       the last steps of all ranks beside their prediction
 report.py      the summary at the end of a run
 generate.py    text from a checkpoint

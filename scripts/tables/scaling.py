@@ -5,7 +5,7 @@ The sources scatter by as much as their own neighbouring rows differ, and two va
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tables.iteration import Job, Machine, iteration_s
+from tables.measured import Layout
 from tables.megatron import Device, Shape, Strategy
 
 HOST_US = (20.0, 40.0, 100.0)  # assumed, and seldom the limit here: an operation, a collective, a checkpoint
@@ -79,7 +80,30 @@ def gpt3xl(micro_batch: int, t: int, p: int, d: int, batch: int, strategy: Strat
     return Job(Shape(24, 2048, 16, 2048, 50257, micro_batch), t, p, d, batch, strategy, **kind)
 
 
-def megatron_rows(source: Path) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Case:
+    """A row of the source, and what it is taken to be. `told` has the source's seconds and note under those names."""
+
+    job: Job
+    machine: Machine
+    told: dict[str, str]
+    precision: str
+    recompute: str
+    fitted: bool = False
+
+    @property
+    def published_s(self) -> float | None:
+        return float(self.told["seconds_per_iteration"]) if self.told["seconds_per_iteration"] else None
+
+    @property
+    def layout(self) -> Layout:
+        """As a measured line has it (`measured.py`)."""
+        job = self.job
+        ranks = (job.tensor_parallel, job.pipeline_parallel, job.data_parallel)
+        return Layout(*ranks, job.shape.micro_batch, job.batch_size, self.precision, self.recompute)
+
+
+def megatron_cases(source: Path) -> Iterator[Case]:
     for line in _lines(source):
         micro_batch, t, p, d = (
             int(line[key]) for key in ("micro_batch_size", "tensor_parallel", "pipeline_parallel", "data_parallel")
@@ -89,19 +113,19 @@ def megatron_rows(source: Path) -> Iterator[Row]:
         key = (line["batch_size"], line["precision"], line["micro_batch_size"], str(t), str(p))
         machine = V100_FP32 if line["precision"] == "fp32" else V100_FP16
         fitted = again and key in MEGATRON_FITTED
-        yield _row(job, machine, line, line["precision"], line["recompute"], fitted)
+        yield Case(job, machine, line, line["precision"], line["recompute"], fitted)
 
 
-def pipe_rows(source: Path, *, machines: int) -> Iterator[Row]:
+def pipe_cases(source: Path, *, machines: int) -> Iterator[Case]:
     """PyTorch's Pipe: GPipe, every micro-batch but the last run again in backward; with FSDP over several machines."""
     for line in _lines(source):
         batch = 64 if machines == 1 else 252
         kind: dict[str, Any] = {"schedule": "gpipe", "gathers_parameters": machines > 1}
         job = gpt3xl(int(line["micro_batch_size"]), 1, 8, machines, batch, "full-recompute", **kind)
-        yield _row(job, V100_FP32, line, "fp32", "full", False)
+        yield Case(job, V100_FP32, line, "fp32", "full")
 
 
-def bert_rows(source: Path) -> Iterator[Row]:
+def bert_cases(source: Path) -> Iterator[Case]:
     for line in _lines(source):
         t, p, d, batch = (
             int(line[key]) for key in ("tensor_parallel", "pipeline_parallel", "data_parallel", "global_batch_size")
@@ -109,27 +133,26 @@ def bert_rows(source: Path) -> Iterator[Row]:
         shape = Shape(24, 1024, 16, 512, 30522, int(line["micro_batch_size"]), bert=True)
         seconds = float(line["ms_per_sample"]) * batch / 1e3
         told = line | {"seconds_per_iteration": str(seconds), "note": f"{line['ms_per_sample']} ms a sample"}
-        yield _row(
-            Job(shape, t, p, d, batch, "full-recompute"), A100, told, "fp16", "full", line["gpus"] in BERT_FITTED
-        )
+        job = Job(shape, t, p, d, batch, "full-recompute")
+        yield Case(job, A100, told, "fp16", "full", line["gpus"] in BERT_FITTED)
 
 
-def _row(job: Job, machine: Machine, line: dict[str, str], precision: str, recompute: str, fitted: bool) -> Row:
-    predicted = iteration_s(job, machine)
-    published = float(line["seconds_per_iteration"]) if line["seconds_per_iteration"] else None
+def row_of(case: Case) -> Row:
+    job, published = case.job, case.published_s
+    predicted = iteration_s(job, case.machine)
     return Row(
         job.tensor_parallel * job.pipeline_parallel * job.data_parallel,
         job.data_parallel,
         job.tensor_parallel,
         job.pipeline_parallel,
         job.shape.micro_batch,
-        precision,
-        recompute,
+        case.precision,
+        case.recompute,
         published,
         round(predicted, 3),
         None if published is None else round((predicted / published - 1) * 100, 1) + 0.0,  # no minus zero
-        fitted,
-        line["note"],
+        case.fitted,
+        case.told["note"],
     )
 
 
@@ -138,13 +161,19 @@ def _lines(source: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def _table(rows: Any) -> SimpleNamespace:
-    return SimpleNamespace(simulated=lambda source: list(rows(source)), note=note, draw=draw)
+def _table(cases: Callable[[Path], Iterator[Case]], *modes: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        MODES=("sim", "real", *modes),
+        simulated=lambda source: [row_of(case) for case in cases(source)],
+        published=lambda source: {case.layout: case.published_s for case in cases(source)},
+        note=note,
+        draw=draw,
+    )
 
 
 TABLES = {
-    "gpt3xl_megatron": _table(megatron_rows),
-    "gpt3xl_torch_pipe": _table(partial(pipe_rows, machines=1)),
-    "gpt3xl_torch_pipe_fsdp": _table(partial(pipe_rows, machines=6)),
-    "megatron_bert345m_scaling": _table(bert_rows),
+    "gpt3xl_megatron": _table(megatron_cases, "replay"),
+    "gpt3xl_torch_pipe": _table(partial(pipe_cases, machines=1)),
+    "gpt3xl_torch_pipe_fsdp": _table(partial(pipe_cases, machines=6)),
+    "megatron_bert345m_scaling": _table(bert_cases),
 }

@@ -55,7 +55,7 @@ def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]
         config = load(job, (*overrides, f"run.folder={tmp_path / 'theirs'}"))
         address, world = f"127.0.0.1:{free_port()}", config.world_size
         context = get_context("forkserver")
-        context.set_forkserver_preload(["dpipe.baselines.fsdp"])
+        context.set_forkserver_preload(["dpipe.baselines.fsdp", "megatron.core.optimizer"])
         places = [Placement(rank, world, rank, address) for rank in range(world)]
         ranks = [
             context.Process(target=train_rank, args=(config, place, engine.check_config, engine.make_step), daemon=True)

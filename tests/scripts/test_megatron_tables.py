@@ -50,10 +50,14 @@ def test_plot_is_drawn(table, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_mode_that_is_not_there_is_refused(table):
-    result = run(table, "megatron_memory_time", "--mode", "real")
+@pytest.mark.parametrize(
+    ("name", "mode", "instead"),
+    [("megatron_memory_time", "real", "use --mode sim"), ("gpt3xl_torch_pipe", "replay", "use --mode sim or real")],
+)
+def test_mode_that_is_not_there_is_refused(table, name, mode, instead):
+    result = run(table, name, "--mode", mode)
     assert result.exit_code == 2
-    assert "simulated only" in result.output
+    assert result.output == f"table: {name} has no mode '{mode}'; {instead}\n"
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def published(table, name: str):
 
 def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
     """All but the run on 16 GPUs, which is six times slower than its neighbours in the source itself."""
-    rows = list(scaling.bert_rows(published(table, "megatron_bert345m_scaling")))
+    rows = list(map(scaling.row_of, scaling.bert_cases(published(table, "megatron_bert345m_scaling"))))
     errors = {row.gpus: row.error_percent for row in rows}
     assert [row.gpus for row in rows if row.fitted] == [1, 32]
     assert abs(errors[1]) < 1
@@ -83,7 +87,7 @@ def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
 
 
 def test_fitted_rows_of_gpt3xl_are_met_and_marked(table, scaling):
-    rows = first(scaling.megatron_rows(published(table, "gpt3xl_megatron")), 2)
+    rows = first(map(scaling.row_of, scaling.megatron_cases(published(table, "gpt3xl_megatron"))), 2)
     assert [(row.fitted, abs(row.error_percent) < 1) for row in rows] == [(True, True)] * 2
 
 

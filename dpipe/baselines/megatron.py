@@ -1,0 +1,249 @@
+"""The configured GPT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021): tensor x pipeline x data parallel.
+
+    python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+
+Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts from our weights,
+reads our batches and has our optimizer's settings, so that its losses are ours but for rounding. Ranks stand where ours
+do; blocks are shared out evenly over the stages, as Megatron does.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpipe.baselines.foreign import Step, command, refuse
+from dpipe.baselines.megatron_weights import load, parameters_by_layer
+from dpipe.config import Config, Train
+from dpipe.engine.blueprint import Blueprint, draft
+from dpipe.engine.executor import Batch
+from dpipe.engine.feed import feed_of
+from dpipe.engine.memory import vocabulary_of
+from dpipe.engine.replicas import Seat, seat
+from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
+from dpipe.errors import ConfigError
+from dpipe.stage.model import materialise
+from dpipe.streams import upload
+
+VERSION = "0.16.1"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_config(config: Config) -> None:
+    """Raises `ConfigError` for what this engine is not run on here, and where megatron-core is missing."""
+    pipeline, agreement = config.pipeline, config.data_parallel
+    reasons = {
+        'model.layers must be "gpt"': config.model.layers != "gpt",
+        "model.dropout must be 0, its random numbers are others": config.model.dropout > 0,
+        "model.tie_embeddings must be false": config.model.tie_embeddings,
+        "train.precision and train.parameters must be the same, it has no autocast": (
+            config.train.precision != config.train.parameters
+        ),
+        "train.compile must be false": config.train.compile,
+        'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule not in ("1f1b", "interleaved"),
+        "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
+            pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
+        ),
+        'pipeline.wire must be "none"': pipeline.wire != "none",
+        "tensor_parallel.sequence_parallel must be false, its own layers need Apex for it": (
+            config.tensor_parallel.sequence_parallel
+        ),
+        'data_parallel.kind must be "all-reduce" or "sharded", without delay and with data_parallel.wire "none"': (
+            agreement.replicas > 1
+            and (agreement.kind not in ("sharded", "all-reduce") or agreement.delay or agreement.wire != "none")
+        ),
+        "transport.shape must be left out, its network is torch's": config.transport.shape is not None,
+        'node.device must be "cuda"': not config.node.device.startswith("cuda"),
+    }
+    refuse("Megatron", reasons)
+    part_of_megatron("")
+
+
+def part_of_megatron(name: str) -> Any:
+    """`megatron.core` or a module below it. Raises `ConfigError` saying what to install where it is missing."""
+    try:
+        return importlib.import_module(f"megatron.core.{name}".rstrip("."))
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise ConfigError(
+            f"the Megatron baseline needs megatron-core, which is not installed ({error}): "
+            f"pip install megatron-core=={VERSION}"
+        ) from None
+
+
+def make_step(config: Config, rank: int) -> Step:
+    """One rank's part of a step; every rank knows its loss."""
+    blueprint, here, device = draft(config), seat(config, rank), torch.device(config.node.device)
+    assert blueprint.corpus is not None
+    _place(config, here, device)
+    settings = transformer_config(config, device)
+    chunks = [_chunk(blueprint, settings, here, index, device) for index in range(config.pipeline.stages_per_rank)]
+    optimizer = _optimizer(config, chunks)
+    settings.grad_scale_func = optimizer.scale_loss
+    settings.finalize_model_grads_func = part_of_megatron("distributed").finalize_model_grads
+    run = part_of_megatron("pipeline_parallel").get_forward_backward_func()
+    feed = feed_of(config, blueprint.corpus, here.replica, here.num_replicas)
+
+    def step(number: int) -> float:
+        batch = feed.training(number)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        feeds = [_microbatches(batch, device) for _ in chunks]
+        told = run(
+            forward_step_func=_forward,
+            data_iterator=feeds if len(chunks) > 1 else feeds[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=config.train.num_microbatches,
+            seq_length=config.model.context,
+            micro_batch_size=config.microbatch_size,
+            forward_only=False,
+        )
+        _update(optimizer, config.train, number)
+        return _mean_loss([each["loss"] for each in told], here, device)
+
+    return step
+
+
+def _place(config: Config, here: Seat, device: torch.device) -> None:
+    """Megatron's groups over the default group's ranks, in our order: of a stage, the stages, the replicas."""
+    per_rank = config.pipeline.stages_per_rank
+    part_of_megatron("parallel_state").initialize_model_parallel(
+        tensor_model_parallel_size=here.tensor_size,
+        pipeline_model_parallel_size=here.num_ranks,
+        virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
+        order="tp-cp-ep-pp-dp",
+        create_gloo_process_groups=False,
+    )
+    if device.type == "cuda":  # its attention forks this generator, dropout or not
+        part_of_megatron("tensor_parallel").model_parallel_cuda_manual_seed(config.train.seed)
+
+
+def transformer_config(config: Config, device: torch.device) -> Any:
+    """The configuration in Megatron's words.
+
+    Parameters are initialised, although all are loaded: else those that are split are not marked so, and the norm that
+    clips counts one part of each.
+    """
+    model, pipeline, dtype = config.model, config.pipeline, _DTYPES[config.train.parameters]
+    per_rank = pipeline.stages_per_rank
+    again: dict[str, Any] = {"recompute_granularity": None if pipeline.recompute == "none" else pipeline.recompute}
+    if pipeline.recompute == "full":
+        again |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return part_of_megatron("transformer").TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.width,
+        num_attention_heads=model.num_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.tensor_parallel.size,
+        pipeline_model_parallel_size=pipeline.ranks,
+        virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending what is freed
+        overlap_p2p_comm=per_rank > 1,  # in batches two ranks would mistake what each sends both forward and backward
+        batch_p2p_comm=per_rank == 1,
+        use_cpu_initialization=device.type == "cpu",
+        **again,
+    )
+
+
+def _chunk(blueprint: Blueprint, settings: Any, here: Seat, index: int, device: torch.device) -> Any:
+    """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for its replicas."""
+    config, per_rank = blueprint.config, blueprint.config.pipeline.stages_per_rank
+    stage = index * here.num_ranks + here.place
+    model = (
+        part_of_megatron("models.gpt")
+        .GPTModel(
+            config=settings,
+            transformer_layer_spec=part_of_megatron("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(),
+            vocab_size=vocabulary_of(config),
+            max_sequence_length=config.model.context,
+            pre_process=stage == 0,
+            post_process=stage == config.pipeline.stages - 1,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="learned_absolute",
+            vp_stage=index if per_rank > 1 else None,
+        )
+        .to(device)
+    )
+    assert blueprint.model is not None
+    for layer, given in parameters_by_layer(model, config.model.num_layers):
+        ours = materialise(blueprint.model, layer, config.train.seed, "cpu")
+        load(given, ours, config.model.num_heads, here.tensor_rank, here.tensor_size)
+    if config.train.parameters != "fp32":
+        model = part_of_megatron("transformer.module").Float16Module(settings, model)
+    distributed = part_of_megatron("distributed")
+    shares = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.data_parallel.kind == "sharded"
+    )
+    return distributed.DistributedDataParallel(settings, shares, model)
+
+
+def _optimizer(config: Config, chunks: list[Any]) -> Any:
+    train, optimizers = config.train, part_of_megatron("optimizer")
+    settings = optimizers.OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        clip_grad=train.clip_norm,
+        params_dtype=_DTYPES[train.parameters],
+        bf16=train.parameters == "bf16",
+        fp16=train.parameters == "fp16",
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        loss_scale_window=GROWTH_INTERVAL,
+        hysteresis=1,
+        use_distributed_optimizer=config.data_parallel.kind == "sharded",
+    )
+    return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+
+
+def _update(optimizer: Any, train: Train, number: int) -> None:
+    """What Megatron's own scheduler would set; it decays what has one dimension as little as we do."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(train, number) * group["lr_mult"]
+        group["weight_decay"] = train.weight_decay * group["wd_mult"]
+    optimizer.step()
+
+
+def _microbatches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for (tokens,), targets in zip(batch.inputs, batch.targets, strict=True):
+        yield upload(tokens, device), upload(targets, device)
+
+
+Loss = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def _forward(feed: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Loss]:
+    """As `get_forward_backward_func` wants it: the output of a chunk, and what makes the loss of the last one's."""
+    tokens, targets = next(feed)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None, labels=targets), _loss
+
+
+def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of the loss of each token [B, T]."""
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # Megatron scales the first in place
+
+
+def _mean_loss(losses: list[torch.Tensor], here: Seat, device: torch.device) -> float:
+    """Over micro-batches and replicas. All ranks of a last stage know the same, and count once."""
+    total = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+    total /= here.tensor_size * here.num_replicas
+    dist.all_reduce(total)
+    return float(total)
+
+
+main = command(__doc__, check_config, make_step)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Our parameters under Megatron's names, and the part of each that a tensor parallel rank has.
+
+    ours   [q of all heads | k of all heads | v of all heads]        rows of attention.qkv
+    theirs [q k v of head 0 | q k v of head 1 | ...]                 rows of linear_qkv, cut into equal runs of heads
+
+All else is stored alike: a matrix cut by columns of its output is cut along dimension 0, by rows along dimension 1.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter of theirs comes from: `name` in a layer of ours, cut along `dim` (None: whole on each rank)."""
+
+    name: str
+    dim: int | None = None
+    by_head: bool = False
+
+
+def _both(name: str, dim: int | None = None, *, by_head: bool = False) -> dict[str, Source]:
+    return {kind: Source(f"{name}.{kind}", dim, by_head) for kind in ("weight", "bias")}
+
+
+def _named(theirs: str, sources: Mapping[str, Source]) -> dict[str, Source]:
+    return {f"{theirs}.{kind}": source for kind, source in sources.items()}
+
+
+EMBEDDING = {
+    "embedding.word_embeddings.weight": Source("tokens.weight", 0),
+    "embedding.position_embeddings.weight": Source("positions.weight"),
+}
+BLOCK = {
+    **_named("input_layernorm", _both("attention_norm")),
+    **_named("self_attention.linear_qkv", _both("attention.qkv", 0, by_head=True)),
+    "self_attention.linear_proj.weight": Source("attention.output.weight", 1),
+    "self_attention.linear_proj.bias": Source("attention.output.bias"),
+    **_named("pre_mlp_layernorm", _both("mlp_norm")),
+    **_named("mlp.linear_fc1", _both("mlp_in", 0)),
+    "mlp.linear_fc2.weight": Source("mlp_out.weight", 1),
+    "mlp.linear_fc2.bias": Source("mlp_out.bias"),
+}
+HEAD = {**_named("decoder.final_layernorm", _both("norm")), "output_layer.weight": Source("output.weight", 0)}
+
+
+def parameters_by_layer(model: Any, num_layers: int) -> Iterator[tuple[int, dict[str, tuple[nn.Parameter, Source]]]]:
+    """The parameters of a Megatron GPTModel by our layer; theirs count blocks from 1, as ours are behind an embedding.
+
+    Raises `KeyError` for a parameter that is not known here.
+    """
+    blocks = [(layer.layer_number, layer, BLOCK) for layer in model.decoder.layers]
+    inside = {id(p) for _, layer, _ in blocks for p in layer.parameters()}
+    ends = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+    for index, sources in ((0, EMBEDDING), (num_layers + 1, HEAD)):
+        mine = {name: ends.pop(name) for name in sources if name in ends}
+        if mine:
+            yield index, {name: (p, sources[name]) for name, p in mine.items()}
+    if ends:
+        raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's GPT")
+    for index, layer, sources in blocks:
+        yield index, {name: (p, sources[name]) for name, p in layer.named_parameters()}
+
+
+@torch.no_grad()
+def load(
+    given: Mapping[str, tuple[nn.Parameter, Source]], layer: nn.Module, num_heads: int, rank: int, size: int
+) -> None:
+    """Copy a layer of ours into the parameters that tensor parallel rank `rank` of `size` has of it."""
+    ours = dict(layer.named_parameters())
+    for parameter, source in given.values():
+        parameter.copy_(part(ours[source.name], source, num_heads, rank, size))
+
+
+def part(whole: torch.Tensor, source: Source, num_heads: int, rank: int, size: int) -> torch.Tensor:
+    """What of a parameter of ours is on tensor parallel rank `rank` of `size`."""
+    if source.by_head:
+        whole = whole.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return whole if source.dim is None else whole.chunk(size, source.dim)[rank]

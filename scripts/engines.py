@@ -1,0 +1,138 @@
+"""The engines that a sweep compares, and how a cell spreads a model over its ranks.
+
+dpipe       ours
+torch       torch's own pipeline: on a real model (with FSDP where there are replicas) or on replay stages
+fsdp        the same, on a real model alone
+megatron    megatron-core, on a real model alone
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, assert_never
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from trials import run_to_end
+from venue import Venue
+
+from dpipe.baselines import fsdp, megatron, torch_replay
+from dpipe.config import Config, load
+from dpipe.errors import ConfigError
+
+Engine = Literal["dpipe", "torch", "fsdp", "megatron"]
+MOST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}  # of losses, above which an engine learns something else
+
+
+def module_of(engine: Engine, config: Config) -> ModuleType | None:
+    """The baseline that runs `config`; None is our own engine."""
+    match engine:
+        case "dpipe":
+            return None
+        case "torch":
+            return torch_replay if config.model.layers == "replay" else fsdp
+        case "fsdp":
+            return fsdp
+        case "megatron":
+            return megatron
+        case _:
+            assert_never(engine)
+
+
+def check_engine(engine: Engine, config: Config) -> None:
+    """Raises `ConfigError` for what this engine is not run on."""
+    if (module := module_of(engine, config)) is not None:
+        module.check_config(config)
+
+
+def command(engine: Engine, config: Config) -> tuple[str, ...]:
+    """What `python -m` runs as one rank."""
+    module = module_of(engine, config)
+    return ("dpipe", "train") if module is None else (module.__name__,)
+
+
+class Layout(BaseModel):
+    """Ranks of a stage, stages, and replicas of them all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    data: int = Field(default=1, ge=1)
+
+    def overrides(self, batch_size: int, microbatch_size: int) -> tuple[str, ...]:
+        """As keys of a configuration. Raises `ConfigError` where replicas and micro-batches do not divide the batch."""
+        num_microbatches, left = divmod(batch_size, self.data * microbatch_size)
+        if left or not num_microbatches:
+            raise ConfigError(
+                f"train.batch_size {batch_size} is not divisible by {self.data} replicas of micro-batches of "
+                f"{microbatch_size}; change the sweep's layouts, micro_batches or train.batch_size"
+            )
+        return (
+            f"tensor_parallel.size={self.tensor}",
+            f"pipeline.stages={self.pipeline}",
+            f"data_parallel.replicas={self.data}",
+            f"train.num_microbatches={num_microbatches}",
+        )
+
+
+def spread(layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config) -> Iterator[tuple[str, ...]]:
+    """The overrides of each way to run `config`: each layout with each micro-batch; as it is where there is none."""
+    if not layouts:
+        yield ()
+    for layout, size in product(layouts, microbatch_sizes or (config.microbatch_size,)):
+        yield layout.overrides(config.train.batch_size, size)
+
+
+def gpus_needed(config: Config) -> int:
+    return config.world_size if config.node.device.startswith("cuda") else 0
+
+
+def device_name(config: Config) -> str:
+    """What a real run computes on."""
+    return torch.cuda.get_device_name() if gpus_needed(config) and torch.cuda.is_available() else "CPU"
+
+
+def difference_in_training(
+    engine: Engine, config_path: Path, overrides: Sequence[str], at: Venue, *, timeout_s: float
+) -> float:
+    """How far that engine's losses are from ours when both train a small GPT, cut and spread as the cell is.
+
+    Raises `AssertionError` where it learns something else, `RunError` where either does not run.
+    """
+    last = dict(text.split("=", 1) for text in (*overrides, *_small(load(config_path, tuple(overrides)))))
+    small = tuple(f"{key}={value}" for key, value in last.items())  # the same for each micro-batch of a layout
+    return _difference(engine, config_path, small, at, timeout_s)
+
+
+@cache
+def _difference(engine: Engine, config_path: Path, small: tuple[str, ...], at: Venue, timeout_s: float) -> float:
+    config = load(config_path, small)
+    ours, theirs = (
+        [row["loss"] for row in rows if "loss" in row]
+        for rows in (
+            run_to_end(config_path, small, at, timeout_s=timeout_s, module=command("dpipe", config)),
+            run_to_end(config_path, small, at, timeout_s=timeout_s, module=command(engine, config)),
+        )
+    )
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    most = MOST_DIFFERENCE[config.train.precision]
+    assert difference < most, f"the losses of {engine} differ from ours by {difference}: {theirs} against {ours}"
+    return difference
+
+
+def _small(config: Config) -> tuple[str, ...]:
+    heads, stages = config.tensor_parallel.size * 2, config.pipeline.stages
+    sizes = {
+        "model.num_layers": 2 * stages,
+        "model.width": 16 * heads,
+        "model.num_heads": heads,
+        "model.context": 32,
+        "train.steps": 4,
+        "train.num_microbatches": stages,
+        "train.batch_size": stages * config.data_parallel.replicas,
+    }
+    return tuple(f"{key}={json.dumps(value)}" for key, value in sizes.items())

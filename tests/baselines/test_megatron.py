@@ -1,0 +1,111 @@
+"""Against a stand-in for megatron-core, and against megatron-core itself where it is installed."""
+
+import re
+import sys
+from pathlib import Path
+
+import fake_megatron
+import pytest
+import torch
+
+from dpipe.baselines import megatron
+from dpipe.baselines.foreign import train_rank
+from dpipe.baselines.megatron import VERSION, check_config, transformer_config
+from dpipe.config import load
+from dpipe.engine.metrics import read_rows
+from dpipe.engine.placement import Placement
+from dpipe.errors import ConfigError
+
+ONE_RANK = ("pipeline.stages=1",)
+TWO_REPLICAS = ("data_parallel.replicas=2", 'data_parallel.kind="sharded"', "train.num_microbatches=2")
+ON_GPU = "node.device=cuda"
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> fake_megatron.ParallelState:
+    return fake_megatron.install(monkeypatch)
+
+
+@pytest.mark.usefixtures("groups")
+def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
+    config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}"))
+    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    rows = read_rows(tmp_path / "theirs")
+    assert [row["loss"] for row in rows] == pytest.approx(our_losses(), rel=1e-5)
+
+
+def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
+    config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}", "train.steps=1"))
+    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    assert groups.called == {"tensor": 1, "pipeline": 1, "virtual": None, "order": "tp-cp-ep-pp-dp"}
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(
+    ("recompute", "granularity", "method"),
+    [("none", None, None), ("selective", "selective", None), ("full", "full", "uniform")],
+)
+def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, method):
+    settings = transformer_config(load(job, (f"pipeline.recompute={recompute}",)), torch.device("cpu"))
+    assert (settings.recompute_granularity, settings.recompute_method) == (granularity, method)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("tensor_parallel.size=2", "model.vocab_size=256", *TWO_REPLICAS, "train.num_microbatches=4"),
+        (*TWO_REPLICAS, "pipeline.stages=4", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved"),
+    ],
+)
+def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
+    """Two stages of two ranks on two replicas; chunks that are interleaved, with the optimizer distributed."""
+    pytest.importorskip("megatron.core")
+    import cpu_megatron
+
+    rows = their_rows(cpu_megatron, *overrides)
+    assert [row["loss"] for row in rows] == pytest.approx(our_losses(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.layers=replay", "train.clip_norm=0"], 'model.layers must be "gpt"'),
+        (["model.dropout=0.1"], "model.dropout must be 0"),
+        (["model.tie_embeddings=true"], "model.tie_embeddings must be false"),
+        (["train.precision=bf16"], "train.precision and train.parameters must be the same"),
+        (["train.compile=true"], "train.compile must be false"),
+        (["pipeline.schedule=gpipe"], 'pipeline.schedule must be "1f1b" or "interleaved"'),
+        (["pipeline.stages=3"], "model.num_layers divisible by pipeline.stages"),
+        (["pipeline.split=[3, 3]"], "pipeline.split must be left out"),
+        (["pipeline.wire=bf16"], 'pipeline.wire must be "none"'),
+        (
+            ["tensor_parallel.size=2", "model.vocab_size=256", "tensor_parallel.sequence_parallel=true"],
+            "tensor_parallel.sequence_parallel must be false",
+        ),
+        ([*TWO_REPLICAS, "data_parallel.delay=true"], "without delay"),
+        ([*TWO_REPLICAS, "data_parallel.wire=bf16"], 'with data_parallel.wire "none"'),
+        ([*TWO_REPLICAS, "data_parallel.kind=local-sgd"], 'data_parallel.kind must be "all-reduce" or "sharded"'),
+        (["transport.shape=slow.toml"], "transport.shape must be left out"),
+        (["node.device=cpu"], 'node.device must be "cuda"'),
+    ],
+)
+def test_what_megatron_is_not_given_is_refused(job: Path, overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_config(load(job, (ON_GPU, *overrides)))
+
+
+def test_without_megatron_it_is_said_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ConfigError, match=f"pip install megatron-core=={VERSION}"):
+        check_config(load(job, (ON_GPU,)))
+
+
+@pytest.mark.usefixtures("groups")
+def test_megatron_that_cannot_import_something_else_is_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'einops'", name="einops")
+
+    monkeypatch.setattr(megatron.importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="einops"):
+        megatron.part_of_megatron("models.gpt")

@@ -1,0 +1,183 @@
+"""Which engine runs a cell, how it spreads a model over ranks, and a sweep on the machine as it is."""
+
+import json
+from pathlib import Path
+
+import fake_megatron
+import pytest
+from click.testing import CliRunner, Result
+
+from dpipe.baselines import fsdp, megatron, torch_replay
+from dpipe.config import build, load
+from dpipe.errors import ConfigError
+
+CONFIG = """
+    model = {{ num_layers = 4, width = 32, num_heads = 4, context = 16, vocab_size = 256 }}
+    data = {{ files = ["{folder}/text.txt"], cache = "{folder}/cache" }}
+    train = {{ steps = 3, batch_size = 16, num_microbatches = 4 }}
+    data_parallel = {{ kind = "all-reduce" }}
+    run = {{ tensorboard = false, trace_steps = 0 }}
+"""
+SWEEP = """
+    name = "small"
+    config = "config.toml"
+    venue = "local"
+    [[run]]
+    engine = "fsdp"
+    schedules = ["1f1b"]
+    layouts = [{ pipeline = 2 }, { pipeline = 2, data = 2 }]
+    micro_batches = [1, 2]
+    [[run]]
+    schedules = ["1f1b"]
+    layouts = [{ tensor = 2 }]
+"""
+SWEEPS = Path(__file__).parents[2] / "scripts/sweeps"
+SHAPES = [(2, 1, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2), (2, 1, 4)]  # ranks, replicas, sequences of a micro-batch
+LOSSES = {"dpipe": [5.0, 4.0], "fsdp": [5.0, 4.0004], "megatron": [5.0, 4.2]}  # of engines that learn for show
+
+
+@pytest.fixture
+def engines(script):
+    return script("engines")
+
+
+@pytest.fixture
+def sweep(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = script("sweep")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    return module
+
+
+def run(sweep, folder: Path) -> Result:
+    return CliRunner().invoke(sweep.main, [str(folder / "sweep.toml"), "--results", str(folder / "results.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("engine", "layers", "module"),
+    [
+        ("dpipe", "gpt", None),
+        ("torch", "replay", torch_replay),
+        ("torch", "gpt", fsdp),
+        ("fsdp", "gpt", fsdp),
+        ("megatron", "gpt", megatron),
+    ],
+)
+def test_engine_is_run_by_its_baseline(engines, engine, layers, module):
+    config = build({"model": {"layers": layers}})
+    assert engines.module_of(engine, config) is module
+    assert engines.command(engine, config) == (("dpipe", "train") if module is None else (module.__name__,))
+
+
+def test_cells_are_layouts_by_micro_batches(sweep, tmp_path):
+    cells = list(sweep.cells(sweep.read_table(sweep.Sweep, tmp_path / "sweep.toml"), tmp_path / "work"))
+    found = [(c.config.world_size, c.config.data_parallel.replicas, c.config.microbatch_size) for c in cells]
+    assert found == SHAPES
+    assert str(cells[3]) == "1 x 2 x 2, micro-batch 2 fsdp 1f1b fp32"
+    assert cells[0].config.transport.shape is None
+
+
+@pytest.mark.parametrize(
+    ("name", "engines_of", "num_cells", "most_ranks"),
+    [
+        ("gpt3xl_megatron", {"megatron", "dpipe"}, 2 * (10 * 4 + 5 * 2 + 5 * 2), 8),
+        ("gpt3xl_torch_pipe", {"torch", "dpipe"}, 2 * 3 * 3, 8),
+        ("gpt3xl_torch_pipe_fsdp", {"fsdp", "dpipe"}, 2 * 3 * 3, 8),
+        ("megatron_bert345m_scaling", {"dpipe"}, 3, 8),
+    ],
+)
+def test_committed_sweep_of_layouts_gives_cells_that_their_engines_take(
+    script, tmp_path, monkeypatch, name, engines_of, num_cells, most_ranks
+):
+    fake_megatron.install(monkeypatch)
+    sweep = script("sweep")
+    cells = list(sweep.cells(sweep.read_table(sweep.Sweep, SWEEPS / f"{name}.toml"), tmp_path))
+    assert {cell.engine for cell in cells} == engines_of
+    assert len({cell.key for cell in cells}) == num_cells
+    assert max(cell.config.world_size for cell in cells) == most_ranks
+
+
+def test_batch_that_a_layout_does_not_divide_is_refused(engines):
+    with pytest.raises(ConfigError, match="train.batch_size 64 is not divisible by 3 replicas of micro-batches of 2"):
+        engines.Layout(data=3).overrides(64, 2)
+
+
+@pytest.mark.parametrize(("keys", "venue"), [('networks = ["near.toml"]', "local"), ("", "shaped")])
+def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(sweep, tmp_path, keys, venue):
+    (tmp_path / "sweep.toml").write_text(SWEEP.replace('venue = "local"', f'venue = "{venue}"\n{keys}'))
+    result = run(sweep, tmp_path)
+    assert result.exit_code == 2
+    assert 'venue "local" goes without networks' in result.output
+
+
+def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.5})
+    monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: 1e-6)
+    assert run(sweep, tmp_path).exit_code == 0
+    line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[3])
+    told = {
+        "mode": "real", "engine": "fsdp", "device": "CPU", "gpus": 0, "data_parallel": 2, "tensor_parallel": 1,
+        "pipeline_parallel": 2, "micro_batch": 2, "batch_size": 16, "precision": "fp32", "recompute": "none",
+        "predicted_s": None, "delay_ms": None, "loss_difference": 1e-6,
+    }  # fmt: skip
+    assert {key: line[key] for key in told} == told
+
+
+def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.0})
+    monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: None)
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }')
+    result = run(sweep, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "left out, for want of GPUs (there are 2): 2 of 5 cells" in result.output
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+
+
+def test_machine_without_gpus_is_told_how_many_it_takes(sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }')
+    result = run(sweep, tmp_path)
+    assert result.exit_code == 2
+    assert "every cell that is left needs 2 GPUs at least, and torch sees 0 here" in result.output
+
+
+def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
+    row = {"step": 3, "gpu_memory_mb": {"0": 1500.0, "1": 2500.0}, "mfu": 0.41}
+    assert sweep.of_gpus(row) == {"memory_gb": 2.5, "mfu": 0.41}
+    assert sweep.of_gpus(row | {"mfu": None})["mfu"] is None
+
+
+@pytest.fixture
+def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What was run, as modules; each engine's losses are those of LOSSES."""
+    ran: list[tuple[str, ...]] = []
+
+    def run_to_end(path, overrides, at, *, timeout_s, module):
+        ran.append(module)
+        config = load(path, overrides)
+        assert (config.model.num_layers, config.world_size, config.train.steps) == (4, 2, 4)
+        engine = module[0].rpartition(".")[2]
+        return [{"step": n, "loss": loss} for n, loss in enumerate(LOSSES[engine])] + [{"held_out_loss": 9.0}]
+
+    monkeypatch.setattr(engines, "run_to_end", run_to_end)
+    return ran
+
+
+def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    given = engines.Layout(pipeline=2).overrides(16, 2)
+    found = engines.difference_in_training("fsdp", tmp_path / "config.toml", given, None, timeout_s=1.0)
+    assert found == pytest.approx(4e-4)
+    again = (*given, "train.num_microbatches=4")
+    assert engines.difference_in_training("fsdp", tmp_path / "config.toml", again, None, timeout_s=1.0) == found
+    assert trained == [("dpipe", "train"), ("dpipe.baselines.fsdp",)]  # once: micro-batches make no other small model
+
+
+@pytest.mark.usefixtures("trained")
+def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    given = engines.Layout(pipeline=2).overrides(16, 2)
+    with pytest.raises(AssertionError, match="the losses of megatron differ from ours by 0.2"):
+        engines.difference_in_training("megatron", tmp_path / "config.toml", given, None, timeout_s=1.0)
