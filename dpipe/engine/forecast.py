@@ -144,7 +144,7 @@ def forecast(
         layers = on_ranks(config, layers or transformer_costs(config))
         cut = choose_split(config, layers)
         cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
-        stages = stages_memory(config, layers.memory, cut)
+        stages = stages_memory(config, layers.memory, cut, server_ranks(config))
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
@@ -170,7 +170,7 @@ def held_by_transformer(config: Config) -> int:
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
-    return most_held(schedule, stages_memory(config, layers.memory, cut))
+    return most_held(schedule, stages_memory(config, layers.memory, cut, server_ranks(config)))
 
 
 def leanest(config: Config) -> Schedule:
