@@ -62,6 +62,8 @@ class Replay(Section):
     input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
     message_bytes: Count = 1_000_000
     parameter_bytes: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0  # what replicas agree on
+    exchanges: Annotated[int, Field(ge=0)] = 0  # all-reduces of a stage's ranks in each forward, and in each backward
+    exchange_bytes: Count = 1_000_000  # of one of them
 
 
 class Data(Section):
@@ -180,6 +182,8 @@ class Config(Section):
             self._check_nccl()
         if self.tensor_parallel.size > 1:
             self._check_tensor_parallel()
+        elif self.replay.exchanges:
+            raise ValueError("replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or drop them")
         if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
@@ -217,8 +221,12 @@ class Config(Section):
 
     def _check_tensor_parallel(self) -> None:
         """What must be cut into equal parts, and what cannot be cut."""
-        size, model = self.tensor_parallel.size, self.model
-        if not model.is_transformer:
+        size, model, replays = self.tensor_parallel.size, self.model, self.model.layers == "replay"
+        if replays and self.tensor_parallel.sequence_parallel:
+            raise ValueError(
+                "tensor_parallel.sequence_parallel splits a real model; a replay moves replay.exchange_bytes either way"
+            )
+        if not (model.is_transformer or replays):
             raise ValueError(
                 f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
                 f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"
@@ -231,6 +239,7 @@ class Config(Section):
                 '"all-reduce", "sharded" or "local-sgd"'
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
+        divided = {} if replays else divided
         if self.tensor_parallel.sequence_parallel:
             divided["model.context"] = model.context
         for key, value in divided.items():
@@ -259,7 +268,12 @@ class Config(Section):
     @property
     def num_machines(self) -> int:
         """The ranks of a network profile: those that hold a stage together are one, and send as one."""
-        return self.pipeline.ranks * self.data_parallel.replicas
+        return self.world_size // self.ranks_per_machine
+
+    @property
+    def ranks_per_machine(self) -> int:
+        """Replayed tensor parallelism is there to be tried over a network: each of its ranks is a host."""
+        return 1 if self.model.layers == "replay" else self.tensor_parallel.size
 
     @property
     def microbatch_size(self) -> int:

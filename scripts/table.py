@@ -7,6 +7,7 @@
     scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
     scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
     scripts/table.py gpt3xl_megatron --mode real                  measured by scripts/sweep.py on the GPUs there are
+    scripts/table.py gpt3xl_megatron --mode replay                tensor parallelism over slow links, on replay stages
 
 Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tables import SIMULATED
-from tables import measured as measured_layouts
+from tables import SIMULATED, replayed
+from tables import measured as on_gpus
 from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
@@ -204,8 +205,9 @@ def lines_of(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
 
 
-def nothing_measured(name: str, mode: str, results: Path) -> ConfigError:
-    return ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py scripts/sweeps/{name}.toml")
+def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = None) -> ConfigError:
+    file = f"scripts/sweeps/{sweep or name}.toml"
+    return ConfigError(f"{results} holds no row of mode {mode!r}; run scripts/sweep.py {file}")
 
 
 def row_of(line: dict[str, Any]) -> Row:
@@ -275,17 +277,20 @@ def new_figure() -> Any:
 
 
 def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Path | None) -> str:
-    """A table of `tables`: simulated, or measured where its configurations can be run."""
+    """A table of `tables`: simulated, or measured where its layouts can be run."""
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
-    shown: Any = table if mode == "sim" else measured_layouts
-    if mode == "sim":
-        rows = table.simulated(source)
-    elif mode == "real" and hasattr(table, "published"):
-        rows = measured_layouts.measured_rows(lines_of(results), table.published(source))
-    else:
-        raise ConfigError(f"{name} has no mode {mode!r}; use --mode sim" + " or real" * hasattr(table, "published"))
+    if mode not in table.MODES:
+        raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
+    shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
+    match mode:
+        case "sim":
+            rows = table.simulated(source)
+        case "real":
+            rows = on_gpus.measured_rows(lines_of(results), table.published(source))
+        case _:
+            rows = replayed.replayed_rows(lines_of(results))
     if not rows:
-        raise nothing_measured(name, mode, results)
+        raise nothing_measured(name, mode, results, sweep=f"{name}_replay" if mode == "replay" else name)
     if png is not None:
         shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)

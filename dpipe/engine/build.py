@@ -36,6 +36,7 @@ from dpipe.engine.launch import environment, launch, load_kernels_at_start
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
+from dpipe.engine.replayed import Ring, ring_peers
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
 from dpipe.engine.resume import agreed_start, find_start, restore, stages_at
@@ -146,7 +147,8 @@ def run_rank(
         load_kernels_at_start()
     streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
-    peers = seat(config, place.rank).peers(blueprint.forecast.schedule, column=direct)
+    here = seat(config, place.rank)
+    peers = here.peers(blueprint.forecast.schedule, column=direct) | ring_peers(config, here)
     with (
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s, streams) as (meeting, transport),
@@ -157,8 +159,8 @@ def run_rank(
             start = agreed_start(config, blueprint, start, meeting, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
-            here = listening_on(config, place), security_of(config, place)
-            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *here))
+            listening = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *listening))
             metrics = None
             if place.rank == 0:
                 save_configuration(folder, config)
@@ -166,7 +168,7 @@ def run_rank(
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
             wants_stop = stack.enter_context(stop_on_signals())
-            group = tensor_group(config, seat(config, place.rank), meeting)
+            group = tensor_group(config, here, meeting)
             around = Surroundings(meeting, transport, streams, servers, group, metrics, wants_stop)
             trainer = assemble(blueprint, place.rank, around, start, stack)
             stopped = trainer.run()
@@ -215,8 +217,9 @@ def assemble(
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
     recorder = recorder_of(rank, around)
+    exchange = Ring(transport, here, config.replay.exchange_bytes, recorder.exchanging)
     made = partial(make_stage, blueprint, replica=here.replica, group=around.group, timed=recorder.part)
-    stages = {s: made(s) for s in stages_at(schedule, here.place)}
+    stages = {s: made(s, exchange=exchange) for s in stages_at(schedule, here.place)}
     tied = tied_weights(blueprint, stages)
     elsewhere = counted_elsewhere(stages, tied, here)
     agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)

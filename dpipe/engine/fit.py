@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from dpipe.config import Config
+from dpipe.engine.exchange_memory import exchange_bytes, has_moments
 from dpipe.engine.memory import stage_memory
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.schedule.plan import Schedule
@@ -16,15 +17,21 @@ _FLOAT = 4
 _SUGGESTIONS = 3
 
 
-def stages_memory(config: Config, layers: Sequence[LayerMemory], cut: Sequence[int]) -> Stages:
-    """The memory of each stage's layers in this run; `cut` are layers a stage."""
+def stages_memory(
+    config: Config, layers: Sequence[LayerMemory], cut: Sequence[int], servers: Sequence[int] = ()
+) -> Stages:
+    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`."""
+    if not has_moments(config):
+        layers = [replace(layer, optimizer_bytes=0, update_bytes=0) for layer in layers]
     if config.data_parallel.kind == "sharded":
         replicas = config.data_parallel.replicas
         layers = [replace(layer, optimizer_bytes=layer.optimizer_bytes // replicas) for layer in layers]
     output = config.microbatch_size * config.model.context * config.model.width * _FLOAT
     if config.tensor_parallel.sequence_parallel:
         output //= config.tensor_parallel.size
-    return stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
+    stages = stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
+    held = exchange_bytes(config, [sum(layer.parameter_bytes for layer in stage) for stage in stages], servers)
+    return [(replace(stage[0], exchange_bytes=size), *stage[1:]) for stage, size in zip(stages, held, strict=True)]
 
 
 def most_held(schedule: Schedule, stages: Stages) -> int:
@@ -50,10 +57,10 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
         return
     fitting = list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS] if config.model.is_transformer else []
     advice = f"these would fit: {'; '.join(fitting)}" if fitting else "more stages or a smaller model would help"
+    kinds = {kind.replace("working", "working memory"): size for kind, size in asdict(worst).items()}
+    listed = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in kinds.items())
     raise ConfigError(
-        f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} (parameters "
-        f"{worst.parameters / 1e9:.3f}, gradients {worst.gradients / 1e9:.3f}, optimizer {worst.optimizer / 1e9:.3f}, "
-        f"activations {worst.activations / 1e9:.3f}, working memory {worst.working / 1e9:.3f}); {advice}"
+        f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} ({listed}); {advice}"
     )
 
 

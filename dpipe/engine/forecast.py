@@ -14,7 +14,7 @@ from dpipe.config import Config, load
 from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
 from dpipe.engine.memory import layers_memory, vocabulary_of
-from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s
+from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s, ring_us
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
@@ -138,13 +138,13 @@ def forecast(
     check_vocabulary(config)
     stages: Stages
     if config.model.layers == "replay":
-        cut, cost, stages = (1,) * pipeline.stages, replay_cost(config), ()
+        cut, cost, stages = (1,) * pipeline.stages, replay_cost(config, network), ()
         refuse_memory_of_replay(config)
     else:
         layers = on_ranks(config, layers or transformer_costs(config))
         cut = choose_split(config, layers)
         cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
-        stages = stages_memory(config, layers.memory, cut)
+        stages = stages_memory(config, layers.memory, cut, server_ranks(config))
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
@@ -170,7 +170,7 @@ def held_by_transformer(config: Config) -> int:
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = leanest(config) if config.pipeline.schedule == "auto" else choose_schedule(config, cost, Network())
-    return most_held(schedule, stages_memory(config, layers.memory, cut))
+    return most_held(schedule, stages_memory(config, layers.memory, cut, server_ranks(config)))
 
 
 def leanest(config: Config) -> Schedule:
@@ -319,14 +319,16 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> C
     )
 
 
-def replay_cost(config: Config) -> Cost:
+def replay_cost(config: Config, network: Network) -> Cost:
+    """Exchanges are waited for where they stand, as if nothing else left the ranks of a stage meanwhile."""
     replay, stages = config.replay, config.pipeline.stages
+    exchanges_us = replay.exchanges and replay.exchanges * ring_us(config, network)
     forward, backward = (per_stage(value, stages) for value in (replay.forward_ms, replay.backward_ms))
     message = wire_bytes(config.pipeline.wire, replay.message_bytes // 4)
     return Cost(
-        forward_us=tuple(f * 1e3 for f in forward),
-        backward_us=tuple(b * 1e3 for b in backward),
-        input_us=tuple(b * 1e3 * replay.input_share for b in backward),
+        forward_us=tuple(f * 1e3 + exchanges_us for f in forward),
+        backward_us=tuple(b * 1e3 + exchanges_us for b in backward),
+        input_us=tuple(b * 1e3 * replay.input_share + exchanges_us for b in backward),
         weight_us=tuple(b * 1e3 * (1 - replay.input_share) for b in backward),
         activation_bytes=(message,) * (stages - 1),
         reduce_bytes=tuple(per_stage(replay.parameter_bytes, stages)),
@@ -392,7 +394,9 @@ def as_text(row: dict[str, Any], config: Config) -> str:
 def _tensor_lines(config: Config) -> Iterator[str]:
     """Where several ranks hold a stage together: what is said of a machine, and what of each of its ranks."""
     size, predict = config.tensor_parallel.size, config.predict
-    if size > 1:
+    if size > 1 and config.model.layers == "replay":
+        yield f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of them"
+    elif size > 1:
         link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
         yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
         yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"

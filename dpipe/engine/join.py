@@ -120,7 +120,7 @@ def shaped(config: Config, links: Transport) -> Transport:
     if config.transport.shape is None:
         return links
     network = assumed_network(config.transport.shape, config.transport.connections)
-    network = network.shared_by(config.tensor_parallel.size)
+    network = network.shared_by(config.ranks_per_machine)
     return ShapedTransport(links, network, transfer_timeout_s=config.timeouts.transfer)
 
 

@@ -21,7 +21,9 @@ from dpipe.errors import ConfigError
 from dpipe.timeline.memory import LayerMemory
 
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
-_FLOAT, _INT64 = 4, 8
+_HALF, _FLOAT, _INT64 = 2, 4, 8
+_LOOKED_UP = 9  # bytes a token: its place among a rank's words, and whether it is one of them
+_SPLIT_LOSS_KEEPS, _SPLIT_LOSS_MAKES = 13, 29  # bytes a token
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class TransformerSizes:
 
     @property
     def matrix(self) -> int:
-        """Scores of a rank's heads, which are made in fp32 even under autocast."""
-        heads = self.num_heads // self.ranks
-        return self.batch_size * heads * self.context**2 * _FLOAT if self.keeps_matrices else 0
+        """Scores of a rank's heads, which one process makes in fp32 even under autocast."""
+        heads, value_bytes = self.num_heads // self.ranks, _HALF if self.half and self.ranks > 1 else _FLOAT
+        return self.batch_size * heads * self.context**2 * value_bytes if self.keeps_matrices else 0
 
     @property
     def logits(self) -> int:
@@ -84,7 +86,7 @@ class TransformerSizes:
 
 
 def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
-    """Of the configured transformer. A fused attention is taken for granted on anything but a CPU."""
+    """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in split heads."""
     model, pipeline = config.model, config.pipeline
     sizes = TransformerSizes(
         config.microbatch_size,
@@ -94,7 +96,7 @@ def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
         model.num_layers,
         vocabulary_of(config),
         dropout=model.dropout > 0,
-        keeps_matrices=model.dropout > 0 and config.node.device == "cpu",
+        keeps_matrices=model.dropout > 0 and (config.node.device == "cpu" or config.tensor_parallel.size > 1),
         half=config.train.precision != "fp32",
         ranks=config.tensor_parallel.size,
         sequence=config.tensor_parallel.sequence_parallel,
@@ -123,7 +125,7 @@ def vocabulary(tokenizer: str) -> int:
 def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMemory, ...]:
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
     head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
-    return (_embedding(sizes), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), head)
+    return (_embedding(sizes, recompute), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), head)
 
 
 def stage_memory(
@@ -131,34 +133,50 @@ def stage_memory(
 ) -> tuple[tuple[LayerMemory, ...], ...]:
     """The layers of each stage. `outputs[s]` bytes of stage s's output are held with it, unless it is made again."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
-    ends = [LayerMemory(held_bytes=0 if recompute == "full" else size) for size in outputs]
+    ends = [LayerMemory(held_bytes=0 if recompute == "full" else size, given_bytes=size) for size in outputs]
     whole = [tuple(layers[start : start + size]) for start, size in zip(starts, cut, strict=True)]
     return (*((*stage, end) for stage, end in zip(whole, ends, strict=False)), whole[-1])
 
 
-def _embedding(sizes: TransformerSizes) -> LayerMemory:
-    table = sizes.table  # its gradient is dense, and made whole for every micro-batch
-    noise = sizes.stream if sizes.dropout else 0
+def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
+    """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed."""
+    u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
+    positions = sizes.context * sizes.width * _FLOAT
+    noise = r if sizes.dropout else 0
+    inside = sizes.context * _INT64 + noise
+    if sizes.ranks == 1:
+        forward, back = 3 * u if sizes.bert else 2 * u + positions, table
+    else:
+        inside += sizes.tokens(_LOOKED_UP)
+        forward, back = 3 * u + r * again, u + max(table, u * again)
+    forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back)
+    if recompute == "full":
+        backward, inside = inside + max(backward, r + forward), 0
     return of_parameters(
-        table + (sizes.context + 2 * sizes.bert) * sizes.width * _FLOAT,
+        table + positions + 2 * sizes.bert * sizes.width * _FLOAT,
         largest=table,
-        held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + sizes.context * _INT64 + noise,
-        forward_bytes=2 * sizes.unit,
-        backward_bytes=sizes.unit + table,
-        input_bytes=sizes.unit + table,
+        held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + inside,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        first_bytes=positions,
+        input_bytes=backward + positions,
     )
 
 
 def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
+    kept, working = _loss(sizes)
     given = r + sizes.tokens(_INT64)
-    inside = (r // 2 + table // 2 if half else r) + logits + 2 * sizes.positions(_FLOAT)
-    forward = logits * 3 // 2 if half else logits
+    inside = (r // 2 + table // 2 if half else r) + logits + 2 * sizes.positions(_FLOAT) + kept
+    forward = logits * 3 // 2 if half else logits + working
     weight = table * 3 // 2 if half else table
-    backward = max(2 * logits if sizes.ranks == 1 else logits, weight, 2 * u)
+    gathered = u if sizes.sequence else 0
+    backward = max(_given_back(sizes), weight if half else gathered + u + table)
+    input_ = max(_given_back(sizes), 3 * u + r if sizes.sequence else 2 * u)
     if recompute == "full":
-        forward, backward, inside = max(u, forward) + logits, backward + inside, 0
+        forward = max(u, forward) + logits
+        backward, input_, inside = max(backward, logits) + inside, max(input_, logits) + inside, 0
     return of_parameters(
         table + 2 * sizes.width * _FLOAT,
         largest=table,
@@ -166,9 +184,19 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         deferred_bytes=(u + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
-        input_bytes=backward,
+        input_bytes=input_,
         weight_bytes=weight,
     )
+
+
+def _loss(sizes: TransformerSizes) -> tuple[int, int]:
+    """What cross entropy over split words keeps beside chances, and has while it works: a few numbers a token."""
+    return (sizes.tokens(_SPLIT_LOSS_KEEPS), sizes.tokens(_SPLIT_LOSS_MAKES)) if sizes.ranks > 1 else (0, 0)
+
+
+def _given_back(sizes: TransformerSizes) -> int:
+    """The gradient of the logits, and of one process that of their logarithms."""
+    return 2 * sizes.logits if sizes.ranks == 1 else sizes.logits + sizes.tokens(2 * _INT64)
 
 
 def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
@@ -177,25 +205,25 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     With the table's gradient made, the logits are given back, and in half precision what was rounded.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
+    kept, working = _loss(sizes)
     dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
     inside = 2 * r + table // 2 + dense if half else 4 * r
-    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64)
-    later = table - logits - 3 * u if half else table + 2 * u
-    first = later + (dense if half else 2 * dense - logits - 2 * u)
-    forward = logits * 3 // 2 if half else logits
-    input_ = max(2 * logits if sizes.ranks == 1 else logits, 2 * u)
-    backward = max(input_, later)
-    first_more = max(0, first - backward)
+    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + kept
+    gathered = u if sizes.sequence else 0
+    later = table - logits - 3 * u if half else r + gathered + u + table
+    forward = logits * 3 // 2 if half else logits + working
+    input_ = max(_given_back(sizes), 2 * r + 3 * u if sizes.sequence else 3 * u)
+    backward = max(_given_back(sizes), later)
     if recompute == "full":
-        forward, backward, input_, inside = max(u, forward) + logits, backward + inside, input_ + inside, 0
+        forward = max(r + u + gathered, forward) + logits
+        backward, input_, inside = max(backward, logits) + inside, max(input_, logits) + inside, 0
     return of_parameters(
         table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
         largest=table,
         held_bytes=given + inside,
-        deferred_bytes=(3 * u + logits) // (2 if half else 1),
+        deferred_bytes=(u + 2 * r + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
-        first_bytes=first_more,
         input_bytes=input_,
         weight_bytes=table * 3 // 2 if half else table,
     )
@@ -211,11 +239,17 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     kept = r + statistics  # the input
     inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + _dropout_bytes(sizes)
     if c and recompute != "selective":
-        inside += 3 * c + (3 * w // 2 if half else 0)
-    backward, input_, forward = _working(sizes, largest, cores_again=recompute == "selective")
+        inside += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
+    moments = _half_moments if half else _moments
+    forward, backward, input_ = moments(sizes, largest)
+    if c:
+        forward, backward, input_ = (
+            max(pair)
+            for pair in zip((forward, backward, input_), _core_moments(sizes, largest, recompute), strict=True)
+        )
     if recompute == "full":
-        forward = max(4 * w + u if half else 8 * w + u, c and 3 * c + _mask(sizes) + (13 * u // 2 if half else 5 * u))
-        backward, input_, kept, inside = backward + inside, input_ + inside, r, 0
+        backward, input_ = (max(r + forward, worst) + inside for worst in (backward, input_))
+        forward, kept, inside = _alone(sizes), r, 0
     return of_parameters(
         (matrices + 7 * sizes.width // sizes.ranks + 6 * sizes.width) * _FLOAT,
         largest=largest,
@@ -223,27 +257,67 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         deferred_bytes=(4 * u + 12 * w) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
-        first_bytes=max(0, 2 * u + largest - max(2 * u, largest * 3 // 2)) if half else min(4 * w, largest),
         input_bytes=input_,
         weight_bytes=largest * 3 // 2 if half else largest,
     )
 
 
-def _working(sizes: TransformerSizes, largest: int, *, cores_again: bool) -> tuple[int, int, int]:
-    """Of a block in B, I and F: the worse of the perceptron's moment and, where it keeps matrices, the core's."""
+def _moments(sizes: TransformerSizes, largest: int) -> tuple[int, int, int]:
+    """Of a block in F, B and I, in fp32: at the perceptron's two ends, and where the attention gives back."""
+    u, w, r = sizes.unit, sizes.part, sizes.stream
+    if sizes.ranks == 1:
+        return 2 * u, 6 * u + largest, 10 * u
+    if sizes.sequence:
+        given = (1 if sizes.dropout else 2) * r  # a gradient that is gathered, times noise that is then gone
+        backward = given + max(2 * u, u + 4 * w + largest, 2 * u - 4 * w + largest)
+        return 2 * u + r, backward, max(given + u + 8 * w, r + 6 * u)
+    backward = max(2 * u + 4 * w + largest, 3 * u - 4 * w + largest, 4 * u - 8 * w)
+    return 2 * u, backward, max(2 * u + 8 * w, 4 * u)
+
+
+def _half_moments(sizes: TransformerSizes, largest: int) -> tuple[int, int, int]:
+    """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded copy is gone."""
+    u, w, r = sizes.unit, sizes.part, sizes.stream
+    gathered = (u // 2 if sizes.sequence else r // 2) - (r // 2 if sizes.dropout else 0)  # its noise is gone by then
+    backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, r if sizes.dropout else 0)
+    input_ = 2 * r + gathered + 4 * w - largest // 2
+    if sizes.sequence:
+        return u + r // 2, max(backward, 2 * r + u + r // 2), max(input_, r // 2 + 3 * u)
+    return 3 * u // 2, backward, input_
+
+
+def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tuple[int, int, int]:
+    """Of a block in F, B and I, where its attention is not fused: when scores are made, and made again."""
+    u, w, r, c, again = sizes.unit, sizes.part, sizes.stream, sizes.matrix, recompute == "selective"
+    if sizes.ranks > 1:
+        made = _scores(sizes)
+        forward = made - (2 * w if again else 3 * c) - ((7 * w + 3 * r) // 2 + largest if sizes.half else 7 * w + 4 * r)
+        back = (made if again else c) - (5 * w + 2 * r) // (2 if sizes.half else 1)
+        return forward, back, back + 8 * w
+    core = 4 * c + 3 * u if again else c
+    if sizes.half:
+        return int((3 if again else 0.5) * c) + _mask(sizes) - 4 * u, core - 3 * u, core + 3 * u
+    return (3 * c if again else 0) + _mask(sizes) - 12 * u, core - 8 * u, core + 4 * u
+
+
+def _scores(sizes: TransformerSizes) -> int:
+    """Scores and chances of a rank's heads, beside the noise that is drawn for the heads of all; and what is later."""
+    later = 0 if sizes.bert else sizes.context**2
+    return max(2 + 2 * sizes.ranks, 4 + sizes.ranks) * sizes.matrix + later
+
+
+def _alone(sizes: TransformerSizes) -> int:
+    """A block's forward pass that leaves no graph."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
-    # When a weight's gradient is cast to fp32, the rounded weight, half as large, is gone already.
-    backward = 2 * u + (u // 2 + max(2 * w, largest) if half else max(4 * w, largest))
-    gathered = 2 * u if sizes.sequence else 0
-    input_ = (4 * r + 2 * u + 7 * w + gathered) // 2 - largest // 2 if half else r + 2 * u + 7 * w + gathered
-    forward = 3 * u // 2 if half else 2 * u
-    if c:
-        core = 4 * c + 3 * u if cores_again else c
-        backward = max(backward, core - (3 if half else 8) * u)
-        input_ = max(input_, core + (3 if half else 4) * u)
-        once = (3 if cores_again else 0.5) * c if half else (3 * c if cores_again else 0)
-        forward = max(forward, int(once) + _mask(sizes) - (4 if half else 12) * u)
-    return backward, input_, forward
+    if sizes.ranks == 1:
+        worst = 5 * u if half else 9 * u
+        return max(worst, 3 * c + _mask(sizes) + (13 * u // 2 if half else 5 * u)) if c else worst
+    made = r + 3 * w + _scores(sizes) if c else 0
+    if half:
+        return max(made, 4 * w + u)
+    if sizes.sequence:
+        return max(made, 2 * r + 2 * u + 4 * w, r + 8 * w)
+    return max(made, 3 * u + 4 * w, u + 8 * w)
 
 
 def _dropout_bytes(sizes: TransformerSizes) -> int:

@@ -1,6 +1,6 @@
 """The stages of one rank: made as the blueprint cuts the model, and split over the ranks that hold them together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -15,8 +15,15 @@ from dpipe.stage.tensor_parallel import Split
 
 
 def make_stage(
-    blueprint: Blueprint, index: int, *, replica: int, group: TensorGroup | None, timed: Timed
+    blueprint: Blueprint,
+    index: int,
+    *,
+    replica: int,
+    group: TensorGroup | None,
+    exchange: Callable[[], None],
+    timed: Timed,
 ) -> Stage | ReplayStage:
+    """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do in their `group`."""
     config, last = blueprint.config, blueprint.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if blueprint.model is None:
@@ -31,6 +38,8 @@ def make_stage(
             parameter_bytes=per_stage(replay.parameter_bytes, stages)[index],
             first=index == 0,
             last=last,
+            exchange=exchange,
+            num_exchanges=replay.exchanges,
         )
     seed, device, model = config.train.seed, config.node.device, blueprint.model
     layers = {layer: materialise(model, layer, seed, device) for layer in blueprint.layers_of(index)}

@@ -27,7 +27,7 @@ def tensor_group(config: Config, here: Seat, meeting: Coordination) -> TensorGro
 
     Raises `ConfigError` on every rank where some group is not on one machine.
     """
-    if here.tensor_size == 1:
+    if here.tensor_size == 1 or config.model.layers == "replay":  # which has links instead (`replayed.py`)
         return None
     timeout_s = config.timeouts.transfer
     store = open_store(_LOOPBACK, 0, timeout_s, master=True) if here.tensor_rank == 0 else None

@@ -6,9 +6,12 @@ Between lie the [T, T] matrices wherever a fused kernel does not spare them: wit
 """
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from dpipe.stage.seeding import same_draws
 
 
 def attention_cores(layer: nn.Module) -> list[nn.Module]:
@@ -16,8 +19,12 @@ def attention_cores(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if getattr(module, "attention_core", False)]
 
 
-def recompute_attention(layer: nn.Module) -> None:
-    """Let the attention cores inside `layer` run again in backward, in place, with the random numbers they drew."""
+def recompute_attention(layer: nn.Module, *, compiled: bool = False) -> None:
+    """Let the attention cores inside `layer` run again in backward, in place, with the random numbers they drew.
+
+    What is compiled takes torch's own way of setting them, which is for one thread.
+    """
+    draws: dict[str, Any] = {} if compiled else {"preserve_rng_state": False, "context_fn": same_draws}
     for core in attention_cores(layer):
         # Looked up on the class, so that a second call does not wrap what the first has wrapped.
-        core.forward = partial(checkpoint, partial(type(core).forward, core), use_reentrant=False)
+        core.forward = partial(checkpoint, partial(type(core).forward, core), use_reentrant=False, **draws)

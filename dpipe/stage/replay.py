@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ class ReplayStage:
     """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
 
     It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to agree on. `input_share` of
-    `backward_s` makes the input gradient, the rest the weight gradients.
+    `backward_s` makes the input gradient, the rest the weight gradients. Where several ranks share the stage, they wait
+    for each other in `exchange`: `num_exchanges` times in each forward and each input gradient.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class ReplayStage:
         parameter_bytes: int = 0,
         first: bool,
         last: bool,
+        exchange: Callable[[], None] = lambda: None,
+        num_exchanges: int = 0,
     ) -> None:
         self.index, self._num_microbatches = index, num_microbatches
         self._forward_s, self._backward_s = forward_s, backward_s
         self._input_s, self._weight_s = backward_s * input_share, backward_s * (1 - input_share)
+        self._exchange, self._num_exchanges = exchange, num_exchanges
         message = torch.zeros(message_bytes // 4)  # never written to, so that every message can be the same tensor
         nothing: Tensors = ()
         self._inputs, self._outputs = (nothing if first else (message,)), ((torch.zeros(()),) if last else (message,))
@@ -58,7 +62,7 @@ class ReplayStage:
 
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
         self._check("input", inputs, self._inputs)
-        wait(self._forward_s)
+        self._compute(self._forward_s)
         return self._outputs
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
@@ -107,8 +111,16 @@ class ReplayStage:
     def _take_grads(self, microbatch: int, grads: Tensors, seconds: float) -> Tensors:
         self._stashed.remove(microbatch)
         self._check("gradient", grads, self._output_grads)
-        wait(seconds)
+        self._compute(seconds)
         return self._inputs
+
+    def _compute(self, seconds: float) -> None:
+        """Exchanges come evenly spread over it, as those of layers do."""
+        for _ in range(self._num_exchanges):
+            wait(seconds / self._num_exchanges)
+            self._exchange()
+        if not self._num_exchanges:
+            wait(seconds)
 
     def _check(self, what: str, got: Tensors, like: Tensors) -> None:
         expected, arrived = ([str(TensorSpec.of(t)) for t in tensors] for tensors in (like, got))

@@ -6,8 +6,8 @@ So a layer drops the same values in any cut, under any schedule, and again when 
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -47,6 +47,24 @@ def paused() -> Iterator[None]:
     finally:
         _LOCK.acquire()
         _set(generators, states)
+
+
+def same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For torch's checkpoint, which would set the generators of a process under threads that draw: what surrounds a
+    function inside `seeded`, and what surrounds it when it runs again, from the same numbers on."""
+    generators = getattr(_DRAWING, "generators", ())
+    return nullcontext(), _again(generators, [generator.get_state() for generator in generators])
+
+
+@contextmanager
+def _again(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> Iterator[None]:
+    with _LOCK:
+        before = [generator.get_state() for generator in generators]
+        _set(generators, states)
+        try:
+            yield
+        finally:
+            _set(generators, before)
 
 
 def _set(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) -> None:

@@ -86,7 +86,7 @@ class Stage:
         self._splits_backward, self.split = splits_backward, split
         for layer in self._layers.values():
             if recompute == "selective":
-                recompute_attention(layer)
+                recompute_attention(layer, compiled=compiled)
             if compiled:
                 layer.compile()
             elif splits_backward:
@@ -201,12 +201,15 @@ class Stage:
             assert not grads, "the last stage makes its gradient itself"
             grads = (torch.full((), self._loss_factor, device=self._device),)  # made there: a copy would be waited for
         while passes:
-            layer_pass = passes.pop()
-            outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
-            self._differentiate(microbatch, outputs, grads)
-            grads = tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
+            grads = self._backward_layer(microbatch, passes.pop(), grads)
         del self._passes[microbatch]
         return grads
+
+    def _backward_layer(self, microbatch: int, layer_pass: _Pass, grads: Tensors) -> Tensors:
+        """A call of its own, so that what this layer has made is freed before the next one's is made again."""
+        outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
+        self._differentiate(microbatch, outputs, grads)
+        return tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
 
     def _refresh(self) -> None:
         if self._masters is not None and self._stale:

@@ -22,7 +22,9 @@ class LayerMemory:
     """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
 
     The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
-    step, whose gradients stay as they are made), of I, of W, and of the optimizer.
+    step, whose gradients stay as they are made), of I, of W, and of the optimizer. `given_bytes`, of a stage's end, is
+    the gradient that it is given in B and I, and holds until it is done; that a layer has it while it works is in the
+    layer's working memory. `exchange_bytes` are what replicas agree with, always.
     """
 
     parameter_bytes: int = 0
@@ -36,6 +38,8 @@ class LayerMemory:
     input_bytes: int = 0
     weight_bytes: int = 0
     update_bytes: int = 0
+    given_bytes: int = 0
+    exchange_bytes: int = 0
 
 
 StageMemory = Sequence[LayerMemory]
@@ -50,10 +54,11 @@ class RankMemory:
     optimizer: int
     activations: int
     working: int
+    exchange: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working + self.exchange
 
 
 def peak_memory(
@@ -84,6 +89,7 @@ class _Walk:
             optimizer=_total(own, "optimizer_bytes"),
             activations=0,
             working=0,
+            exchange=_total(own, "exchange_bytes"),
         )
         self._update = max((layer.update_bytes for stage in own for layer in stage), default=0)
         self._worst = self._now
@@ -101,8 +107,11 @@ class _Walk:
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):
+            given = layers[-1].given_bytes
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
+                self._hold(given * (place == len(layers) - 2))  # by then its last layer is done with it
+            self._hold(-given)
         elif action.op is Op.W:
             for place, layer in enumerate(layers):
                 first = self._have_gradients(action.stage, place, layer)

@@ -5,10 +5,11 @@ megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: p
 iteration.py              an iteration of tensor x pipeline x data parallel ranks, by dpipe's simulator
 scaling.py                GPT-3 XL and BERT 345M by cut, micro-batch and number of machines: seconds an iteration
 measured.py               what scripts/sweep.py measured of those last, beside what was published of the same layout
+replayed.py               what it measured on replay stages over networks: tensor parallelism where links are slow
 form.py                   rows as Markdown, CSV or JSON
 
-Each table is a module with `simulated(source) -> rows`, `note(rows)` and `draw(rows, figure)`; one whose configurations
-can be run says `published(source)` by layout.
+Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)` and `draw(rows, figure)`; one that can be
+run on GPUs says `published(source)` by layout.
 """
 
 from tables import megatron_memory_time, scaling

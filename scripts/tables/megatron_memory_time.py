@@ -26,6 +26,8 @@ FITTED = {
 }
 MIB = 2**20
 
+MODES = ("sim",)
+
 
 @dataclass(frozen=True)
 class Row:

@@ -161,8 +161,9 @@ def _lines(source: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def _table(cases: Callable[[Path], Iterator[Case]]) -> SimpleNamespace:
+def _table(cases: Callable[[Path], Iterator[Case]], *modes: str) -> SimpleNamespace:
     return SimpleNamespace(
+        MODES=("sim", "real", *modes),
         simulated=lambda source: [row_of(case) for case in cases(source)],
         published=lambda source: {case.layout: case.published_s for case in cases(source)},
         note=note,
@@ -171,7 +172,7 @@ def _table(cases: Callable[[Path], Iterator[Case]]) -> SimpleNamespace:
 
 
 TABLES = {
-    "gpt3xl_megatron": _table(megatron_cases),
+    "gpt3xl_megatron": _table(megatron_cases, "replay"),
     "gpt3xl_torch_pipe": _table(partial(pipe_cases, machines=1)),
     "gpt3xl_torch_pipe_fsdp": _table(partial(pipe_cases, machines=6)),
     "megatron_bert345m_scaling": _table(bert_cases),

@@ -20,7 +20,6 @@ from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_parallel import Split
 from dpipe.timeline.memory import RankMemory, peak_memory
 
-STEPS = 2  # the first allocates the optimizer's state
 # batch, context, width, heads, blocks, vocabulary: the words weigh, the blocks weigh, long text, short text
 SIZES = {
     "demo": (8, 128, 256, 4, 2, 512),
@@ -60,8 +59,10 @@ def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recomp
         stages = {s: a_stage(schedule, s, sizes, recompute) for s, r in enumerate(schedule.rank_of_stage) if r == rank}
         optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages.values()]
         with tracked(stages, *optimizers) as tracker:
-            for _ in range(STEPS):
-                for action in schedule.programs[rank]:
+            program = schedule.programs[rank]
+            first = [action for action in program if action.microbatch == 0]  # then the optimizer makes its state
+            for actions in (first, program):
+                for action in actions:
                     act(stages[action.stage], action, schedule, sizes)
                 for stage, optimizer in zip(stages.values(), optimizers, strict=True):
                     optimizer.step()
@@ -173,6 +174,9 @@ CASES = """
     long  1f1b         full       fp32  2-ranks sequence
     demo  1f1b         none       fp32  4-ranks sequence
     words 1f1b         none       fp32  2-ranks sequence bert
+    demo  zero-bubble  selective  fp32  4-ranks sequence
+    demo  1f1b         full       bf16  dropout  4-ranks
+    long  1f1b         none       bf16  dropout  2-ranks sequence bert
 """
 
 
@@ -190,7 +194,38 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
         sequence="sequence" in more,
         bert="bert" in more,
     )
-    schedule = generate(name, num_stages, 3, stages_per_rank=per_rank)
+    agree(generate(name, num_stages, 3, stages_per_rank=per_rank), sizes, recompute, within=0.02)
+
+
+# Each number of ranks, with and without split positions, beside each strategy, for each model.
+SPLIT = (
+    ("none", 2, False),
+    ("none", 4, True),
+    ("selective", 4, False),
+    ("selective", 2, True),
+    ("full", 2, False),
+    ("full", 4, True),
+    ("full", 4, False),
+)
+
+
+@pytest.mark.parametrize("bert", [False, True], ids=["gpt", "bert"])
+@pytest.mark.parametrize(("recompute", "ranks", "sequence"), SPLIT)
+def test_ranks_of_first_middle_and_last_stage_are_predicted(
+    recompute: str, ranks: int, sequence: bool, bert: bool
+) -> None:
+    sizes = TransformerSizes(8, 128, 256, 4, 1, 512, ranks=ranks, sequence=sequence, bert=bert)
+    agree(generate("1f1b", 3, 2), sizes, recompute, within=0.01)
+
+
+def test_layer_is_done_with_before_the_next_is_made_again() -> None:
+    """What the last layer had made again was held while the one before it was: a tenth too much, of four ranks each."""
+    schedule, sizes = generate("1f1b", 3, 2), TransformerSizes(2, 512, 128, 8, 4, 1024, ranks=4)
+    theirs = peak_by_torch(schedule, 1, sizes, "full")
+    assert predicted(schedule, sizes, "full")[1].total == pytest.approx(theirs, rel=0.01)
+
+
+def agree(schedule: Schedule, sizes: TransformerSizes, recompute: str, *, within: float) -> None:
     ours = predicted(schedule, sizes, recompute)
     theirs = [peak_by_torch(schedule, rank, sizes, recompute) for rank in range(schedule.num_ranks)]
-    assert [rank.total for rank in ours] == [pytest.approx(peak, rel=0.02) for peak in theirs]
+    assert [rank.total for rank in ours] == [pytest.approx(peak, rel=within) for peak in theirs]

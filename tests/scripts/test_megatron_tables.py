@@ -52,7 +52,7 @@ def test_plot_is_drawn(table, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mode", "instead"),
-    [("megatron_memory_time", "real", "use --mode sim"), ("gpt3xl_megatron", "replay", "use --mode sim or real")],
+    [("megatron_memory_time", "real", "use --mode sim"), ("gpt3xl_torch_pipe", "replay", "use --mode sim or real")],
 )
 def test_mode_that_is_not_there_is_refused(table, name, mode, instead):
     result = run(table, name, "--mode", mode)

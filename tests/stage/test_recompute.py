@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +8,7 @@ from torch import nn
 from dpipe.stage.gpt import AttentionCore, gpt
 from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.recompute import attention_cores, recompute_attention
+from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 
 B, T, D, N = 2, 16, 8, 2
@@ -44,6 +47,37 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(monkeypatch: py
     with torch.no_grad():
         layer(torch.ones(B, T, D))
     assert len(runs) == 3
+
+
+def test_core_that_runs_again_leaves_other_threads_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's checkpoint sets the generator of the process meanwhile, whoever draws from it."""
+    layer, real, drawn = materialise(MODEL, 1, 0, "cpu"), F.scaled_dot_product_attention, list[float]()
+    inside, running, has_drawn = threading.Event(), threading.Event(), threading.Event()
+
+    def shown(*qkv: torch.Tensor, **how: object) -> torch.Tensor:
+        running.set()
+        has_drawn.wait(0.3)
+        return real(*qkv, **how)  # type: ignore[arg-type]
+
+    def other() -> None:
+        with seeded("draw", 2):
+            drawn.extend(torch.rand(1).tolist())
+            inside.set()
+            running.wait(0.3)
+            drawn.extend(torch.rand(2).tolist())
+            has_drawn.set()
+
+    recompute_attention(layer)
+    with seeded("draw", 1):
+        output = layer(torch.ones(B, T, D, requires_grad=True))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", shown)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    output.sum().backward()
+    thread.join(10)
+    with seeded("draw", 2):
+        assert drawn == [*torch.rand(1).tolist(), *torch.rand(2).tolist()]
 
 
 def test_cores_are_found_by_their_mark() -> None:

@@ -53,9 +53,11 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
     [
         ("gpt", 2, False, "none", 0.1),
         ("gpt", 4, True, "full", 0.1),
-        ("gpt", 2, True, "selective", 0.0),  # torch's checkpoint sets the random numbers of a process, not of a thread
+        ("gpt", 2, True, "selective", 0.1),
+        ("gpt", 2, False, "selective", 0.1),
         ("bert", 4, False, "full", 0.1),
         ("bert", 2, True, "none", 0.1),
+        ("bert", 2, False, "selective", 0.3),
     ],
 )
 def test_ranks_of_a_stage_make_the_gradients_of_one(

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from dpipe.errors import ScheduleError
@@ -39,6 +41,13 @@ def test_layers_are_given_back_last_to_first() -> None:
     """The working memory of the first layer comes when the second has gone."""
     early, late = LayerMemory(held_bytes=10, backward_bytes=15), LayerMemory(held_bytes=10, backward_bytes=1)
     assert peak_memory(generate("1f1b", 1, 1), [(early, late)])[0].total == 10 + 15
+
+
+def test_gradient_that_a_stage_is_given_stays_until_it_is_done() -> None:
+    """The last layer counts it as its own; the one before works beside it."""
+    layers = (LayerMemory(held_bytes=10, backward_bytes=15), LayerMemory(backward_bytes=20), LayerMemory(given_bytes=4))
+    assert peak_memory(generate("1f1b", 1, 1), [layers])[0].total == 10 + 20
+    assert peak_memory(generate("1f1b", 1, 1), [(replace(layers[0], backward_bytes=18), *layers[1:])])[0].total == 32
 
 
 def test_stages_that_do_not_fit_the_schedule_are_refused() -> None:
