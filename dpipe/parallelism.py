@@ -51,7 +51,10 @@ class Pipeline(Section):
 
 
 class TensorParallel(Section):
-    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et al. 2019)."""
+    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et al. 2019).
+
+    Those of a replayed stage are hosts, which exchange what `[replay]` says.
+    """
 
     size: Count = 1
     sequence_parallel: bool = False  # between the matrices each rank has a part of the sequence (Korthikanti et al.)

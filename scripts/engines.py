@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,6 +52,11 @@ def command(engine: Engine, config: Config) -> tuple[str, ...]:
     """What `python -m` runs as one rank."""
     module = module_of(engine, config)
     return ("dpipe", "train") if module is None else (module.__name__,)
+
+
+def environ(engine: Engine) -> dict[str, str]:
+    """What its ranks want to find there: Megatron's all-reduces hide behind products only in one queue of the GPU."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
 
 
 class Layout(BaseModel):
@@ -108,15 +113,20 @@ def difference_in_training(
     return _difference(engine, config_path, small, at, timeout_s)
 
 
+def trained(
+    engine: Engine, config_path: Path, overrides: tuple[str, ...], at: Venue, timeout_s: float
+) -> list[dict[str, Any]]:
+    """The rows that a run of that engine leaves. Raises `RunError` where it fails."""
+    module = command(engine, load(config_path, overrides))
+    return run_to_end(config_path, overrides, at, timeout_s=timeout_s, module=module, environ=environ(engine))
+
+
 @cache
 def _difference(engine: Engine, config_path: Path, small: tuple[str, ...], at: Venue, timeout_s: float) -> float:
     config = load(config_path, small)
+    both: tuple[Engine, Engine] = "dpipe", engine
     ours, theirs = (
-        [row["loss"] for row in rows if "loss" in row]
-        for rows in (
-            run_to_end(config_path, small, at, timeout_s=timeout_s, module=command("dpipe", config)),
-            run_to_end(config_path, small, at, timeout_s=timeout_s, module=command(engine, config)),
-        )
+        [row["loss"] for row in trained(who, config_path, small, at, timeout_s) if "loss" in row] for who in both
     )
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     most = MOST_DIFFERENCE[config.train.precision]

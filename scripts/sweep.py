@@ -25,15 +25,15 @@ from engines import (
     Engine,
     Layout,
     check_engine,
-    command,
     device_name,
     difference_in_training,
     gpus_needed,
     spread,
+    trained,
 )
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from table import NUM_STAGES, ROOT, WIRES, Row
-from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
+from trials import append, commit_of_tree, key_of, read_table, whole_lines
 from venue import Kind, Venue, overrides, venue
 
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
@@ -211,8 +211,7 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
     """Seconds a step, without the first one, and what the network then gave."""
     observed = at.become(cell.profile)
     try:
-        module = command(cell.engine, cell.config)
-        rows = run_to_end(cell.config_path, cell.overrides, at, timeout_s=timeout_s, module=module)
+        rows = trained(cell.engine, cell.config_path, cell.overrides, at, timeout_s)
     except RunError as error:
         raise RunError(f"{cell}: {error}") from None
     steps = [row for row in rows if "step_s" in row]

@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,7 @@ def run_to_end(
     *,
     timeout_s: float,
     module: Sequence[str] = ("dpipe", "train"),
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Run all ranks of a configuration; returns the rows of its metrics. An earlier run in the same folder goes.
 
@@ -61,7 +63,7 @@ def run_to_end(
         config.world_size,
         logs=folder / "logs",
         coordinator=at.coordinator,
-        environ={**environment(), **at.environ},
+        environ={**environment(), **at.environ, **environ},
         on_line=said.append,
         timeout_s=timeout_s,
         quiet=True,

@@ -4,7 +4,8 @@
 
 Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts from our weights,
 reads our batches and has our optimizer's settings, so that its losses are ours but for rounding. Ranks stand where ours
-do; blocks are shared out evenly over the stages, as Megatron does.
+do; blocks are shared out evenly over the stages, as Megatron does. With tensor parallelism it is at its best where the
+environment says CUDA_DEVICE_MAX_CONNECTIONS=1 (scripts/sweep.py says it).
 """
 
 import importlib

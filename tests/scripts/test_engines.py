@@ -154,8 +154,9 @@ def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What was run, as modules; each engine's losses are those of LOSSES."""
     ran: list[tuple[str, ...]] = []
 
-    def run_to_end(path, overrides, at, *, timeout_s, module):
+    def run_to_end(path, overrides, at, *, timeout_s, module, environ):
         ran.append(module)
+        assert environ == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if "megatron" in module[0] else {})
         config = load(path, overrides)
         assert (config.model.num_layers, config.world_size, config.train.steps) == (4, 2, 4)
         engine = module[0].rpartition(".")[2]

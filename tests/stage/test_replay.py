@@ -82,6 +82,29 @@ def test_parts_of_the_backward_pass_take_their_shares() -> None:
     assert times[2] - times[1] >= 0.03
 
 
+def test_ranks_of_a_stage_exchange_in_each_forward_and_each_input_gradient() -> None:
+    done: list[str] = []
+    kind = {
+        "forward_s": 0.0,
+        "backward_s": 0.0,
+        "input_share": 0.5,
+        "message_bytes": BYTES,
+        "first": False,
+        "last": False,
+    }
+    stage = ReplayStage(1, num_microbatches=2, **kind, exchange=lambda: done.append("."), num_exchanges=3)
+    counts = []
+    stage.forward(0, MESSAGE)
+    counts.append(len(done))
+    stage.backward(0, MESSAGE)
+    counts.append(len(done))
+    stage.forward(1, MESSAGE)
+    stage.backward_input(1, MESSAGE)
+    counts.append(len(done))
+    stage.backward_weight(1)
+    assert [*counts, len(done)] == [3, 6, 12, 12]
+
+
 def test_stage_has_nothing_to_train() -> None:
     stage = make()
     stage.begin_step(3, loss_scale=2.0)
