@@ -43,7 +43,7 @@ def configured(kind: str, replicas: int = 2, **settings: Any) -> Config:
 
 def held_in_step(config: Config) -> int:
     """Bytes of replica 0's object right after a step has begun, but for AdamW's moments."""
-    hub, count = LocalHub(config.data_parallel.replicas, transfer_timeout_s=20), config.data_parallel.replicas
+    hub, count = LocalHub(config.data_parallel.replicas, transfer_timeout_s=80), config.data_parallel.replicas
     held: list[int] = [0] * count
     moments = 2 * BYTES // (count if config.data_parallel.kind == "sharded" else 1)
 
@@ -61,7 +61,7 @@ def held_in_step(config: Config) -> int:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert all(held)
     return held[0]
 
