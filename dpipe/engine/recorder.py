@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 from dpipe.dataparallel.base import Moved
 from dpipe.schedule.action import Action
@@ -11,14 +11,29 @@ from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane, Span
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
+class _Note(NamedTuple):
     lane: Lane
     action: Action
     start: Mark
     end: Mark
     cpu_ns: int
     num_bytes: int = 0
+
+
+class _Timing(AbstractContextManager[None]):
+    """A class, for a third of what a generator takes: between two computations there is one of these at either end."""
+
+    __slots__ = ("_action", "_cpu_ns", "_lane", "_notes", "_start", "_streams")
+
+    def __init__(self, notes: list[_Note], streams: Streams, lane: Lane, action: Action) -> None:
+        self._notes, self._streams, self._lane, self._action = notes, streams, lane, action
+
+    def __enter__(self) -> None:
+        self._start, self._cpu_ns = self._streams.mark(), time.thread_time_ns()
+
+    def __exit__(self, *raised: object) -> None:
+        cpu_ns = time.thread_time_ns() - self._cpu_ns
+        self._notes.append(_Note(self._lane, self._action, self._start, self._streams.mark(), cpu_ns))
 
 
 class Recorder:
@@ -35,15 +50,9 @@ class Recorder:
         self.action: Action | None = None  # of the program, which this rank is at
         self._parts: list[tuple[str, Mark, Mark]] = []
 
-    @contextmanager
-    def span(self, lane: Lane, action: Action) -> Iterator[None]:
+    def span(self, lane: Lane, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside, also when it raises."""
-        start, cpu_start = self._streams.mark(), time.thread_time_ns()
-        try:
-            yield
-        finally:
-            cpu_ns = time.thread_time_ns() - cpu_start
-            self._notes.append(_Note(lane, action, start, self._streams.mark(), cpu_ns))
+        return _Timing(self._notes, self._streams, lane, action)
 
     @contextmanager
     def exchanging(self, num_bytes: int) -> Iterator[None]:

@@ -123,11 +123,11 @@ class ReplayStage:
             wait(seconds)
 
     def _check(self, what: str, got: Tensors, like: Tensors) -> None:
-        expected, arrived = ([str(TensorSpec.of(t)) for t in tensors] for tensors in (like, got))
+        expected, arrived = ([TensorSpec.of(t) for t in tensors] for tensors in (like, got))
         if expected != arrived:
             raise TransferError(
-                f"replay stage {self.index} expected {expected} as its {what}, got {arrived}; "
-                "replay.message_bytes must be the same on every rank"
+                f"replay stage {self.index} expected {[*map(str, expected)]} as its {what}, "
+                f"got {[*map(str, arrived)]}; replay.message_bytes must be the same on every rank"
             )
 
 
