@@ -57,18 +57,26 @@ class _Transfer:
 
 
 class Sending(_Transfer):
-    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is handed over."""
+    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is handed over.
+
+    Its bytes are looked at by the thread that sends them: the one that queues it has to compute.
+    """
 
     def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark, num_stripes: int) -> None:
         super().__init__(end, num_stripes)
         self.header = header
-        self.view: memoryview | None = byte_view(tensor)
+        self.view: memoryview | None = None
+        self.tensor: torch.Tensor | None = tensor
         self._ready = ready
 
     def begin(self) -> None:
         """The first bytes of a stripe are about to move: wait until they are there."""
         self.end.await_device(self._ready, self.header.tag)
         super().begin()
+        with self.end.changed:
+            if self.view is None:
+                assert self.tensor is not None
+                self.view = byte_view(self.tensor)
 
     def wait(self) -> None:
         self.end.wait(self, f"to hand over {self.header.tag} to")
@@ -78,7 +86,7 @@ class Sending(_Transfer):
     def end_stripe(self) -> None:
         with self.end.changed:
             if self._end_stripe(self.header.spec.num_bytes):
-                self.view = None
+                self.view = self.tensor = None
                 self.end.num_unsent -= 1
 
 

@@ -56,8 +56,8 @@ class LocalTransport:
 
 def _deliver(sending: Sending, end: LinkEnd) -> None:
     """Bring the bytes to the other end; sends of several threads may come here in any order, they are numbered."""
-    assert sending.view is not None
     sending.begin()
+    assert sending.view is not None
     try:
         receiving = end.arrive(sending.header)
     except Exception as error:

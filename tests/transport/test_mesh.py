@@ -193,8 +193,9 @@ def test_sent_tensor_is_let_go_when_its_bytes_are_handed_over(make: Make) -> Non
     ends = make(0), make(1)
     connect(*ends)
     sent = ends[0].send(torch.zeros(10), 1, "x")
-    assert sent.view is not None or sent.done()
+    assert sent.tensor is not None or sent.done()
     sent.wait()
+    assert sent.tensor is None
     assert sent.view is None
 
 
