@@ -260,8 +260,8 @@ class Egress(Generic[T]):
             queues.setdefault(self._queues[moving.target], []).append(moving)
         wanted = [(sum(self._limits[m.target] for m in queue), queue) for queue in queues.values()]
         left = self._bits_per_us
-        for rest, (limit, queue) in enumerate(sorted(wanted, key=lambda pair: pair[0])):
-            left -= self._serve(queue, min(limit, left / (len(wanted) - rest)))
+        for served, (limit, queue) in enumerate(sorted(wanted, key=lambda pair: pair[0])):
+            left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
         dues = ((max(0.0, m.bits_left / m.bits_per_us), n) for n, m in self._moving.items() if m.bits_per_us)
         after_us, number = min(dues, default=(math.inf, -1))
         self._first = None if number < 0 else (self._settled_us + after_us, number)

@@ -28,6 +28,9 @@ class Layout:
         return f"{ranks}\nmicro-batch {self.micro_batch}\n{self.precision}"
 
 
+_AS_MEASURED = ("engine", "schedule", "device", "gpus", "measured_s", "loss_difference", *Layout.__dataclass_fields__)
+
+
 @dataclass(frozen=True)
 class Row:
     """Seconds an iteration on `gpus` devices of that name; `over_ours` is against the best of dpipe on such devices."""
@@ -75,24 +78,12 @@ def _layout(line: Mapping[str, Any]) -> Layout:
 
 def _row(line: Mapping[str, Any], published_s: float | None, ours_s: float | None) -> Row:
     return Row(
-        engine=line["engine"],
-        schedule=line["schedule"],
-        device=line["device"],
-        gpus=line["gpus"],
-        tensor_parallel=line["tensor_parallel"],
-        pipeline_parallel=line["pipeline_parallel"],
-        data_parallel=line["data_parallel"],
-        micro_batch=line["micro_batch"],
-        batch_size=line["batch_size"],
-        precision=line["precision"],
-        recompute=line["recompute"],
+        **{name: line[name] for name in _AS_MEASURED},
         published_s=published_s,
-        measured_s=line["measured_s"],
         ms_per_sample=round(line["measured_s"] / line["batch_size"] * 1e3, 3),
         over_ours=None if ours_s is None else round(line["measured_s"] / ours_s, 3),
         memory_gb=line.get("memory_gb"),
         mfu=line.get("mfu"),
-        loss_difference=line["loss_difference"],
     )
 
 
