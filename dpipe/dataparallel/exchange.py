@@ -14,7 +14,6 @@ last bit whatever the wire.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
 
 import torch
 
@@ -23,7 +22,6 @@ from dpipe.dataparallel.feedback import Wire
 from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
 
-_BLOCK = 1 << 15  # values that are added up at a time: some of them fit a core's cache
 _WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
 
 Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly before it is needed
@@ -116,15 +114,6 @@ class _Buffers:
         self._free.setdefault(TensorSpec.of(buffer), []).append(buffer)
 
 
-def _mean(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Put the mean of `shares` [N], added in their order, into `out`, which may be one of them. Overwrites the first.
-
-    Block by block, so that a sum is still in the core's cache when the next share is added to it.
-    """
-    for *block, mean in zip(*(tensor.split(_BLOCK) for tensor in (*shares, out)), strict=True):
-        torch.div(reduce(torch.Tensor.add_, block), len(shares), out=mean)
-
-
 class _UnderWay:
     """One exchange of one row. Of each link, `_WINDOW` messages are expected at a time: as much memory, and no more."""
 
@@ -161,11 +150,14 @@ class _UnderWay:
         """The mean of this replica's part, added in replica order."""
         piece = self._plan.own(part)
         self._ready(piece)
-        mine = self._row[piece]
+        mine, total = self._row[piece], None
         received = {replica: self._share(part, replica) for replica in self._plan.others if mine.numel()}
-        shares = {replica: self._ends.wire.decode(wire, TensorSpec.of(mine)) for replica, wire in received.items()}
-        shares[self._ends.replica] = mine
-        _mean([shares[replica] for replica in sorted(shares)], mine)
+        for replica in sorted({*received, self._ends.replica}):
+            wire = received.get(replica)
+            share = mine if wire is None else self._ends.wire.decode(wire, TensorSpec.of(mine))
+            total = share if total is None else total.add_(share)  # a buffer of this exchange, or `mine` itself
+        assert total is not None
+        torch.div(total, len(self._ends.ranks), out=mine)
         for wire in received.values():
             self._ends.buffers.give_back(wire)
 

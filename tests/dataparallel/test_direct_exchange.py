@@ -37,13 +37,6 @@ def test_average_is_the_mean_added_in_replica_order(replicas: int, length: int) 
     assert all(torch.equal(row, mean) for row in own)
 
 
-def test_piece_of_many_blocks_is_added_whole() -> None:
-    own, before = rows(3, 300_001), rows(3, 300_001)
-    exchanges = ends(3, part_bytes=4 * 300_001)
-    in_threads(3, lambda r: exchanges[r].average(own[r], 0, lambda piece: None))
-    assert all(torch.equal(row, (before[0] + before[1] + before[2]) / 3) for row in own)
-
-
 def test_parts_are_made_ready_just_before_they_are_sent() -> None:
     """So that encoding and copying of later parts hides behind the sending of the earlier ones."""
     exchanges, own = ends(2, part_bytes=4 * 10), rows(2, 100)
