@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, permutations
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -182,10 +183,12 @@ class Sent(Generic[T]):
 @dataclass(slots=True)
 class _Moving(Generic[T]):
     target: int
+    number: int
     item: T
     bits_left: float
     start_us: float | None = None  # when its first bit left
     bits_per_us: float = 0.0
+    due_us: float = math.inf  # when its last bit will have left, as the shares now are
 
 
 class Egress(Generic[T]):
@@ -209,14 +212,14 @@ class Egress(Generic[T]):
         self._queues: dict[int, int | None] = {}  # None: that of the links which are as the network is in general
         self._numbers = count()
         self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, what, bytes
-        self._moving: dict[int, _Moving[T]] = {}  # by number; one a link
+        self._moving: dict[int, _Moving[T]] = {}  # by target: one a link
         self._settled_us = 0.0
-        self._first: tuple[float, int] | None = None
+        self._first: _Moving[T] | None = None
 
     @property
     def due_us(self) -> float | None:
         """When the next message will be through, if no other is offered before; None if there is none."""
-        return None if self._first is None else self._first[0]
+        return None if self._first is None else self._first.due_us
 
     def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
         """Queue `num_bytes` for `target`."""
@@ -224,28 +227,29 @@ class Egress(Generic[T]):
             self._limits[target] = self._network.rate_gbps(self._rank, target) * 1e3
             apart = self._network.link(self._rank, target) != self._network.default
             self._queues[target] = target if apart else None
-        self._waiting.setdefault(target, deque()).append((next(self._numbers), item, num_bytes))
-        if all(moving.target != target for moving in self._moving.values()):
+            self._waiting[target] = deque()
+        self._waiting[target].append((next(self._numbers), item, num_bytes))
+        if target not in self._moving:
             self._settle(now_us)
             self._load(target)
             self._share()
 
     def complete(self) -> Sent[T]:
         """Take out the message that is due, at the moment when it is."""
-        assert self._first is not None, "nothing is due"
-        due_us, number = self._first
-        self._settle(due_us)
-        moved = self._moving.pop(number)
+        moved = self._first
+        assert moved is not None, "nothing is due"
         assert moved.start_us is not None
+        self._settle(moved.due_us)
+        del self._moving[moved.target]
         self._load(moved.target)
         self._share()
-        return Sent(moved.target, moved.item, moved.start_us, due_us)
+        return Sent(moved.target, moved.item, moved.start_us, moved.due_us)
 
     def _load(self, target: int) -> None:
         """Let the next message of a free link have its turn."""
         if self._waiting[target]:
             number, item, num_bytes = self._waiting[target].popleft()
-            self._moving[number] = _Moving(target, item, num_bytes * 8)
+            self._moving[target] = _Moving(target, number, item, num_bytes * 8)
 
     def _settle(self, now_us: float) -> None:
         """Account for what has moved since the shares last changed."""
@@ -255,29 +259,32 @@ class Egress(Generic[T]):
 
     def _share(self) -> None:
         """Deal the interface out anew: to each queue what it can use at most, what it leaves to those that can more."""
+        moving = sorted(self._moving.values(), key=_by_number)
         queues: dict[int | None, list[_Moving[T]]] = {}
-        for _, moving in sorted(self._moving.items()):
-            queues.setdefault(self._queues[moving.target], []).append(moving)
-        wanted = [(sum(self._limits[m.target] for m in queue), queue) for queue in queues.values()]
+        for each in moving:
+            queues.setdefault(self._queues[each.target], []).append(each)
+        wanted = [(sum([self._limits[m.target] for m in queue]), queue) for queue in queues.values()]
         left = self._bits_per_us
-        for served, (limit, queue) in enumerate(sorted(wanted, key=lambda pair: pair[0])):
+        for served, (limit, queue) in enumerate(sorted(wanted, key=_by_limit)):
             left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
-        dues = ((max(0.0, m.bits_left / m.bits_per_us), n) for n, m in self._moving.items() if m.bits_per_us)
-        after_us, number = min(dues, default=(math.inf, -1))
-        self._first = None if number < 0 else (self._settled_us + after_us, number)
+        self._first = min(moving, key=_by_due, default=None)
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
         """Deal `bits_per_us` out in order of arrival; returns what was taken of it."""
         left = bits_per_us
         for moving in queue:
             share = min(self._limits[moving.target], left)
-            moving.bits_per_us = share if share > _NOTHING * bits_per_us else 0.0
-            if moving.start_us is None and moving.bits_per_us:
-                moving.start_us = self._settled_us
-            left -= moving.bits_per_us
+            if share > _NOTHING * bits_per_us:
+                moving.bits_per_us, left = share, left - share
+                moving.due_us = self._settled_us + max(0.0, moving.bits_left / share)
+                if moving.start_us is None:
+                    moving.start_us = self._settled_us
+            else:
+                moving.bits_per_us, moving.due_us = 0.0, math.inf
         return bits_per_us - left
 
 
+_by_limit, _by_number, _by_due = itemgetter(0), attrgetter("number"), attrgetter("due_us")
 _NOTHING = 1e-9  # of a rate: what a subtraction leaves of it
 _NAMED = 6  # missing links that an error names
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}

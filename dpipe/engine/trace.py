@@ -155,14 +155,14 @@ def load_trace(run: Path) -> Trace:
 
 def _first_of_each(timeline: Timeline, size: int) -> Timeline:
     """As the spans of the first of the ranks that hold a stage together, whom the simulator takes for one."""
-    spans = tuple(replace(span, rank=span.rank * size) for span in timeline.spans)
+    spans = tuple(span._replace(rank=span.rank * size) for span in timeline.spans)
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 
 
 def _join(same_step: Sequence[StepSpans], plan: Plan) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
-    moved = (replace(s, start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
+    moved = (s._replace(start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
     return same_step[0].step, origin, Timeline(len(same_step), tuple(moved), plan.num_replicas, plan.tensor_size)
 
 

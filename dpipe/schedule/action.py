@@ -4,8 +4,8 @@ The text form is the one of `torch.distributed.pipelining`, so that its CSV file
 """
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from dpipe.errors import ScheduleError
 
@@ -30,13 +30,13 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_TIED})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_TIED})
+TIED = frozenset({Op.SEND_TIED, Op.RECV_TIED})
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
 
 _TEXT = re.compile(r"(\d+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """`op` of `stage` for `microbatch`; the micro-batch is None for what is done once a step."""
 
     stage: int

@@ -19,6 +19,7 @@ _MAKES = {
     Op.I: ("input gradient",),
     Op.W: ("weight gradient",),
 }
+_HOLDS = {Op.F: 1, Op.B: -1, Op.W: -1}  # activations that are held from then on
 
 
 def check(schedule: Schedule) -> None:
@@ -40,7 +41,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def _peak(program: Iterable[Action]) -> int:
     held = peak = 0
     for action in program:
-        held += (action.op == Op.F) - (action.op in (Op.B, Op.W))
+        held += _HOLDS.get(action.op, 0)
         peak = max(peak, held)
     return peak
 

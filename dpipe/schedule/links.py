@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import assert_never
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, SENDS, Action, Op
@@ -10,29 +9,26 @@ from dpipe.schedule.plan import Schedule
 
 Link = tuple[int, int]  # (from rank, to rank)
 
+_TIED = {Op.SEND_TIED: Op.RECV_TIED, Op.RECV_TIED: Op.SEND_TIED}
+_NEXT_TO = {  # the other end's op, and how many stages on it is
+    Op.SEND_F: (Op.RECV_F, 1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, 1),
+}
+
 
 def counterpart(action: Action, num_stages: int) -> Action:
     """The other end of a send or a receive: `1RECV_F3` for `0SEND_F3` and back.
 
     Raises `ScheduleError` for an action that crosses no link.
     """
-    stage, microbatch = action.stage, action.microbatch
-    match action.op:
-        case Op.SEND_F:
-            return Action(stage + 1, Op.RECV_F, microbatch)
-        case Op.RECV_F:
-            return Action(stage - 1, Op.SEND_F, microbatch)
-        case Op.SEND_B:
-            return Action(stage - 1, Op.RECV_B, microbatch)
-        case Op.RECV_B:
-            return Action(stage + 1, Op.SEND_B, microbatch)
-        case Op.SEND_TIED:
-            return Action(num_stages - 1 - stage, Op.RECV_TIED)
-        case Op.RECV_TIED:
-            return Action(num_stages - 1 - stage, Op.SEND_TIED)
-        case Op.F | Op.B | Op.I | Op.W | Op.REDUCE_GRAD | Op.STEP:
-            raise ScheduleError(f"{action} crosses no link: only a send or a receive has another end")
-    assert_never(action.op)
+    if action.op in _TIED:
+        return Action(num_stages - 1 - action.stage, _TIED[action.op])
+    if action.op not in _NEXT_TO:
+        raise ScheduleError(f"{action} crosses no link: only a send or a receive has another end")
+    op, ahead = _NEXT_TO[action.op]
+    return Action(action.stage + ahead, op, action.microbatch)
 
 
 def peer(schedule: Schedule, action: Action) -> int:

@@ -70,14 +70,16 @@ def _with_step(schedule: Schedule) -> Schedule:
     return _appended(schedule, [Action(stage, Op.STEP) for stage in range(schedule.num_stages)])
 
 
+_MADE_FOR = {Op.F: (Op.SEND_F, 1), Op.B: (Op.SEND_B, -1), Op.I: (Op.SEND_B, -1)}  # and how many stages on that is
+
+
 def _with_sends(schedule: Schedule) -> Schedule:
     sends = {}
-    for action in schedule.index:
-        stage, microbatch = action.stage, action.microbatch
-        if action.op == Op.F and not schedule.is_last(stage) and schedule.hops(stage, stage + 1):
-            sends[action] = Action(stage, Op.SEND_F, microbatch)
-        if action.op in (Op.B, Op.I) and stage > 0 and schedule.hops(stage, stage - 1):
-            sends[action] = Action(stage, Op.SEND_B, microbatch)
+    for action in (action for program in schedule.programs for action in program if action.op in _MADE_FOR):
+        op, ahead = _MADE_FOR[action.op]
+        other = action.stage + ahead
+        if 0 <= other < schedule.num_stages and schedule.hops(action.stage, other):
+            sends[action] = Action(action.stage, op, action.microbatch)
     return _inserted_after(schedule, sends)
 
 

@@ -3,7 +3,8 @@
 One value feeds the checker, the simulator, the executor, the viewer and the torch baseline.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import assert_never
 
 from dpipe.schedule.action import Action, Op
@@ -23,11 +24,11 @@ class Schedule:
     name: str = ""
     lowered: bool = False
     tied: bool = False
-    index: dict[Action, tuple[int, int]] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        places = {a: (r, i) for r, program in enumerate(self.programs) for i, a in enumerate(program)}
-        object.__setattr__(self, "index", places)
+    @cached_property
+    def index(self) -> dict[Action, tuple[int, int]]:
+        """Where each action is: the rank, and the position in its program."""
+        return {a: (r, i) for r, program in enumerate(self.programs) for i, a in enumerate(program)}
 
     @property
     def num_stages(self) -> int:

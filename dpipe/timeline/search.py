@@ -5,17 +5,19 @@ micro-batches) it reaches what compute and egress allow: tests/timeline/test_gre
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from dpipe.errors import ScheduleError
+from dpipe.schedule.action import Action
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
+from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.greedy import greedy
 from dpipe.timeline.replicas import Replicas
-from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.simulate import Cost, Simulation
 from dpipe.topology import Network
 
 _GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
@@ -44,17 +46,53 @@ def search(
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
 
-    def rating(schedule: Schedule) -> tuple[int, int]:
-        return round(simulate(schedule, cost, network, replicas=replicas).duration_us), max(peak_in_flight(schedule))
-
     candidates = chain(
         _candidates(num_stages, num_microbatches, stages_per_rank, shallowest, limit),
         _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
     )
     found = [c for c in candidates if max(peak_in_flight(c)) <= limit]
-    if held_bytes is None:
-        return min(found, key=rating)
-    return min([c for c in found if held_bytes(c) <= most_bytes] or [min(found, key=held_bytes)], key=rating)
+    if held_bytes is not None:
+        found = [c for c in found if held_bytes(c) <= most_bytes] or [min(found, key=held_bytes)]
+    return _best(found, cost, network, replicas)
+
+
+def _best(candidates: Sequence[Schedule], cost: Cost, network: Network, replicas: Replicas | None) -> Schedule:
+    """The last ones are tried first: they follow the network's clock, and the others soon fall behind them."""
+    best: tuple[float, int, int] = (math.inf, 0, 0)
+    for number, candidate in reversed([*enumerate(candidates)]):
+        held = max(peak_in_flight(candidate))
+        most_us = best[0] if (held, number) < best[1:] else best[0] - 1
+        lowered = lower(candidate, reduce=replicas is not None)
+        best = min(best, (_Race(lowered, cost, network, replicas, most_us).rounded_us(), held, number))
+    return candidates[best[2]]
+
+
+class _Race(Simulation):
+    """A simulation that is given up as soon as a rank would be late even if it waited no more."""
+
+    def __init__(
+        self, schedule: Schedule, cost: Cost, network: Network, replicas: Replicas | None, most_us: float
+    ) -> None:
+        super().__init__(schedule, cost, network, replicas=replicas)
+        self.most_us = most_us
+        self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
+
+    def rounded_us(self) -> float:
+        """How long the step takes; infinite where it is given up."""
+        try:
+            return round(self.run().duration_us)
+        except _LateError:
+            return math.inf
+
+    def compute(self, rank: int, action: Action) -> None:
+        if round(self.clock.now_us + self.left_us[rank]) > self.most_us:
+            raise _LateError
+        self.left_us[rank] -= self.cost.duration_us(action)
+        super().compute(rank, action)
+
+
+class _LateError(Exception):
+    pass
 
 
 def first_fit(
@@ -100,7 +138,10 @@ def _candidates(
             continue
         yield named("1f1b", in_flight=depth)
         for held in _held(depth, limit):
-            yield named("zero-bubble", in_flight=depth, memory_limit=held)
+            schedule = named("zero-bubble", in_flight=depth, memory_limit=held)
+            yield schedule
+            if max(peak_in_flight(schedule)) < held:
+                break  # a higher limit changes nothing
 
 
 def _greedy_candidates(
@@ -110,6 +151,8 @@ def _greedy_candidates(
         for held in _held(depth, limit):
             schedule = greedy(num_stages, num_microbatches, cost, network, depth, held)
             yield replace(schedule, name=f"auto: greedy in_flight={depth}, memory_limit={held}")
+            if max(peak_in_flight(schedule)) < held:
+                break
 
 
 def _held(depth: int, limit: int) -> list[int]:

@@ -15,16 +15,16 @@ The model, event by event:
                                                                  ^ the link's delay after the send began
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Self, assert_never
 
 from dpipe.errors import ConfigError, ScheduleError
-from dpipe.schedule.action import RECVS, SENDS, Action, Op
+from dpipe.schedule.action import RECVS, SENDS, TIED, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import Role
-from dpipe.schedule.links import counterpart, peer
+from dpipe.schedule.links import counterpart
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.machine import Clock, Cores, Sender
@@ -98,33 +98,36 @@ class Cost:
 
     def duration_us(self, action: Action) -> float:
         """How long `action` keeps its rank; moving bytes keeps nobody."""
-        match action.op:
-            case Op.F:
-                return self.forward_us[action.stage]
-            case Op.B:
-                return self.backward_us[action.stage]
-            case Op.I:
-                return self.input_us[action.stage]
-            case Op.W:
-                return self.weight_us[action.stage]
-            case Op.STEP:
-                return self.update_us[action.stage]
-            case Op.REDUCE_GRAD | Op.SEND_F | Op.SEND_B | Op.SEND_TIED | Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
-                return 0.0
-        assert_never(action.op)
+        taken_us = self._taken_us.get(action.op)
+        return taken_us[action.stage] if taken_us else 0.0
 
     def num_bytes(self, action: Action) -> int:
         """What a send or a receive moves; nothing for any other action."""
-        match action.op:
-            case Op.SEND_F | Op.RECV_B:
-                return (self.activation_bytes if action.op == Op.SEND_F else self.gradient_bytes)[action.stage]
-            case Op.RECV_F | Op.SEND_B:
-                return (self.activation_bytes if action.op == Op.RECV_F else self.gradient_bytes)[action.stage - 1]
-            case Op.SEND_TIED | Op.RECV_TIED:
-                return self.tied_bytes
-            case Op.F | Op.B | Op.I | Op.W | Op.STEP | Op.REDUCE_GRAD:
-                return 0
-        assert_never(action.op)
+        if action.op in TIED:
+            return self.tied_bytes
+        moved = self._moved_bytes.get(action.op)
+        return moved[action.stage] if moved else 0
+
+    @cached_property
+    def _taken_us(self) -> Mapping[Op, tuple[float, ...]]:
+        """By op and stage."""
+        return {
+            Op.F: self.forward_us,
+            Op.B: self.backward_us,
+            Op.I: self.input_us,
+            Op.W: self.weight_us,
+            Op.STEP: self.update_us,
+        }
+
+    @cached_property
+    def _moved_bytes(self) -> Mapping[Op, tuple[int, ...]]:
+        """By op and stage: hop s is behind stage s, and before the stage after it."""
+        return {
+            Op.SEND_F: self.activation_bytes,
+            Op.RECV_F: (0, *self.activation_bytes),
+            Op.SEND_B: (0, *self.gradient_bytes),
+            Op.RECV_B: self.gradient_bytes,
+        }
 
     def exchanged_bytes(self, stage: int, role: Role) -> int:
         """What all of a stage is on the wire, in one direction of its exchange."""
@@ -172,6 +175,7 @@ class Simulation:
         self.done: list[set[Action]] = [set() for _ in range(simulated)]
         self.position = [0 for _ in self.programs]
         self.idle_since: list[float | None] = [0.0 for _ in self.programs]  # None while the rank computes
+        self.awaited: list[set[Action]] = [set() for _ in self.programs]  # what the rank's next action still lacks
         self.cores = {rank: cores for host in hosts for cores in [Cores(self.clock, host)] for rank in host.ranks}
         self.exchanges = None if replicas is None else Exchanges(self, replicas, mirrored=self.mirrored)
         self.sending: list[set[Action]] = [set() for _ in self.programs]
@@ -198,7 +202,8 @@ class Simulation:
 
     def complete(self, rank: int, action: Action) -> None:
         self.done[rank // self.schedule.num_ranks].add(action)
-        if self.idle_since[rank] is not None:
+        self.awaited[rank].discard(action)
+        if self.idle_since[rank] is not None and not self.awaited[rank]:
             self.advance(rank)
 
     def advance(self, rank: int) -> None:
@@ -206,8 +211,10 @@ class Simulation:
         program, done = self.programs[rank], self.done[rank // self.schedule.num_ranks]
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
             action = program[self.position[rank]]
-            if action.op not in RECVS and not done.issuperset(self.schedule.requires(action)):
-                return
+            if action.op not in RECVS:
+                self.awaited[rank] = {need for need in self.schedule.requires(action) if need not in done}
+                if self.awaited[rank]:
+                    return
             self.position[rank] += 1
             self.start(rank, action)
 
@@ -217,7 +224,7 @@ class Simulation:
         if action.op in SENDS:
             self._send(rank, action)
         elif action.op != Op.REDUCE_GRAD:
-            self._run(rank, action)
+            self.compute(rank, action)
         elif self.exchanges is not None:
             self.exchanges.reduce(rank, action.stage)
         else:
@@ -229,8 +236,8 @@ class Simulation:
         return self._senders[rank]
 
     def _send(self, rank: int, action: Action) -> None:
-        target = rank - rank % self.schedule.num_ranks + peer(self.schedule, action)
         receive = counterpart(action, self.schedule.num_stages)
+        target = rank - rank % self.schedule.num_ranks + self.schedule.rank_of_stage[receive.stage]
         self.sending[rank].add(action)
 
         def left(start_us: float) -> None:
@@ -242,7 +249,8 @@ class Simulation:
         arrived = partial(self.finish, target, Lane.RECV, receive)
         self.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
 
-    def _run(self, rank: int, action: Action) -> None:
+    def compute(self, rank: int, action: Action) -> None:
+        """Keep an idle rank for as long as `action` takes."""
         start, since = self.clock.now_us, self.idle_since[rank]
         if since is not None and since < start:
             self.spans.append(Span(rank, Lane.WAIT, action, since, start))

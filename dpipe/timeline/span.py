@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from dpipe.schedule.action import Action
 
@@ -21,8 +22,7 @@ class Lane(StrEnum):
     TENSOR = "tensor"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
 
     `cpu_us` is the processor time that a measured span of compute took: less than its duration where ranks share cores.

@@ -78,7 +78,7 @@ def test_trace_says_to_which_replica_a_part_went():
 
 def test_trace_draws_arrows_within_the_ranks_that_have_the_same_part():
     """Two ranks hold each of two stages together: 0 and 1 the first, 2 and 3 the second."""
-    both = [replace(span, rank=2 * span.rank + part) for span in STEP.spans for part in (0, 1)]
+    both = [span._replace(rank=2 * span.rank + part) for span in STEP.spans for part in (0, 1)]
     trace = chrome_trace([(0.0, Timeline(4, tuple(both), tensor_size=2))])
     starts = {e["id"]: e["pid"] // 2 for e in events(trace, "s")}
     ends = {e["id"]: e["pid"] // 2 for e in events(trace, "f")}

@@ -1,12 +1,17 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.check import check, peak_in_flight
+from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, least_in_flight
-from dpipe.timeline.search import first_fit, search
-from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.replicas import Replicas
+from dpipe.timeline.search import _Race, first_fit, search
+from dpipe.timeline.simulate import Cost, Simulation, simulate
 from dpipe.topology import Link, Network
 
 FAST, SLOW = Network(default=Link(0.01, 100)), Network(default=Link(50, 1))
@@ -27,6 +32,37 @@ def test_search_runs_deeper_on_a_slow_network():
 
 def test_search_lets_weight_gradients_wait_for_a_slow_network():
     assert search(4, 16, cost(4), SLOW).name.startswith("auto: greedy in_flight=")
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    st.lists(st.integers(1, 30), min_size=2, max_size=3),
+    st.integers(1, 6),
+    st.sampled_from([FAST, SLOW]),
+    st.sampled_from([None, *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "local-sgd", "central"))]),
+)
+def test_search_finds_what_it_would_if_it_gave_no_candidate_up(forward_ms, microbatches, network, replicas):
+    forward = tuple(1e3 * ms for ms in forward_ms)
+    costs = replace(cost(len(forward)), forward_us=forward, reduce_bytes=(3_000_000,) * len(forward))
+    found = search(len(forward), microbatches, costs, network, replicas=replicas)
+    with pytest.MonkeyPatch.context() as patient:
+        patient.delattr(_Race, "compute")
+        assert search(len(forward), microbatches, costs, network, replicas=replicas) == found
+
+
+@pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
+def test_search_soon_gives_up_what_falls_behind(network, monkeypatch):
+    computed = Counter()
+    plain = Simulation.compute
+
+    def counting(self, rank, action):
+        computed[self] += isinstance(self, _Race)
+        plain(self, rank, action)
+
+    monkeypatch.setattr(Simulation, "compute", counting)
+    search(4, 16, cost(4), network)
+    raced = [count for race, count in computed.items() if isinstance(race, _Race)]
+    assert sum(raced) < 0.5 * len(raced) * max(raced)
 
 
 def test_search_is_deterministic():

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -13,6 +14,7 @@ from dpipe.schedule.generate import forward_only, generate, gpipe, one_f_one_b, 
 from dpipe.schedule.links import peer
 from dpipe.schedule.lower import lower
 from dpipe.schedule.plan import Schedule
+from dpipe.timeline.machine import Clock
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.topology import Host, Link, Network
@@ -196,6 +198,18 @@ def test_more_delay_never_makes_gpipe_faster(stages, microbatches, delay_us, mor
     schedule, cost = gpipe(stages, microbatches), data.draw(costs(stages))
     near = simulate(schedule, cost, network(delay_us)).duration_us
     assert simulate(schedule, cost, network(delay_us + more_us)).duration_us >= near - 1e-6
+
+
+def test_simulate_works_in_proportion_to_what_happens(monkeypatch):
+    done, plain_at, plain_requires = Counter(), Clock.at, Schedule.requires
+    monkeypatch.setattr(Clock, "at", lambda *args: (done.update(["events"]), plain_at(*args)))
+    monkeypatch.setattr(Schedule, "requires", lambda *args: (done.update(["asked"]), plain_requires(*args))[1])
+    for num_microbatches in (8, 64):
+        schedule = lower(generate("zero-bubble", 6, num_microbatches))
+        done.clear()
+        simulate(schedule, Cost.uniform(6, 100.0, 200.0, 10_000), network(1000))
+        assert done["asked"] < len(schedule.index)
+        assert done["events"] < 1.5 * len(schedule.index)
 
 
 def test_simulate_shares_the_cores_of_a_host():
