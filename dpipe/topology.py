@@ -188,7 +188,7 @@ class _Moving(Generic[T]):
     bits_left: float
     start_us: float | None = None  # when its first bit left
     bits_per_us: float = 0.0
-    due_us: float = math.inf  # when its last bit will have left, as the shares now are
+    left_us: float = math.inf  # how long its bits take as the shares are
 
 
 class Egress(Generic[T]):
@@ -219,7 +219,7 @@ class Egress(Generic[T]):
     @property
     def due_us(self) -> float | None:
         """When the next message will be through, if no other is offered before; None if there is none."""
-        return None if self._first is None else self._first.due_us
+        return None if self._first is None else self._settled_us + self._first.left_us
 
     def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
         """Queue `num_bytes` for `target`."""
@@ -236,14 +236,14 @@ class Egress(Generic[T]):
 
     def complete(self) -> Sent[T]:
         """Take out the message that is due, at the moment when it is."""
-        moved = self._first
-        assert moved is not None, "nothing is due"
+        moved, due_us = self._first, self.due_us
+        assert moved is not None and due_us is not None, "nothing is due"
         assert moved.start_us is not None
-        self._settle(moved.due_us)
+        self._settle(due_us)
         del self._moving[moved.target]
         self._load(moved.target)
         self._share()
-        return Sent(moved.target, moved.item, moved.start_us, moved.due_us)
+        return Sent(moved.target, moved.item, moved.start_us, due_us)
 
     def _load(self, target: int) -> None:
         """Let the next message of a free link have its turn."""
@@ -267,7 +267,7 @@ class Egress(Generic[T]):
         left = self._bits_per_us
         for served, (limit, queue) in enumerate(sorted(wanted, key=_by_limit)):
             left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
-        self._first = min(moving, key=_by_due, default=None)
+        self._first = min(moving, key=_by_time_left, default=None)
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
         """Deal `bits_per_us` out in order of arrival; returns what was taken of it."""
@@ -276,15 +276,15 @@ class Egress(Generic[T]):
             share = min(self._limits[moving.target], left)
             if share > _NOTHING * bits_per_us:
                 moving.bits_per_us, left = share, left - share
-                moving.due_us = self._settled_us + max(0.0, moving.bits_left / share)
+                moving.left_us = max(0.0, moving.bits_left / share)
                 if moving.start_us is None:
                     moving.start_us = self._settled_us
             else:
-                moving.bits_per_us, moving.due_us = 0.0, math.inf
+                moving.bits_per_us, moving.left_us = 0.0, math.inf
         return bits_per_us - left
 
 
-_by_limit, _by_number, _by_due = itemgetter(0), attrgetter("number"), attrgetter("due_us")
+_by_limit, _by_number, _by_time_left = itemgetter(0), attrgetter("number"), attrgetter("left_us")
 _NOTHING = 1e-9  # of a rate: what a subtraction leaves of it
 _NAMED = 6  # missing links that an error names
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
