@@ -150,8 +150,10 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         inside += sizes.tokens(_LOOKED_UP)
         forward, back = 3 * u + r * again, max(u + table - noise, 2 * u * again)
     forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back, noise)
+    input_ = 2 * r + max(3 * positions, back + positions, noise)
     if recompute == "full":
-        backward, inside = inside + max(backward, r + forward), 0
+        backward, input_ = (inside + max(worst, r + forward) for worst in (backward, input_))
+        inside = 0
     return of_parameters(
         table + positions + 2 * sizes.bert * sizes.width * _FLOAT,
         largest=table,
@@ -159,7 +161,7 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         forward_bytes=forward,
         backward_bytes=backward,
         first_bytes=positions,
-        input_bytes=backward + positions,
+        input_bytes=input_,
     )
 
 
@@ -173,12 +175,13 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
     weight = table * 3 // 2 if half else table
     gathered = u if sizes.sequence else 0
+    input_ = max(_given_back(sizes), 3 * u if sizes.sequence else 2 * u)
     backward = first = max(_given_back(sizes), gathered + u + table)
     if half:
         normed = max(2 * r, u + r // 2 if sizes.sequence else 0) - rounded - logits
         backward = max(_given_back(sizes), _products(sizes), u // 2 + weight - rounded - logits, normed)
         first = max(backward, normed + table)
-    input_ = max(_given_back(sizes), 3 * u + r if sizes.sequence else 2 * u)
+        input_ = max(_given_back(sizes), (3 * u // 2 if sizes.sequence else 2 * r) - (logits + table) // 2)
     if recompute == "full":
         backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
         forward, inside = max(_alone_in_front(sizes), forward + logits), 0
@@ -232,12 +235,14 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + kept
     gathered = u if sizes.sequence else 0
     forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
-    input_ = max(_given_back(sizes), 2 * r + 3 * u if sizes.sequence else 3 * u)
+    input_ = max(_given_back(sizes), r + 3 * u if sizes.sequence else 3 * u)
     backward = first = max(_given_back(sizes), r + gathered + u + table)
     if half:
         pooled = max(r + _products(sizes), (r + u) // 2 + table - logits) - dense // 2
         backward = max(_given_back(sizes), dense - logits // 2, pooled)
         first = max(backward, pooled + dense)
+        scattered = 3 * u // 2 + r + dense // 2 if sizes.sequence else 0
+        input_ = max(_given_back(sizes), max(5 * r // 2, scattered) - (logits + table) // 2 - dense)
     if recompute == "full":
         backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
         forward, inside = max(_alone_in_front(sizes) + (dense // 2 if half else r + gathered), forward + logits), 0
@@ -262,11 +267,12 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     normalisers = 0 if c or recompute == "selective" else sizes.tokens(_FLOAT) * heads  # of a fused core
     statistics = 4 * sizes.positions(_FLOAT) + normalisers
     kept = r + statistics  # the input
-    inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + _dropout_bytes(sizes)
+    dropped = _dropout_bytes(sizes)
     if c and recompute != "selective":
-        inside += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
+        dropped += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
+    inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + dropped
     moments = _half_moments if half else _moments
-    forward, backward, input_ = moments(sizes, largest)
+    forward, backward, input_ = moments(sizes, largest, dropped)
     first = backward
     if c:
         core = _core_moments(sizes, largest, recompute)
@@ -288,28 +294,32 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     )
 
 
-def _moments(sizes: TransformerSizes, largest: int) -> tuple[int, int, int]:
-    """Of a block in F, B and I, in fp32: at the perceptron's two ends, and where the attention gives back."""
+def _moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, int, int]:
+    """Of a block in F, B and I, in fp32: at the perceptron's two ends, and where the attention gives back.
+
+    By then what dropout has kept, `dropped` bytes, is gone.
+    """
     u, w, r = sizes.unit, sizes.part, sizes.stream
     if sizes.ranks == 1:
         return 2 * u, 6 * u + largest, 10 * u
     if sizes.sequence:
         given = (1 if sizes.dropout else 2) * r  # a gradient that is gathered, times noise that is then gone
         backward = given + max(2 * u, u + 4 * w + largest, 2 * u - 4 * w + largest)
-        return 2 * u + r, backward, max(given + u + 8 * w, r + 6 * u)
+        return 2 * u + r, backward, max(given + u + 8 * w, r + 6 * u - dropped)
     backward = max(2 * u + 4 * w + largest, 3 * u - 4 * w + largest, 4 * u - 8 * w)
     return 2 * u, backward, max(2 * u + 8 * w, 4 * u)
 
 
-def _half_moments(sizes: TransformerSizes, largest: int) -> tuple[int, int, int]:
+def _half_moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, int, int]:
     """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded copy is gone."""
     u, w, r = sizes.unit, sizes.part, sizes.stream
     gathered = (u // 2 if sizes.sequence else r // 2) - (r // 2 if sizes.dropout else 0)  # its noise is gone by then
     backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, r if sizes.dropout else 0)
     input_ = 2 * r + gathered + 4 * w - largest // 2
     if sizes.sequence:
-        return u + r // 2, max(backward, 2 * r + u + r // 2), max(input_, r // 2 + 3 * u)
-    return 3 * u // 2, backward, input_
+        return u + r // 2, max(backward, 2 * r + u + r // 2), max(input_, r // 2 + 3 * u - dropped)
+    norms = (8 if sizes.dropout else 9) * r // 2 - largest, 5 * r - 3 * largest // 2 - dropped
+    return 3 * u // 2, backward, max(input_, *norms)
 
 
 def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tuple[int, int, int]:
@@ -332,7 +342,7 @@ def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tupl
         forward = (3 * c if again else 0) + _mask(sizes) - 12 * u
         back = 4 * c + 4 * u if again else c + u
     back -= 4 * w - r // 2 + _other_weights(sizes) // 2 if half else 8 * w + r
-    return forward, back, back + (9 * w + 3 * r) // (2 if half else 1)
+    return forward, back, back + (9 * w + 3 * u) // (2 if half else 1)
 
 
 def _other_weights(sizes: TransformerSizes) -> int:
