@@ -233,10 +233,15 @@ class Config(Section):
             )
         if self.train.compile:
             raise ValueError("train.compile does not go with tensor_parallel.size above 1; leave one of them out")
-        if self.data_parallel.kind == "parameter-server":
+        if self.data_parallel.staleness:
             raise ValueError(
-                "tensor_parallel.size above 1 does not go with a parameter server; take data_parallel.kind "
-                '"all-reduce", "sharded" or "local-sgd"'
+                "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks of a stage would "
+                "compute with parameters of different steps; set data_parallel.staleness = 0"
+            )
+        if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
+            raise ValueError(
+                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently on each of '
+                f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
         divided = {} if replays else divided

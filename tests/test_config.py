@@ -59,8 +59,20 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             "tensor_parallel.sequence_parallel splits a real model",
         ),
         (
-            {"tensor_parallel": {"size": 2}, "data_parallel": {"kind": "parameter-server"}},
-            "does not go with a parameter server",
+            {
+                "tensor_parallel": {"size": 2},
+                "train": {"clip_norm": 0},
+                "data_parallel": {"kind": "parameter-server", "staleness": 1},
+            },
+            "staleness does not go with tensor_parallel.size above 1",
+        ),
+        (
+            {
+                "tensor_parallel": {"size": 2},
+                "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
+                "train": {"batch_size": 32},
+            },
+            "rounds what every rank of a stage has whole differently on each of tensor_parallel.size 2",
         ),
     ],
 )

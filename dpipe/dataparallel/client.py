@@ -57,7 +57,10 @@ class _Away(Exception):  # noqa: N818 - not an error yet: the server may come ba
 
 @dataclass(frozen=True)
 class Worker:
-    """Who calls, where, and for how long it waits: for a server that is away, and for any answer."""
+    """Who calls, where, and for how long it waits: for a server that is away, and for any answer.
+
+    `part` says which of its stages' parts it has, where several ranks of a replica hold them together.
+    """
 
     address: str
     session: str
@@ -67,6 +70,7 @@ class Worker:
     connections: int = 1
     connect_s: float = 20.0
     timeout_s: float = 300.0
+    part: int = 0
 
 
 def reach(worker: Worker) -> None:
@@ -307,6 +311,7 @@ class ParameterLine:
             replica=worker.replica,
             step=step,
             incarnation=self._incarnation,
+            part=worker.part,
         )
         metadata = (*token_metadata(worker.security), (PLACE_KEY, place.SerializeToString()))
         return {"metadata": metadata, "timeout": worker.timeout_s}

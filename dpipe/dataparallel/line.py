@@ -17,7 +17,7 @@ from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
 M = TypeVar("M", bound=Message)
 
 SERVICE = "dpipe.wire.v1.Parameters"
-PROTOCOL = 1
+PROTOCOL = 2
 ROWS = ("values", "exp_avg", "exp_avg_sq", "held")
 PLACE_KEY = "dpipe-place-bin"
 

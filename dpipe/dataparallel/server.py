@@ -53,6 +53,7 @@ _OPEN = Security()
 _MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
 _STOP_S = 2.0
 _LOOK_S = 1.0
+_PART = "-part-"  # in the name of a folder
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -71,8 +72,8 @@ class _Known:
 class ParameterServer:
     """Listens from the constructor on, at `port`, until `close`. Raises `JoinError` where it cannot bind.
 
-    With a `folder`, each stage keeps its journal in `folder/stage-N`, and what is there is taken up again; raises
-    `CheckpointError` where that is damaged.
+    With a `folder`, each stage keeps its journal in `folder/stage-N`, further parts of it in `folder/stage-N-part-P`,
+    and what is there is taken up again; raises `CheckpointError` where that is damaged.
     """
 
     def __init__(
@@ -108,9 +109,13 @@ class ParameterServer:
 
     @property
     def standing(self) -> dict[int, int]:
-        """By stage, the step that comes next."""
+        """By stage, the step that comes next; of parts that of the one furthest behind."""
+        steps: dict[int, int] = {}
         with self._changed:
-            return {stage: shelf.master.step for stage, shelf in self._shelves.items()}
+            for shelf in self._shelves.values():
+                stage, step = shelf.session.stage, shelf.master.step
+                steps[stage] = min(step, steps.get(stage, step))
+        return steps
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Whether every replica of every stage has said that it is done; waits for it."""
@@ -137,13 +142,14 @@ class ParameterServer:
         for shelf in self._shelves.values():
             shelf.close(why)
 
-    def _recovered(self) -> Iterator[tuple[int, Shelf]]:
+    def _recovered(self) -> Iterator[tuple[tuple[int, int], Shelf]]:
         for folder in sorted(self._folder.glob("stage-*")) if self._folder is not None else ():
             assert self._snapshots is not None, "a folder needs something that reads and writes in it"
             if (found := recover(folder, self._snapshots)) is not None:
-                (master, journal), stage = found, int(folder.name.removeprefix("stage-"))
-                LOG.info("stage %d of run %s goes on at step %d", stage, journal.session, master.step)
-                yield stage, Shelf(Session(journal.session, stage), master, journal)
+                (master, journal), (stage, _, part) = found, folder.name.removeprefix("stage-").partition(_PART)
+                session = Session(journal.session, int(stage), int(part or 0))
+                LOG.info("%s of run %s goes on at step %d", session.what, session.name, master.step)
+                yield session.slot, Shelf(session, master, journal)
 
     # What workers call. Each may be called again: what has happened does not happen again.
 
@@ -151,7 +157,7 @@ class ParameterServer:
         told, place = message_of(pb.Attendance, request), _place(context)
         if told.protocol != PROTOCOL:
             raise JoinError(f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version of dpipe")
-        session, known = Session(place.session, place.stage), _Known(*row_and_rule(told), told.num_updates)
+        session, known = _session(place), _Known(*row_and_rule(told), told.num_updates)
         with self._changed:
             if not told.again:
                 self._make_room(session, known)
@@ -163,7 +169,7 @@ class ParameterServer:
 
     def _load(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         place = _place(context)
-        session = Session(place.session, place.stage)
+        session = _session(place)
         with self._changed:
             if session not in self._known:
                 raise TransferError("a row was sent by a worker that has not attended")
@@ -175,7 +181,7 @@ class ParameterServer:
         master = Master(known.row, known.rule, State(**rows), step=place.step, num_updates=known.num_updates)
         with self._changed:
             if not self._has(session):
-                self._shelves[session.stage] = Shelf(session, master, self._begun(session, master))
+                self._shelves[session.slot] = Shelf(session, master, self._begun(session, master))
                 self._changed.notify_all()
             return self._standing_of(session)
 
@@ -217,49 +223,52 @@ class ParameterServer:
         self._shelf(place).leave(place.replica)
         with self._changed:
             self._changed.notify_all()
-            return self._standing_of(Session(place.session, place.stage))
+            return self._standing_of(_session(place))
 
     # Which run a stage belongs to. The newest one has it: an older one is over, or is told.
 
     def _make_room(self, session: Session, known: "_Known") -> None:
-        """Let `session` have its stage, where it has not got it yet."""
+        """Let `session` have its stage, where it has not got it yet: all parts of it that another run has."""
         if session in self._known:
             return
-        self._known = {other: what for other, what in self._known.items() if other.stage != session.stage}
+        self._known = {s: what for s, what in self._known.items() if s.stage != session.stage or s.name == session.name}
         self._known[session] = known
-        if (old := self._shelves.pop(session.stage, None)) is not None:
-            LOG.warning("stage %d of run %s gives way to run %s", session.stage, old.session.name, session.name)
+        for old in [shelf for shelf in self._shelves.values() if shelf.session not in self._known]:
+            del self._shelves[old.session.slot]
+            LOG.warning("%s of run %s gives way to run %s", old.session.what, old.session.name, session.name)
             old.close(JoinError(f"another run ({session.name}) has taken its place"))
 
     def _check_same(self, session: Session, told: "_Known") -> None:
         if (known := self._known.get(session)) is None:
             return
         if (what := known.row.difference(told.row)) is not None:
-            raise JoinError(f"the replicas of stage {session.stage} do not fit each other: this one has {what}")
+            raise JoinError(f"the replicas of {session.what} do not fit each other: this one has {what}")
         if known.rule != told.rule:
-            raise JoinError(f"the replicas of stage {session.stage} do not agree: {told.rule} here, {known.rule} there")
+            raise JoinError(f"the replicas of {session.what} do not agree: {told.rule} here, {known.rule} there")
 
     def _has(self, session: Session) -> bool:
-        return session.stage in self._shelves and self._shelves[session.stage].session == session
+        return session.slot in self._shelves and self._shelves[session.slot].session == session
 
     def _standing_of(self, session: Session) -> bytes:
-        step = self._shelves[session.stage].master.step if self._has(session) else 0
+        step = self._shelves[session.slot].master.step if self._has(session) else 0
         standing = pb.Standing(empty=not self._has(session), step=step, incarnation=self._incarnation)
         return standing.SerializeToString()
 
     def _shelf(self, place: pb.Place) -> Shelf:
         if place.incarnation != self._incarnation:
             raise _Restarted("it was started again")
+        session = _session(place)
         with self._changed:
-            if not self._has(Session(place.session, place.stage)):
-                raise JoinError(f"it holds no stage {place.stage} of run {place.session}; has another run taken over?")
-            return self._shelves[place.stage]
+            if not self._has(session):
+                raise JoinError(f"it holds no {session.what} of run {session.name}; has another run taken over?")
+            return self._shelves[session.slot]
 
     def _begun(self, session: Session, master: Master) -> Journal | None:
         if self._folder is None:
             return None
         assert self._snapshots is not None
-        journal = Journal(self._folder / f"stage-{session.stage}", self._snapshots, session.name)
+        name = f"stage-{session.stage}{_PART}{session.part}" if session.part else f"stage-{session.stage}"
+        journal = Journal(self._folder / name, self._snapshots, session.name)
         journal.begin(master)
         return journal
 
@@ -281,6 +290,10 @@ def _metadata(context: grpc.ServicerContext, key: str) -> bytes:
 
 def _place(context: grpc.ServicerContext) -> pb.Place:
     return message_of(pb.Place, _metadata(context, PLACE_KEY))
+
+
+def _session(place: pb.Place) -> Session:
+    return Session(place.session, place.stage, place.part)
 
 
 def _answer(call: Callable[..., bytes], request: Any, context: grpc.ServicerContext) -> bytes:

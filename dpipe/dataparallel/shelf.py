@@ -1,4 +1,4 @@
-"""One stage on a parameter server, for many callers at once: who waits for what, and the thread that commits.
+"""A stage, or part of one, on a parameter server, for many callers at once: who waits for what, and who commits.
 
 callers   push ---> add --.
           pull ---> give --+--> Master, under one lock      commit thread: complete? -> journal -> commit
@@ -37,10 +37,19 @@ class CallerGone(Exception):  # noqa: N818 - nobody is left to be told
 
 @dataclass(frozen=True)
 class Session:
-    """Whose run this is, and where on the server."""
+    """Whose run this is, and where on the server: `part` of a stage that several ranks of a replica hold together."""
 
     name: str
     stage: int
+    part: int = 0
+
+    @property
+    def slot(self) -> tuple[int, int]:
+        return self.stage, self.part
+
+    @property
+    def what(self) -> str:
+        return f"stage {self.stage}, part {self.part}" if self.part else f"stage {self.stage}"
 
 
 class Shelf:
@@ -52,7 +61,7 @@ class Shelf:
         self._journal = journal
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        name = f"dpipe-commit-{session.stage}"
+        name = f"dpipe-commit-{session.stage}.{session.part}"
         self._thread = threading.Thread(target=self._commit_steps, name=name, daemon=True)
         self._thread.start()
 
@@ -132,7 +141,7 @@ class Shelf:
                 if not caller.is_active():
                     raise CallerGone
                 if time.monotonic() > deadline:
-                    raise TransferTimeout(f"waited for {what} of stage {self.session.stage}: {self._who_is_missing()}")
+                    raise TransferTimeout(f"waited for {what} of {self.session.what}: {self._who_is_missing()}")
                 self._changed.wait(_LOOK_S)
 
     def _who_is_missing(self) -> str:
@@ -154,7 +163,7 @@ class Shelf:
                 if journal is not None:
                     journal.committed(self.master)
         except Exception as error:
-            LOG.exception("stage %d cannot go on", self.session.stage)
+            LOG.exception("%s cannot go on", self.session.what)
             what = (
                 error if isinstance(error, NumericError) else RunError(f"cannot keep step {self.master.step}: {error}")
             )

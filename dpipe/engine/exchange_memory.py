@@ -27,12 +27,13 @@ _EXPECTED = 2 * AHEAD  # messages of a link that have a place before they come
 def exchange_bytes(config: Config, parameters: Sequence[int], servers: Sequence[int]) -> tuple[int, ...]:
     """By stage, given each one's bytes of `parameters`. `servers[s]` is the rank of stage s's server, if there are any.
 
-    A server that is a process of its own is on no rank.
+    A server that is a process of its own is on no rank; one for all has what all ranks of a stage hold of it.
     """
     own = [_of_stage(config, size) for size in parameters]
+    parts = config.tensor_parallel.size if config.data_parallel.servers == "one" else 1
     for size, rank in zip(parameters, servers, strict=False):
         if not config.data_parallel.address:
-            own[rank] += _served(config, size)  # stage r is on rank r
+            own[rank] += parts * _served(config, size)  # stage r is on rank r
     return tuple(own)
 
 

@@ -142,14 +142,14 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed."""
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * _FLOAT
-    noise = r if sizes.dropout else 0
+    noise = r if sizes.dropout else 0  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
         forward, back = 3 * u if sizes.bert else 2 * u + positions, table
     else:
         inside += sizes.tokens(_LOOKED_UP)
-        forward, back = 3 * u + r * again, u + max(table, u * again)
-    forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back)
+        forward, back = 3 * u + r * again, max(u + table - noise, 2 * u * again)
+    forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back, noise)
     if recompute == "full":
         backward, inside = inside + max(backward, r + forward), 0
     return of_parameters(
@@ -168,15 +168,20 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
     kept, working = _loss(sizes)
     given = r + sizes.tokens(_INT64)
-    inside = (r // 2 + table // 2 if half else r) + logits + 2 * sizes.positions(_FLOAT) + kept
-    forward = logits * 3 // 2 if half else logits + working
+    rounded = r // 2 + table // 2
+    inside = (rounded if half else r) + logits + 2 * sizes.positions(_FLOAT) + kept
+    forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
     weight = table * 3 // 2 if half else table
     gathered = u if sizes.sequence else 0
-    backward = max(_given_back(sizes), weight if half else gathered + u + table)
+    backward = first = max(_given_back(sizes), gathered + u + table)
+    if half:
+        normed = max(2 * r, u + r // 2 if sizes.sequence else 0) - rounded - logits
+        backward = max(_given_back(sizes), _products(sizes), u // 2 + weight - rounded - logits, normed)
+        first = max(backward, normed + table)
     input_ = max(_given_back(sizes), 3 * u + r if sizes.sequence else 2 * u)
     if recompute == "full":
-        forward = max(u, forward) + logits
-        backward, input_, inside = max(backward, logits) + inside, max(input_, logits) + inside, 0
+        backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
+        forward, inside = max(_alone_in_front(sizes), forward + logits), 0
     return of_parameters(
         table + 2 * sizes.width * _FLOAT,
         largest=table,
@@ -184,9 +189,16 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         deferred_bytes=(u + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
+        first_bytes=first - backward,
         input_bytes=input_,
         weight_bytes=weight,
     )
+
+
+def _products(sizes: TransformerSizes) -> int:
+    """Both gradients of the logits' product, in 16 bits; split positions are gathered once more, from two copies."""
+    u, table, gathered = sizes.unit, sizes.table, sizes.unit // 2 if sizes.sequence else 0
+    return max(2 * gathered, gathered + (u + table) // 2) - sizes.logits // 2
 
 
 def _loss(sizes: TransformerSizes) -> tuple[int, int]:
@@ -199,10 +211,19 @@ def _given_back(sizes: TransformerSizes) -> int:
     return 2 * sizes.logits if sizes.ranks == 1 else sizes.logits + sizes.tokens(2 * _INT64)
 
 
+def _alone_in_front(sizes: TransformerSizes) -> int:
+    """The logits' product that leaves no graph, and what it is made of."""
+    u, r = sizes.unit, sizes.stream
+    if sizes.half:
+        gathered = u // 2 if sizes.sequence else 0
+        return 3 * r // 2 + gathered + max(gathered, (sizes.table + sizes.logits) // 2)
+    return u + sizes.logits
+
+
 def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """As `_head`, behind a transform and its norm, and beside a pooler: two matrices of `dense` bytes.
 
-    With the table's gradient made, the logits are given back, and in half precision what was rounded.
+    In half precision the pooler is done with, and its gradient made, when the logits' product gives back.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
     kept, working = _loss(sizes)
@@ -210,13 +231,16 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     inside = 2 * r + table // 2 + dense if half else 4 * r
     inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + kept
     gathered = u if sizes.sequence else 0
-    later = table - logits - 3 * u if half else r + gathered + u + table
-    forward = logits * 3 // 2 if half else logits + working
+    forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
     input_ = max(_given_back(sizes), 2 * r + 3 * u if sizes.sequence else 3 * u)
-    backward = max(_given_back(sizes), later)
+    backward = first = max(_given_back(sizes), r + gathered + u + table)
+    if half:
+        pooled = max(r + _products(sizes), (r + u) // 2 + table - logits) - dense // 2
+        backward = max(_given_back(sizes), dense - logits // 2, pooled)
+        first = max(backward, pooled + dense)
     if recompute == "full":
-        forward = max(r + u + gathered, forward) + logits
-        backward, input_, inside = max(backward, logits) + inside, max(input_, logits) + inside, 0
+        backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
+        forward, inside = max(_alone_in_front(sizes) + (dense // 2 if half else r + gathered), forward + logits), 0
     return of_parameters(
         table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
         largest=table,
@@ -224,6 +248,7 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         deferred_bytes=(u + 2 * r + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
+        first_bytes=first - backward,
         input_bytes=input_,
         weight_bytes=table * 3 // 2 if half else table,
     )
@@ -242,13 +267,13 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         inside += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
     moments = _half_moments if half else _moments
     forward, backward, input_ = moments(sizes, largest)
+    first = backward
     if c:
-        forward, backward, input_ = (
-            max(pair)
-            for pair in zip((forward, backward, input_), _core_moments(sizes, largest, recompute), strict=True)
-        )
+        core = _core_moments(sizes, largest, recompute)
+        forward, backward, input_ = (max(pair) for pair in zip((forward, backward, input_), core, strict=True))
+        first = max(backward, core[1] + _other_weights(sizes))
     if recompute == "full":
-        backward, input_ = (max(r + forward, worst) + inside for worst in (backward, input_))
+        backward, first, input_ = (max(r + forward, worst) + inside for worst in (backward, first, input_))
         forward, kept, inside = _alone(sizes), r, 0
     return of_parameters(
         (matrices + 7 * sizes.width // sizes.ranks + 6 * sizes.width) * _FLOAT,
@@ -257,6 +282,7 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         deferred_bytes=(4 * u + 12 * w) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
+        first_bytes=first - backward,
         input_bytes=input_,
         weight_bytes=largest * 3 // 2 if half else largest,
     )
@@ -287,17 +313,31 @@ def _half_moments(sizes: TransformerSizes, largest: int) -> tuple[int, int, int]
 
 
 def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tuple[int, int, int]:
-    """Of a block in F, B and I, where its attention is not fused: when scores are made, and made again."""
-    u, w, r, c, again = sizes.unit, sizes.part, sizes.stream, sizes.matrix, recompute == "selective"
+    """Of a block in F, B and I, where its attention is not fused: when scores are made, and made again.
+
+    By then the perceptron has given back, and of half precision the rounded copies of its weights: what is left is
+    less than was held. In I the factors of its weights' gradients stay.
+    """
+    u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
+    again, made = recompute == "selective", _scores(sizes)
+    copies = 2 * w * (sizes.num_heads > sizes.ranks)  # of q and k; one head by itself lies as a product wants it
     if sizes.ranks > 1:
-        made = _scores(sizes)
-        forward = made - (2 * w if again else 3 * c) - ((7 * w + 3 * r) // 2 + largest if sizes.half else 7 * w + 4 * r)
-        back = (made if again else c) - (5 * w + 2 * r) // (2 if sizes.half else 1)
-        return forward, back, back + 8 * w
-    core = 4 * c + 3 * u if again else c
-    if sizes.half:
-        return int((3 if again else 0.5) * c) + _mask(sizes) - 4 * u, core - 3 * u, core + 3 * u
-    return (3 * c if again else 0) + _mask(sizes) - 12 * u, core - 8 * u, core + 4 * u
+        before = 9 * w + 4 * r - (0 if again else copies)
+        forward = made - (0 if again else 3 * c) - ((before - r) // 2 + largest if half else before)
+        back = made + copies // (2 if half else 1) if again else c + w
+    elif half:
+        forward = int((3 if again else 0.5) * c) + _mask(sizes) - 4 * u
+        back = max(7 * c // 2 + 15 * u // 2, 4 * c + 9 * u // 2) if again else c + 3 * u // 2
+    else:
+        forward = (3 * c if again else 0) + _mask(sizes) - 12 * u
+        back = 4 * c + 4 * u if again else c + u
+    back -= 4 * w - r // 2 + _other_weights(sizes) // 2 if half else 8 * w + r
+    return forward, back, back + (9 * w + 3 * r) // (2 if half else 1)
+
+
+def _other_weights(sizes: TransformerSizes) -> int:
+    """Of the matrices behind a block's attention core, in fp32: their gradients are there before the core's is."""
+    return 9 * sizes.width**2 * _FLOAT // sizes.ranks
 
 
 def _scores(sizes: TransformerSizes) -> int:

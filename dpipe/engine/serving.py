@@ -3,6 +3,8 @@
 data_parallel.servers    embedded (no data_parallel.address)          by themselves
 one                      in rank 0, for all stages                    address = "host:port"
 per-stage                in each rank of replica 0, for its stages    address = ["host:port", ... one a stage]
+
+Where several ranks of a replica hold a stage together, each has its own part on the server, as a row of its own.
 """
 
 import json
@@ -44,6 +46,7 @@ class Servers:
     session: str
     addresses: tuple[str, ...]
     security: Security
+    part: int = 0  # which of a stage's parts this rank has
 
     def worker(self, config: Config, stage: int, replica: int, rank: int) -> Worker:
         return Worker(
@@ -55,6 +58,7 @@ class Servers:
             connections_of(config),
             config.timeouts.connect,
             config.timeouts.transfer,
+            self.part,
         )
 
 
@@ -75,8 +79,8 @@ def parameter_servers(
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         yield None
         return
-    embedded = not chosen.address
-    hosts = [0 if chosen.servers == "one" else owner for owner in schedule.rank_of_stage]
+    embedded, size = not chosen.address, config.tensor_parallel.size
+    hosts = [0 if chosen.servers == "one" else place * size + rank % size for place in schedule.rank_of_stage]
     server = ParameterServer(bind=bind, security=security) if embedded and rank in hosts else None
     try:
         told = {"session": secrets.token_hex(8), "port": None if server is None else server.port}
@@ -86,7 +90,7 @@ def parameter_servers(
             addresses = tuple(_beside(meeting.addresses[host], everybody[host]["port"], host) for host in hosts)
         else:
             addresses = chosen.address if len(chosen.address) > 1 else chosen.address * schedule.num_stages
-        servers = Servers(everybody[0]["session"], addresses, security)
+        servers = Servers(everybody[0]["session"], addresses, security, rank % size)
         for stage in {address: stage for stage, address in enumerate(addresses)}.values():
             reach(servers.worker(config, stage, 0, rank))
         yield servers

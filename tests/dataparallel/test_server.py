@@ -110,7 +110,7 @@ def test_worker_that_dies_in_a_push_leaves_the_server_as_it_was(serving: Paramet
     with pytest.raises(RunAborted, match="rank 1 was lost"):
         pull(survivor, 0)
     assert serving.standing == {0: 0}
-    after = serving._shelves[0].master.now.rows()
+    after = serving._shelves[0, 0].master.now.rows()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -191,6 +191,28 @@ def test_new_run_takes_over_and_the_old_one_is_told(serving: ParameterServer, di
         old.push(0, outbox(0))
 
 
+def test_parts_of_a_stage_are_kept_apart(serving: ParameterServer, dial: Dial) -> None:
+    """Each is stepped by its own gradients; `standing` tells of the one furthest behind."""
+    lines = [opened(dial, part=part) for part in (0, 1)]
+    for part, replicas in enumerate(lines):
+        for line in replicas:
+            line.push(0, outbox(part))
+    first, again = both(*(lambda line=line: pull(line, 0) for line in lines[1]))
+    assert serving.standing == {0: 0}
+    other, _ = both(*(lambda line=line: pull(line, 0) for line in lines[0]))
+    assert torch.equal(first, again)
+    assert torch.equal(first[:30].sign(), -gradient(1)[:30].sign())
+    assert torch.equal(other[:30].sign(), -gradient(0)[:30].sign())
+    assert serving.standing == {0: 1}
+
+
+def test_new_run_takes_all_parts_of_a_stage(serving: ParameterServer, dial: Dial) -> None:
+    _, (old, _) = opened(dial), opened(dial, part=1)
+    dial(0, session="run 2").open(0, 0, rows)
+    with pytest.raises(TransferError, match="no stage 0, part 1 of run run 1; has another run taken over"):
+        old.push(0, outbox(0))
+
+
 def test_run_that_waits_when_another_takes_over_is_told(dial: Dial) -> None:
     old, _ = opened(dial)
     old.push(0, outbox(0))
@@ -203,7 +225,7 @@ def test_run_that_waits_when_another_takes_over_is_told(dial: Dial) -> None:
 
 def test_other_version_is_refused(dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PROTOCOL", 7)
-    with pytest.raises(JoinError, match="it speaks protocol 7, the worker 1"):
+    with pytest.raises(JoinError, match="it speaks protocol 7, the worker 2"):
         dial(0).open(0, 0, rows)
 
 
@@ -239,7 +261,7 @@ def test_failed_journal_ends_the_run_with_its_reason(dial: Dial, serving: Parame
         def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
             raise OSError("No space left on device")
 
-    serving._shelves[0]._journal = Full()  # type: ignore[assignment]
+    serving._shelves[0, 0]._journal = Full()  # type: ignore[assignment]
     for replica, line in enumerate(lines):
         line.push(0, outbox(replica))
     with pytest.raises(TransferError, match="cannot keep step 0: No space left on device"):

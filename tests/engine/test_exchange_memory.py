@@ -145,6 +145,13 @@ def test_server_is_counted_on_the_rank_that_it_lives_in() -> None:
     assert second.exchange == 2 * second.parameters
 
 
+@pytest.mark.parametrize(("servers", "parts"), [("one", 2), ("per-stage", 1)])
+def test_server_in_a_rank_holds_the_parts_of_all_or_of_that_rank(servers: str, parts: int) -> None:
+    config = configured("parameter-server", servers=servers).with_(tensor_parallel__size=2)
+    (first,) = forecast(config).memory
+    assert first.exchange == (2 + 7 * parts) * first.parameters
+
+
 def test_one_replica_exchanges_nothing() -> None:
     assert exchange_bytes(configured("all-reduce", replicas=1), [BYTES], ()) == (0,)
 

@@ -16,6 +16,7 @@ import torch
 import dpipe
 from dpipe.config import Config
 from dpipe.dataparallel.client import ParameterLine
+from dpipe.dataparallel.served import _Column
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
 from dpipe.engine.launch import free_port
@@ -203,6 +204,37 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
         second = apart(first.port)
         assert len(run.result(60)) == 12
     assert second.standing[0] == 12
+
+
+def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
+    served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one process learns; replicas to the last bit alike, and so what every rank of a stage has whole."""
+    rows: dict[tuple[int, int], _Column] = {}
+
+    def leave(column: _Column) -> None:
+        rows[column.line._worker.replica, column.line._worker.part] = column
+        plain(column)
+
+    plain = _Column.leave
+    monkeypatch.setattr(_Column, "leave", leave)
+    steps = {"train__steps": 6, "train__learning_rate": 1e-3, "timeouts__heartbeat": 30, "timeouts__transfer": 60}
+    alone, first = losses(served(1, "alone", **steps)), apart()
+    split = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True}
+    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps, **split)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(losses, config)
+        wait_until(lambda: first.standing.get(0, 0) >= 2)
+        first.close()
+        second = apart(first.port)
+        assert run.result(60) == pytest.approx(alone, rel=1e-5)
+    assert second.standing == {0: 6}
+    for part in (0, 1):
+        assert torch.equal(rows[0, part]._values, rows[1, part]._values)
+    norms = [
+        [row._row.view(row._values, i) for i, n in enumerate(row._row.names) if "norm" in n] for row in rows.values()
+    ]
+    assert all(torch.equal(a, b) for of_rank in norms[1:] for a, b in zip(norms[0], of_rank, strict=True))
 
 
 @pytest.fixture

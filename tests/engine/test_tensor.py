@@ -66,6 +66,7 @@ def test_stages_on_several_ranks_learn_as_one_process_does(
     [
         (("sharded", 2, 1, 2, True), ("none", 1, 2, 1, False)),
         (("none", 1, 2, 1, False), ("all-reduce", 2, 1, 2, False)),
+        (("parameter-server", 2, 1, 2, False), ("parameter-server", 2, 2, 1, False)),
     ],
 )
 def test_run_goes_on_with_other_ranks_a_stage(
@@ -82,6 +83,7 @@ def test_run_goes_on_with_other_ranks_a_stage(
         kind, replicas, stages, size, sequence = arrangement
         settings = {"data_parallel__kind": kind, "data_parallel__replicas": replicas, "train__steps": num_steps}
         settings |= {"train__num_microbatches": 8 // replicas, "tensor_parallel__sequence_parallel": sequence}
+        settings |= {"data_parallel__servers": "per-stage"} if kind == "parameter-server" else {}
         return split(size, pipeline__stages=stages, **settings, **always)
 
     whole = losses(

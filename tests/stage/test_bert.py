@@ -68,6 +68,43 @@ def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
     assert masked_and_pair_loss(logits, pair, targets).item() == pytest.approx(expected)
 
 
+def test_masked_words_loss_reaches_every_word_of_the_sequence_and_none_behind_it() -> None:
+    embedding, *blocks, head = layers()
+    tokens = torch.arange(CONTEXT)[None]
+    x, lengths = embedding(tokens, torch.zeros_like(tokens), torch.tensor([4], dtype=torch.int32))
+    x = x.detach().requires_grad_()
+    inside = x, lengths
+    for block in blocks:
+        inside = block(*inside)
+    targets = torch.tensor([[0, IGNORED, 7, IGNORED, IGNORED, IGNORED]])
+    words, _ = head(*inside)
+    masked_and_pair_loss(words, torch.zeros(1, 2), targets).backward()
+    assert x.grad is not None
+    assert x.grad[0].any(-1).tolist() == [True] * 4 + [False] * 2
+
+
+def test_masked_words_are_learned_from_the_words_around_them() -> None:
+    """Each sequence is one word over and over: who reads the others knows it, who does not is at log(WORDS - 1)."""
+    mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
+    made = bert(vocab_size=WORDS, num_layers=1, width=64, num_heads=2, context=CONTEXT, dropout=0.0, tied=True)
+    learning, seen = [materialise(made, index, 0, "cpu") for index in range(3)], list[float]()
+    adam = torch.optim.Adam([parameter for layer in learning for parameter in layer.parameters()], lr=3e-3)
+    for _ in range(40):
+        words = torch.randint(mask, (32, 1), generator=draws).expand(32, CONTEXT)
+        masked = torch.rand(32, CONTEXT, generator=draws) < 0.3
+        tensors = words.where(~masked, mask), torch.zeros_like(words), torch.full((32,), CONTEXT, dtype=torch.int32)
+        for layer in learning:
+            tensors = layer(*tensors)
+        targets = words.where(masked, IGNORED)
+        targets[:, 0] = 0
+        loss = masked_and_pair_loss(tensors[0], tensors[1], targets)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        seen.append(loss.item())
+    assert sum(seen[-10:]) / 10 < 0.25 * math.log(mask)
+
+
 def test_logits_come_from_the_embeddings_table() -> None:
     embedding, *_, head = layers()
     assert torch.equal(embedding.tokens.weight, head.output.weight)
