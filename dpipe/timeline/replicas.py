@@ -121,6 +121,10 @@ class Exchanges:
             self._serving[stage] = self._leg(stage, self._exchange.num_replicas, replicas.servers[stage], set(Role))
             self._start(self._serving[stage])
 
+    @property
+    def delayed(self) -> bool:
+        return self._replicas.delayed
+
     def begin_step(self) -> None:
         """The gradients of the step before may go, with a delay."""
         for rank, program in enumerate(self._simulation.programs) if self._replicas.delayed else ():
@@ -217,8 +221,7 @@ class Exchanges:
             self._simulation.clock.at(self._simulation.clock.now_us, lambda: self._arrive(leg.stage, message))
             return
         leg.leaving += 1
-        num_bytes = self._simulation.cost.exchanged_bytes(leg.stage, message.role)
-        size = self._exchange.num_bytes(message, num_bytes)
+        size = self._num_bytes(leg.stage, message)
 
         def left(start_us: float) -> None:
             action, end_us = Action(leg.stage, Op.REDUCE_GRAD), self._simulation.clock.now_us
@@ -227,6 +230,14 @@ class Exchanges:
             self._advance(leg)
 
         self._simulation.sender(leg.rank).send(target, size, left, lambda _: self._arrive(leg.stage, message))
+
+    def sent_bytes(self, rank: int, stage: int) -> int:
+        """What the exchange of `stage` puts on the egress of `rank`."""
+        messages = self._exchange.programs[self._end(rank)]
+        return sum(self._num_bytes(stage, m) for m in messages if self._rank_of(stage, m.target) != rank)
+
+    def _num_bytes(self, stage: int, message: Message) -> int:
+        return self._exchange.num_bytes(message, self._simulation.cost.exchanged_bytes(stage, message.role))
 
     def _rank_of(self, stage: int, end: int) -> int:
         if end == self._exchange.num_replicas:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 
 from dpipe.errors import ScheduleError
-from dpipe.schedule.action import Action
+from dpipe.schedule.action import Action, Op
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.schedule.lower import lower
@@ -76,6 +76,7 @@ class _Race(Simulation):
         super().__init__(schedule, cost, network, replicas=replicas)
         self.most_us = most_us
         self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
+        self.tail_us = [self._exchange_us(rank, program) for rank, program in enumerate(self.programs)]
 
     def rounded_us(self) -> float:
         """How long the step takes; infinite where it is given up."""
@@ -84,8 +85,16 @@ class _Race(Simulation):
         except _LateError:
             return math.inf
 
+    def _exchange_us(self, rank: int, program: Sequence[Action]) -> float:
+        """How long the gradient of a rank's stage is on its way at least. Several stages hide each other's exchange."""
+        stages = {action.stage for action in program}
+        if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
+            return 0.0
+        return self.exchanges.sent_bytes(rank, *stages) * 8 / (self.network.egress_gbps(rank) * 1e3)
+
     def compute(self, rank: int, action: Action) -> None:
-        if round(self.clock.now_us + self.left_us[rank]) > self.most_us:
+        tail_us = 0.0 if action.op is Op.STEP else self.tail_us[rank]
+        if round(self.clock.now_us + self.left_us[rank] + tail_us) > self.most_us:
             raise _LateError
         self.left_us[rank] -= self.cost.duration_us(action)
         super().compute(rank, action)

@@ -14,6 +14,12 @@ from dpipe.timeline.search import _Race, first_fit, search
 from dpipe.timeline.simulate import Cost, Simulation, simulate
 from dpipe.topology import Link, Network
 
+REPLICAS = [
+    None,
+    *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "sharded", "local-sgd", "central")),
+    Replicas(exchange("all-reduce", 2, 2), delayed=True),
+    Replicas(exchange("parameter-server", 2, 2), servers=(0, 1, 0)),
+]
 FAST, SLOW = Network(default=Link(0.01, 100)), Network(default=Link(50, 1))
 
 
@@ -36,10 +42,10 @@ def test_search_lets_weight_gradients_wait_for_a_slow_network():
 
 @settings(deadline=None, max_examples=10)
 @given(
-    st.lists(st.integers(1, 30), min_size=2, max_size=3),
+    st.lists(st.integers(1, 30), min_size=3, max_size=3),
     st.integers(1, 6),
     st.sampled_from([FAST, SLOW]),
-    st.sampled_from([None, *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "local-sgd", "central"))]),
+    st.sampled_from(REPLICAS),
 )
 def test_search_finds_what_it_would_if_it_gave_no_candidate_up(forward_ms, microbatches, network, replicas):
     forward = tuple(1e3 * ms for ms in forward_ms)
