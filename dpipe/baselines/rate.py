@@ -6,8 +6,8 @@
 `scripts/link.py` runs it on two hosts of a lab. The receiver alone counts, by its own clock, and what is under way when
 the warm-up ends is let through first: no byte that came before the clock was started is counted.
 
-    rank 0   | 1 T 1 T 1 T ... 0  waits   | 1 T 1 T 1 T 1 T ... 0       T: a tensor; 1: another follows; 0: none does
-    rank 1      takes them all    "through"     ^-- first byte        ^-- last byte
+    rank 0   | T T T T ... L  waits   | T T T T T T T ... L       T: a tensor; L: one that says it is the last
+    rank 1     takes them all   "through" ^-- first byte  ^-- last byte
 """
 
 import time
@@ -25,10 +25,10 @@ from dpipe.wire.spec import TensorSpec
 PORT = 7001
 _KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {"tcp": TcpTransport, "grpc": GrpcTransport}
 _WORD = TensorSpec((1,), torch.uint8)
-_YES, _NO = torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 _PAYLOAD = TensorSpec((4 << 20,), torch.uint8)
 _JOIN_S = 120.0  # in which the other end has started
 _UNDER_WAY = 16  # tensors: what a long fat link holds, and some
+_AHEAD = 4  # tensors that have a place before they come, as in a run
 
 
 def send(transport: Transport, warm_up_s: float, seconds: float) -> None:
@@ -39,33 +39,40 @@ def send(transport: Transport, warm_up_s: float, seconds: float) -> None:
 
 
 def _stream(transport: Transport, duration_s: float) -> None:
-    """At least one tensor."""
-    payload = torch.zeros(_PAYLOAD.shape, dtype=torch.uint8)
+    """At least the last tensor."""
+    tensor, last = (torch.full(_PAYLOAD.shape, value, dtype=torch.uint8) for value in (0, 1))
     leaving: deque[Pending[None]] = deque()
     deadline = time.monotonic() + duration_s
-    while not leaving or time.monotonic() < deadline:
-        transport.send(_YES, 1, "more")
-        leaving.append(transport.send(payload, 1, "payload"))
+    while time.monotonic() < deadline:
+        leaving.append(transport.send(tensor, 1, "payload"))
         if len(leaving) == _UNDER_WAY:
             leaving.popleft().wait()
-    transport.send(_NO, 1, "more")
+    transport.send(last, 1, "payload")
 
 
 def receive(transport: Transport) -> float:
     """Gbit/s of payload from rank 0, without the warm-up."""
-    _warm_up, counted = _take(transport), _take(transport)
+    coming = _expect(transport)
+    _warm_up, counted = _take(transport, coming), _take(transport, coming)
     return rate_gbps(counted)
 
 
-def _take(transport: Transport) -> list[Moved]:
+def _expect(transport: Transport) -> deque[Pending[torch.Tensor]]:
+    return deque(transport.recv(_PAYLOAD, 0, "payload") for _ in range(_AHEAD))
+
+
+def _take(transport: Transport, coming: deque[Pending[torch.Tensor]]) -> list[Moved]:
     """When each tensor of a stretch moved; says that all are through."""
     found: list[Moved] = []
-    while int(transport.recv(_WORD, 0, "more").wait()):
-        pending = transport.recv(_PAYLOAD, 0, "payload")
-        pending.wait()
+    last = False
+    while not last:
+        pending = coming.popleft()
+        tensor = pending.wait()
         assert pending.moved is not None
         found.append(pending.moved)
-    transport.send(_YES, 0, "through")
+        last = bool(tensor[0])
+        coming.append(transport.recv(_PAYLOAD, 0, "payload", tensor))
+    transport.send(_WORD.empty(), 0, "through")
     return found
 
 

@@ -34,7 +34,8 @@ def test_clock_starts_when_all_of_the_warm_up_is_through(ends: list[TcpTransport
     sender, receiver = ends
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(rate.send, sender, 0.1, 0.05)
-        warm_up, counted = rate._take(receiver), rate._take(receiver)
+        coming = rate._expect(receiver)
+        warm_up, counted = rate._take(receiver, coming), rate._take(receiver, coming)
         sending.result(30)
     assert max(moved.end_ns for moved in warm_up) < min(moved.start_ns for moved in counted)
     assert all(a.start_ns <= b.start_ns for a, b in pairwise(counted))
