@@ -236,7 +236,8 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     gathered = u if sizes.sequence else 0
     forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
     input_ = max(_given_back(sizes), r + 3 * u if sizes.sequence else 3 * u)
-    backward = first = max(_given_back(sizes), r + gathered + u + table)
+    backward = max(_given_back(sizes), r + gathered + u + table)
+    first = backward + dense  # the gradient of the pooler, which is made by then
     if half:
         pooled = max(r + _products(sizes), (r + u) // 2 + table - logits) - dense // 2
         backward = max(_given_back(sizes), dense - logits // 2, pooled)

@@ -174,6 +174,7 @@ CASES = """
     long  1f1b         full       fp32  2-ranks sequence
     demo  1f1b         none       fp32  4-ranks sequence
     words 1f1b         none       fp32  2-ranks sequence bert
+    demo  gpipe        none       fp32  4-ranks sequence bert
     demo  zero-bubble  selective  fp32  4-ranks sequence
     demo  1f1b         full       bf16  dropout  4-ranks
     long  1f1b         none       bf16  dropout  2-ranks sequence bert
