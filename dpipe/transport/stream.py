@@ -58,8 +58,8 @@ class Stream:
         self._socket.close()
 
     def _read_some(self, view: memoryview) -> int:
-        # Woken once for all of `view`: each time Python is, it must get hold of the interpreter.
-        return _not_ended(self._socket.recv_into(view, 0, socket.MSG_WAITALL))
+        # Not MSG_WAITALL, which has the thread woken for each segment: while Python comes back, more of them gather.
+        return _not_ended(self._socket.recv_into(view))
 
 
 class TlsStream(Stream):
