@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A published table, what the simulator predicts for it, and what was measured.
 
-    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; five minutes
+    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; minutes
     scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
     scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
