@@ -91,6 +91,7 @@ class ParameterServer:
         self._shelves = dict(self._recovered())
         masters = ((shelf.session, shelf.master) for shelf in self._shelves.values())
         self._known = {session: _Known(m.row, m.rule, m.num_updates) for session, m in masters}
+        self._run: str | None = None  # the last to attend
         self._closed = False
         calls: dict[str, Callable[..., Any]] = {"Attend": self._attend, "Norms": self._norms, "Leave": self._leave}
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -112,7 +113,7 @@ class ParameterServer:
         """By stage, the step that comes next; of parts that of the one furthest behind."""
         steps: dict[int, int] = {}
         with self._changed:
-            for shelf in self._shelves.values():
+            for shelf in self._in_use():
                 stage, step = shelf.session.stage, shelf.master.step
                 steps[stage] = min(step, steps.get(stage, step))
         return steps
@@ -135,8 +136,12 @@ class ParameterServer:
         stopped.wait(2 * _STOP_S)
 
     def _all_left(self) -> bool:
-        shelves = self._shelves.values()
+        shelves = self._in_use()
         return bool(shelves) and all(len(s.left) == s.master.rule.num_replicas for s in shelves)
+
+    def _in_use(self) -> list[Shelf]:
+        """Those of the last run to attend: one before it, cut into more stages or parts, may have left some behind."""
+        return [shelf for shelf in self._shelves.values() if self._run in (None, shelf.session.name)]
 
     def _close_shelves(self, why: Exception) -> None:
         for shelf in self._shelves.values():
@@ -159,6 +164,7 @@ class ParameterServer:
             raise JoinError(f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version of dpipe")
         session, known = _session(place), _Known(*row_and_rule(told), told.num_updates)
         with self._changed:
+            self._run = session.name
             if not told.again:
                 self._make_room(session, known)
             self._check_same(session, known)

@@ -34,13 +34,13 @@ def serving() -> Iterator[ParameterServer]:
 
 @pytest.fixture
 def dial(serving: ParameterServer) -> Iterator[Dial]:
-    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `Worker`'s, or `row` and `rule`."""
+    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `Worker`'s, or `row`, `rule` and `stage`."""
     lines: list[ParameterLine] = []
 
-    def make(replica: int, row: RowSpec = ROW, rule: StepRule = RULE, **worker: Any) -> ParameterLine:
+    def make(replica: int, row: RowSpec = ROW, rule: StepRule = RULE, stage: int = 0, **worker: Any) -> ParameterLine:
         settings = {"session": "run 1", "connect_s": 2.0, "timeout_s": 10.0} | worker
         who = Worker(f"127.0.0.1:{serving.port}", replica=replica, rank=replica, **settings)
-        lines.append(ParameterLine(who, 0, row, rule))
+        lines.append(ParameterLine(who, stage, row, rule))
         return lines[-1]
 
     yield make
@@ -204,6 +204,18 @@ def test_parts_of_a_stage_are_kept_apart(serving: ParameterServer, dial: Dial) -
     assert torch.equal(first[:30].sign(), -gradient(1)[:30].sign())
     assert torch.equal(other[:30].sign(), -gradient(0)[:30].sign())
     assert serving.standing == {0: 1}
+
+
+def test_server_does_not_wait_for_what_an_older_run_left_behind(serving: ParameterServer, dial: Dial) -> None:
+    """One of more stages: the new run has no use for those that it does not take over."""
+    old = dial(0, stage=1)
+    old.open(0, 0, rows)
+    lines = opened(dial, session="run 2")
+    assert not serving.wait_until_left(0.1)
+    for line in lines:
+        line.leave()
+    assert serving.wait_until_left(5)
+    assert serving.standing == {0: 0}
 
 
 def test_new_run_takes_all_parts_of_a_stage(serving: ParameterServer, dial: Dial) -> None:
