@@ -98,9 +98,9 @@ def _until_it_listens(process: subprocess.Popen[str]) -> None:
             raise RunError(f"{process.args} has ended: {process.communicate()[1]}")
 
 
-def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [[*rows[0]], ["---"] * len(rows[0]), *cells])
+def as_markdown(row: dict[str, Any], heads: bool) -> str:
+    cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in ([[*row], ["---"] * len(row), cells] if heads else [cells]))
 
 
 @click.command(help=__doc__)
@@ -109,18 +109,19 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("--warm-up", "warm_up_s", type=float, help="Seconds before each count; default: by the link's delay.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of rows.")
 def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], warm_up_s: float | None, as_json: bool) -> None:
+    rows: list[dict[str, Any]] = []
     try:
         shell.require_programs("iperf3")
         with lab_up("link", 2, sysctl) as at:
-            every = profiles or tuple(ROOT / f"netem/profiles/{name}.toml" for name in PUBLISHED)
-            rows = [measure(at, profile, warm_up_s) for profile in every]
+            for profile in profiles or [ROOT / f"netem/profiles/{name}.toml" for name in PUBLISHED]:
+                rows.append(measure(at, profile, warm_up_s))
+                if not as_json:
+                    click.echo(as_markdown(rows[-1], heads=len(rows) == 1))
     except DpipeError as error:
         click.echo(f"link: {error}", err=True)
         sys.exit(error.exit_code)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    click.echo(
-        json.dumps(rows, indent=2) if as_json else f"{as_markdown(rows)}\n\nGbit/s of payload; load average {load}"
-    )
+    click.echo(json.dumps(rows, indent=2) if as_json else f"\nGbit/s of payload; load average {load}")
 
 
 if __name__ == "__main__":

@@ -86,9 +86,11 @@ def test_warm_up_is_as_long_as_told(link, far, carried):
 
 @pytest.mark.usefixtures("carried")
 def test_rows_are_printed_as_a_table(link, far):
-    lines = link.as_markdown([link.measure(Lab(), far)]).splitlines()
+    row = link.measure(Lab(), far)
+    lines = "\n".join([link.as_markdown(row, heads=True), link.as_markdown(row, heads=False)]).splitlines()
     assert lines[0].startswith("| network | asked | on the wire | iperf3 x1 | window MB | connections | iperf3 |")
     assert lines[2].startswith("| far | 1.00 | 0.99 | 0.10 | ")
+    assert lines[3:] == lines[2:3]
 
 
 def test_dpipe_is_timed_between_two_processes(link):
