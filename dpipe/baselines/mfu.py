@@ -312,6 +312,7 @@ def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) 
     """`peak_bytes` leaves out what the loops made before this one hold."""
     before = 0
     if device.type == "cuda":
+        torch.cuda.init()  # else there is nothing yet that counts
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     loop = make(case)
