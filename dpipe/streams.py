@@ -171,7 +171,11 @@ class CudaStreams:
         tensor.record_stream(self._cuda.current_stream(self.device))
 
     def ns(self, mark: Mark) -> int:
-        return self._anchor.ns + int(self._anchor.event.elapsed_time(mark) * 1e6)
+        # Asked both ways, because CUDA does not promise a negative time for an event that was first.
+        since_ms = self._anchor.event.elapsed_time(mark)
+        if since_ms <= 0:
+            since_ms = -mark.elapsed_time(self._anchor.event)
+        return self._anchor.ns + int(since_ms * 1e6)
 
     def peak_bytes(self) -> int | None:
         return int(self._cuda.max_memory_allocated(self.device))

@@ -3,32 +3,41 @@
     scripts/gpu_check                       on one GPU, 8 minutes at most
     scripts/gpu_check --tiny                the same on a CPU, with a tiny model: tries the script itself
 
-Each model runs in a process of its own, a plain training loop first. What the time was too short for is listed as such.
+Each model runs in a process of its own, with a share of the time: one that hangs takes little from the others. The
+files are written anew after each, so that a check that is cut off has left what it measured. What the time was too
+short for is listed as such.
 """
 
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import click
 import torch
 
-from dpipe.baselines.mfu import MEDIUM, TINY, XL, Case, check_parity, give_back_memory, measure, measure_plain, row
+from dpipe.baselines.mfu import MEDIUM, TINY, XL, Case, compare_mfu, measure, row
+from dpipe.stage.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
     "model",
     "context",
+    "batch",
     "engine",
     "stages",
     "recompute",
+    "compiled",
     "step_s",
     "tokens_per_s",
     "mfu",
@@ -36,6 +45,10 @@ COLUMNS = (
     "over plain",
 )
 AIM_MFU, AIM_OVER_PLAIN = 0.50, 1.03  # 1.3B in one stage; the engine against a plain loop
+TESTS_S = 90.0  # at most, as all shares are
+START_S = 8.0  # CUDA, parameters, the first use of each kernel; as much again where processes start, or it compiles
+LIKELY_MFU, PATIENCE = 0.4, 2.5  # a share is so many times what a case takes at this
+MODEST_FLOPS = 1e14  # of a GPU whose peak is not known
 NOT_ON_A_GPU = (
     "**Not run on a GPU.** A tiny model on the CPU, whose steps are mostly overhead, tries the script itself: "
     "these figures say nothing of a GPU, nor of the engine at a real size."
@@ -44,14 +57,54 @@ NOT_ON_A_GPU = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a measurement came to: rows, or why there are none."""
+    """What a measurement came to: rows, or why there are none, and where that was found out."""
 
     rows: tuple[dict[str, Any], ...] = ()
     failure: str | None = None
+    trace: str = ""
+
+
+@dataclass
+class Report:
+    """What is known so far, for the files."""
+
+    out: Path
+    device: str
+    began: float = field(default_factory=time.monotonic)
+    tests: str = "left out"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, outcome: Outcome) -> None:
+        self.rows += outcome.rows
+        if outcome.failure is not None:
+            self.failures[what], self.traces[what] = outcome.failure, outcome.trace
+        self.write()
+
+    def write(self) -> None:
+        found = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": self.device,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "tests": self.tests,
+            "rows": self.rows,
+            "aims": aims(self.rows),
+            "failures": self.failures,
+            "traces": self.traces,  # of the failures
+            "seconds": time.monotonic() - self.began,
+        }
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "gpu_check.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
+        (self.out / "gpu_check.md").write_text(markdown(found), encoding="utf-8")
 
 
 def cases(tiny: bool) -> list[Case]:
-    """The most telling first: time may run out."""
+    """The most telling first: time may run out.
+
+    In one stage micro-batches are twice as large and half as many: a master's gradient is added to half as often.
+    """
     if tiny:
         return [replace(TINY, stages=stages) for stages in (1, 2)]
     models = [
@@ -60,60 +113,81 @@ def cases(tiny: bool) -> list[Case]:
         MEDIUM,
         replace(MEDIUM, context=2048, microbatch_size=4),
     ]
-    ways = [(1, "none"), (1, "full"), (4, "none"), (4, "full")]
-    return [replace(model, stages=stages, recompute=recompute) for stages, recompute in ways for model in models]
+    large = [
+        replace(m, microbatch_size=2 * m.microbatch_size, num_microbatches=m.num_microbatches // 2) for m in models
+    ]
+    cut = [replace(model, stages=4, num_steps=5) for model in models]
+    again = [replace(case, recompute="full", num_steps=5) for case in (*large, *cut)]
+    return [*large, replace(large[0], compiled=True), *cut, *again]
+
+
+def expected_s(case: Case, peak_flops: float) -> float:
+    """By arithmetic: what is run again in backward is a third more, and a plain loop runs beside a single stage."""
+    again, loops = 4 / 3 if case.recompute == "full" else 1.0, 2 if case.stages == 1 else 1
+    starts = 2 if case.stages > 1 or case.compiled else 1
+    return START_S * starts + case.num_steps * loops * again * case.step_flops / (LIKELY_MFU * peak_flops)
 
 
 def measured(case: Case) -> list[dict[str, Any]]:
-    """dpipe's row; in one stage behind that of a plain loop, measured in the same process just before."""
+    """dpipe's row; in one stage behind that of a plain loop, measured in the same process."""
     if case.device == "cpu":
         torch.set_num_threads(1)  # as each of several processes has
-    if case.stages > 1:
-        return [row(case, "dpipe", measure(case), None)]
-    plain = measure_plain(case)
-    give_back_memory()
-    ours = measure(case)
-    check_parity(case, plain, ours)
-    return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
+    rows = compare_mfu(case) if case.stages == 1 else [row(case, "dpipe", measure(case), None)]
+    batch = f"{case.num_microbatches} x {case.microbatch_size}"
+    return [{**r, "batch": batch, "compiled": case.compiled} for r in rows]
 
 
 def in_own_process(case: Case, timeout_s: float) -> Outcome:
-    """Memory that a measurement leaves behind goes with its process; so does one that hangs."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_report, args=(case, results))
+    """Memory that a measurement leaves behind goes with its process and those it started; so does one that hangs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dpipe.baselines.mfu"])  # so that torch is imported once
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(case, theirs))
     process.start()
+    theirs.close()
+    assert process.pid is not None
     try:
-        outcome: Outcome = results.get(timeout=max(1.0, timeout_s))
-    except Empty:
-        outcome = Outcome(failure="the time limit of the check was reached")
-    if outcome.failure is not None:
-        process.terminate()
-    process.join(10)
-    return outcome
+        return ours.recv() if ours.poll(timeout_s) else Outcome(failure=f"not done within {timeout_s:.0f} s, its share")
+    except EOFError:
+        process.join(10)
+        return Outcome(failure=f"its process ended with exit code {process.exitcode}")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # before it had a group, too
+        process.join(10)
 
 
-def _report(case: Case, results: Any) -> None:
+def _report(case: Case, results: Connection) -> None:
+    os.setsid()  # a group with the processes that it starts
     try:
-        results.put(Outcome(tuple(measured(case))))
+        results.send(Outcome(tuple(measured(case))))
     except Exception as error:
-        results.put(Outcome(failure=f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+        last = (str(error).strip().splitlines() or [""])[-1]  # of what another process raised, its own word
+        results.send(Outcome(failure=f"{type(error).__name__}: {last}", trace=traceback.format_exc()))
 
 
-def run_tests(timeout_s: float) -> str:
-    """The tests marked `gpu`; pytest's last line."""
-    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "tests"]
+def run_tests(timeout_s: float, log: Path) -> str:
+    """The tests marked `gpu`; pytest's last line. All that they say is in `log`.
+
+    Only their files: others need packages that a machine with a GPU need not have. Warnings of another torch than the
+    tests were written for are no failures here.
+    """
+    files = [str(f) for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text(encoding="utf-8")]
+    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-o", "filterwarnings=default", *files]
+    log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+        with log.open("w", encoding="utf-8") as out:
+            done = subprocess.run(argv, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return f"not finished within {timeout_s:.0f} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
+        return f"not finished within {timeout_s:.0f} s, see {log.name}"
+    lines = log.read_text(encoding="utf-8").strip().splitlines()
     return f"exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
 
 
 def label(case: Case) -> str:
     stages = f"{case.stages} stage{'s' * (case.stages > 1)}"
-    return f"{case.name}, sequence {case.context}, {stages}, recompute {case.recompute}"
+    return f"{case.name}, sequence {case.context}, {stages}, recompute {case.recompute}{', compiled' * case.compiled}"
 
 
 def aims(rows: list[dict[str, Any]]) -> list[str]:
@@ -163,34 +237,21 @@ def main(tiny: bool, minutes: float, out: Path) -> None:
             f"torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must "
             "list the GPU), name its interpreter with PYTHON=, or try the script itself with --tiny"
         )
-    began = time.monotonic()
-    deadline = began + 60 * minutes
-    tests = "left out" if tiny else run_tests(120)
-    rows: list[dict[str, Any]] = []
-    failures: dict[str, str] = {}
+    deadline = time.monotonic() + 60 * minutes
+    report = Report(out, "CPU" if tiny else torch.cuda.get_device_name())
+    report.write()
+    if not tiny:
+        report.tests = run_tests(TESTS_S, out / "gpu_tests.log")
+        print(f"GPU tests: {report.tests}", flush=True)
+    peak = peak_of(report.device)
     for case in cases(tiny):
-        print(label(case), flush=True)
         left_s = deadline - time.monotonic()
-        outcome = in_own_process(case, left_s) if left_s > 0 else Outcome(failure="no time was left")
-        rows += outcome.rows
-        if outcome.failure is not None:
-            failures[label(case)] = outcome.failure
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "CPU" if tiny else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "tests": tests,
-        "rows": rows,
-        "aims": aims(rows),
-        "failures": failures,
-        "cases": [asdict(case) for case in cases(tiny)],
-        "seconds": time.monotonic() - began,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu_check.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-    (out / "gpu_check.md").write_text(markdown(report), encoding="utf-8")
-    print(markdown(report))
+        if not tiny:
+            flops = MODEST_FLOPS if peak is None else peak.flops(case.precision)
+            left_s = min(left_s, PATIENCE * expected_s(case, flops))
+        print(f"{label(case)}: at most {max(0.0, left_s):.0f} s", flush=True)
+        report.add(label(case), in_own_process(case, left_s) if left_s > 0 else Outcome(failure="no time was left"))
+    print((out / "gpu_check.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

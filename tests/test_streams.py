@@ -61,6 +61,16 @@ def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
     assert before - 1e6 <= streams.ns(mark) <= time.perf_counter_ns()
 
 
+def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
+    """CUDA need not say by how much an event was before another: only by how much it was behind."""
+    streams = ThreadedStreams(FakeCuda())
+    first = streams.mark()
+    time.sleep(0.02)
+    second = streams.mark()
+    streams.catch_up()
+    assert streams.ns(second) - streams.ns(first) >= 0.02e9
+
+
 @pytest.mark.gpu
 def test_sends_and_compute_are_on_the_device_at_once() -> None:
     """Two busy kernels of 20 ms, calibrated in cycles: in the profiler's eyes they intersect."""

@@ -3,15 +3,15 @@
     plain     for each micro-batch: forward, loss, backward; then fused AdamW        what anyone would write
     dpipe     the same model, data and optimizer through schedule, executor and stages
 
-Both in one run, one after the other; the losses must agree before the times are worth comparing. Several stages are
-processes that share the one device, with TCP between them.
+Both in one process, a step of each in turns, so that a device that grows warm and slow does so
+for both; the losses must agree before the times are worth comparing. Several stages are processes that share the one
+device, with TCP between them.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -30,10 +30,11 @@ from dpipe.schedule.lower import lower
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.gpt import gpt
 from dpipe.stage.masters import Masters
-from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.model import LayeredModel
 from dpipe.stage.partition import split
+from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
-from dpipe.streams import streams_of, upload
+from dpipe.streams import Streams, streams_of, upload
 from dpipe.timeline.timers import timers_ms
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
@@ -43,6 +44,7 @@ from dpipe.wire.spec import TensorSpec
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAM = AdamSettings(1e-4, 0.1, (0.9, 0.95))
 _WAIT_S = 300.0
+_WARM_UP = 2  # steps that are not timed: they take memory, and load kernels
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Case:
     parameters: str = "bf16"
     compiled: bool = False
     device: str = "cuda"
-    num_steps: int = 5  # the first two are not timed
+    num_steps: int = 8
 
     def model(self) -> LayeredModel:
         return gpt(
@@ -77,7 +79,12 @@ class Case:
         )
 
     def layers(self, indices: Sequence[int]) -> dict[int, nn.Module]:
-        return {index: materialise(self.model(), index, 0, self.device) for index in indices}
+        return {index: self._layer(index) for index in indices}
+
+    def _layer(self, index: int) -> nn.Module:
+        """Drawn on the device, unlike a run's, which is the same on any: a CPU takes half a minute for 1.3B numbers."""
+        with seeded("layer", index, device=self.device), torch.device(self.device):
+            return self.model().layers[index]()
 
     def layers_of(self, stage: int) -> range:
         """Blocks shared out evenly; the head counts as one block."""
@@ -111,14 +118,42 @@ class Measured:
     timers: dict[str, float]
 
 
+@dataclass
+class _Loop:
+    """Something that trains: `step(index)` gives the loss, `timers()` the last step's."""
+
+    step: Callable[[int], float]
+    timers: Callable[[], dict[str, float]] = dict
+    peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, index: int, device: torch.device) -> float:
+        """One step; returns its seconds, from an idle device to an idle device."""
+        began = time.perf_counter()
+        self.losses.append(self.step(index))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    def measured(self) -> Measured:
+        return Measured(median(self.seconds), tuple(self.losses), self.peak_bytes, dict(self.timers()))
+
+
 def compare_mfu(case: Case) -> list[dict[str, Any]]:
-    """A row for the plain loop and one for dpipe.
+    """A row for the plain loop and one for dpipe, in one stage.
 
     Raises `AssertionError` where the losses differ by more than rounding explains: then the times mean nothing.
     """
-    plain, ours = measure_plain(case), measure(case)
+    plain, ours = measure_both(case)
     check_parity(case, plain, ours)
     return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
+
+
+def measure_both(case: Case) -> tuple[Measured, Measured]:
+    """The plain loop and dpipe's engine, in this process."""
+    plain, ours = _measure(case, [_plain_loop, _one_stage])
+    return plain, ours
 
 
 def check_parity(case: Case, plain: Measured, ours: Measured) -> None:
@@ -149,7 +184,7 @@ def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> 
     }
 
 
-def measure_plain(case: Case) -> Measured:
+def _plain_loop(case: Case) -> _Loop:
     """A training loop without dpipe's engine, in this process."""
     layers = case.layers(range(case.num_layers + 2))
     half = None if case.parameters == "fp32" else _DTYPES[case.parameters]
@@ -162,13 +197,13 @@ def measure_plain(case: Case) -> Measured:
     ]
     fused = torch.device(case.device).type == "cuda"
     optimizer = torch.optim.AdamW(groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None)
-    forward = _plain_forward(case, list(layers.values()))
+    forward, batch = _plain_forward(case, list(layers.values())), case.batch()
 
     def step(index: int) -> float:
         losses = []
         if masters is not None:
             masters.refresh()
-        for (inputs,), targets in zip(*_of(case.batch()), strict=True):
+        for (inputs,), targets in zip(batch.inputs, batch.targets, strict=True):
             loss = forward(upload(inputs, torch.device(case.device)), upload(targets, torch.device(case.device)))
             (loss / case.num_microbatches).backward()
             losses.append(loss.detach())
@@ -178,11 +213,7 @@ def measure_plain(case: Case) -> Measured:
         optimizer.zero_grad()
         return sum(float(loss) for loss in losses) / len(losses)
 
-    return _timed(case, step, dict)
-
-
-def _of(batch: Batch) -> tuple[Any, Any]:
-    return batch.inputs, batch.targets
+    return _Loop(step)
 
 
 def _plain_forward(case: Case, layers: list[nn.Module]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -203,7 +234,7 @@ def _plain_forward(case: Case, layers: list[nn.Module]) -> Callable[[torch.Tenso
 def measure(case: Case) -> Measured:
     """dpipe's engine: in this process for one stage, else in one process a stage on the same device."""
     if case.stages == 1:
-        return _run(case, 0, LocalHub(1).transport(0))
+        return _measure(case, [_one_stage])[0]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_process, args=(case, store.port, results), nprocs=case.stages)
@@ -217,18 +248,23 @@ def measure(case: Case) -> Measured:
 def _process(rank: int, case: Case, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    transport = TcpTransport(rank, connect_timeout_s=_WAIT_S, streams=streams_of(case.device))
+    streams = streams_of(case.device)
+    transport = TcpTransport(rank, connect_timeout_s=_WAIT_S, streams=streams)
     store.set(str(rank), f"127.0.0.1:{transport.port}")
     peers = {rank - 1, rank + 1} & set(range(case.stages))
     transport.connect({r: store.get(str(r)).decode() for r in range(case.stages)}, peers)
-    results.put((rank, _run(case, rank, transport)))
+    results.put((rank, _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)])[0]))
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(case.stages)])
     transport.close()
 
 
-def _run(case: Case, rank: int, transport: Any) -> Measured:
-    last, streams = rank == case.stages - 1, streams_of(case.device)
+def _one_stage(case: Case) -> _Loop:
+    return _dpipe_loop(case, 0, LocalHub(1).transport(0), streams_of(case.device))
+
+
+def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loop:
+    last, batch = rank == case.stages - 1, case.batch()
     stage = Stage(
         rank,
         case.layers(case.layers_of(rank)),
@@ -255,34 +291,36 @@ def _run(case: Case, rank: int, transport: Any) -> Measured:
     def step(index: int) -> float:
         stage.begin_step(index)
         replicas.begin(index, _ADAM.learning_rate, 1.0)
-        loss = executor.run(plan, case.batch(), on_step)
+        loss = executor.run(plan, batch, on_step)
         timers.update(timers_ms(recorder.take()))
         return 0.0 if loss is None else loss
 
-    return _timed(case, step, lambda: timers)
+    return _Loop(step, lambda: timers)
 
 
-def _timed(case: Case, step: Callable[[int], float], timers: Callable[[], dict[str, float]]) -> Measured:
-    """Run the steps; the device's memory is given back before the next measurement."""
-    on_gpu = torch.device(case.device).type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(case.device)
-    seconds, losses = [], []
-    for index in range(case.num_steps):
-        began = time.perf_counter()
-        losses.append(step(index))
-        if on_gpu:
-            torch.cuda.synchronize(case.device)
-        seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated(case.device) if on_gpu else None
-    return Measured(median(seconds[2:]), tuple(losses), peak, dict(timers()))
+def _measure(case: Case, makes: Sequence[Callable[[Case], _Loop]]) -> list[Measured]:
+    """Make and warm up each loop, then let them take turns."""
+    device = torch.device(case.device)
+    loops = [_warmed_up(case, make, device) for make in makes]
+    for index in range(_WARM_UP, case.num_steps):
+        for loop in loops:
+            loop.seconds.append(loop.run(index, device))
+    return [loop.measured() for loop in loops]
 
 
-def give_back_memory() -> None:
-    """Between measurements: what the last one had is freed, and the device has it back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) -> _Loop:
+    """`peak_bytes` leaves out what the loops made before this one hold."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.init()  # else there is nothing yet that counts
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    loop = make(case)
+    for index in range(_WARM_UP):
+        loop.run(index, device)
+    if device.type == "cuda":
+        loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    return loop
 
 
 XL = Case("GPT-3 XL 1.3B", num_layers=24, width=2048, num_heads=16, context=2048)

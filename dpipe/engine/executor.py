@@ -138,6 +138,7 @@ class _Run:
         self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
         self._due: deque[tuple[int, list[Pending[None]]]] = deque()  # stages to agree on, once these have left
         self._losses: list[torch.Tensor] = []
+        self._loss: float | None = None
         self._tied_added = False
 
     def do(self, action: Action) -> None:
@@ -184,7 +185,11 @@ class _Run:
         assert not held, f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
 
     def loss(self) -> float | None:
-        return sum(float(loss) for loss in self._losses) / len(self._losses) if self._losses else None
+        """Once read it is known: on a GPU the host would wait for all that was queued since, the update too."""
+        if self._loss is None and self._losses:
+            values = torch.stack(self._losses).flatten().tolist()  # together, for one wait
+            self._loss = sum(values) / len(values)
+        return self._loss
 
     def _forward(self, action: Action, stage: StageLike) -> None:
         m = action.microbatch

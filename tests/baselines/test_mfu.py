@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpipe.baselines.mfu import TINY, Case, Measured, check_parity, measure, measure_plain
+from dpipe.baselines.mfu import TINY, Case, Measured, check_parity, measure, measure_both
 
 
 @pytest.mark.parametrize(
@@ -13,9 +13,13 @@ from dpipe.baselines.mfu import TINY, Case, Measured, check_parity, measure, mea
     ids=["fp32", "bf16 with masters", "recompute"],
 )
 def test_plain_loop_and_engine_learn_alike(case: Case) -> None:
-    plain, ours = measure_plain(case), measure(case)
+    plain, ours = measure_both(case)
     assert plain.losses == ours.losses
     check_parity(case, plain, ours)
+
+
+def test_engine_alone_learns_what_it_learns_beside_the_plain_loop() -> None:
+    assert measure(TINY).losses == measure_both(TINY)[1].losses
 
 
 def measured(*losses: float) -> Measured:

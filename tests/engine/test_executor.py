@@ -146,6 +146,21 @@ def test_step_is_told_the_loss_where_it_is_known() -> None:
     assert sorted(told) == [(0, None), (1, 10.0)]
 
 
+class Remembering(Doubling):
+    def forward(self, m, inputs, targets=None):
+        self.losses = [*getattr(self, "losses", []), *super().forward(m, inputs, targets)]
+        return (self.losses[-1],)
+
+
+def test_loss_is_not_read_again_behind_the_update() -> None:
+    """On a GPU that would be to wait for the update."""
+    stage = Remembering(last=True)
+    results, _ = run_ranks(
+        lower(generate("1f1b", 1, M)), [stage], on_step=lambda index, loss: [t.fill_(torch.nan) for t in stage.losses]
+    )
+    assert results == [5.0]
+
+
 def test_tied_gradients_are_exchanged_and_added() -> None:
     weights = {0: nn.Parameter(torch.zeros(1)), 2: nn.Parameter(torch.zeros(1))}
     weights[0].grad, weights[2].grad = torch.tensor([1.0]), torch.tensor([10.0])

@@ -149,6 +149,7 @@ class WatchedUntilStep(Recorder):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("wire", ["none", "bf16"])
 def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
     """A training step of a GPT, all but its end under torch's own watch; what is sent goes through host memory."""

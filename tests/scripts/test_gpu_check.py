@@ -1,8 +1,29 @@
+"""The script is tried on a CPU, and held to what a check that is cut short, or goes wrong in parts, must still give."""
+
 import json
+import os
+import runpy
+import sys
+import time
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+
+from dpipe.baselines.mfu import TINY
+from dpipe.stage.efficiency import peak_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dies(case, results) -> None:
+    os._exit(7)
+
+
+def hangs(case, results) -> None:
+    time.sleep(60)
 
 
 def a_row(**known):
@@ -31,7 +52,7 @@ def test_tiny_run_writes_both_files(script, tmp_path) -> None:
     assert [(r["engine"], r["stages"]) for r in report["rows"]] == [("plain", 1), ("dpipe", 1), ("dpipe", 2)]
     assert all(r["tokens_per_s"] > 0 for r in report["rows"])
     text = (tmp_path / "gpu_check.md").read_text()
-    assert "| tiny | 32 | dpipe | 2 | none |" in text
+    assert "| tiny | 32 | 4 x 2 | dpipe | 2 | none | False |" in text
     assert "**Not run on a GPU.**" in text
 
 
@@ -49,6 +70,53 @@ def test_aims_are_those_of_one_stage_without_recomputation(script) -> None:
         "MFU of the 1.3B model in one stage: 51.4% (aim: at least 50%)",
         "engine over a plain loop, at worst: 1.020 (aim: at most 1.03)",
     ]
+
+
+def test_measurement_whose_process_dies_says_so(script, monkeypatch) -> None:
+    module = script("gpu_check")
+    monkeypatch.setattr(module, "_report", dies)
+    assert module.in_own_process(TINY, 100).failure == "its process ended with exit code 7"
+
+
+def test_measurement_that_hangs_is_ended_when_its_share_is_over(script, monkeypatch) -> None:
+    module = script("gpu_check")
+    monkeypatch.setattr(module, "_report", hangs)
+    assert module.in_own_process(TINY, 0.5).failure == "not done within 0 s, its share"
+
+
+def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch) -> None:
+    """What several processes raise begins with an empty line and says who failed before it says why."""
+    module = script("gpu_check")
+
+    def fails(case):
+        raise RuntimeError("\n\n-- Process 1 terminated with the following error:\nValueError: no room\n")
+
+    monkeypatch.setattr(module, "measured", fails)
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    ours, theirs = Pipe(duplex=False)
+    module._report(TINY, theirs)
+    outcome = ours.recv()
+    assert outcome.failure == "RuntimeError: ValueError: no room"
+    assert "in fails" in outcome.trace
+
+
+def test_files_hold_what_is_known_so_far(script, tmp_path) -> None:
+    module = script("gpu_check")
+    report = module.Report(tmp_path, "CPU")
+    report.add("a case", module.Outcome(failure="no room", trace="the whole story"))
+    assert "not measured: a case: no room" in (tmp_path / "gpu_check.md").read_text()
+    assert json.loads((tmp_path / "gpu_check.json").read_text())["traces"] == {"a case": "the whole story"}
+
+
+def test_all_that_is_to_be_measured_fits_into_the_time(script) -> None:
+    module = script("gpu_check")
+    peak = peak_of("NVIDIA H200").flops("bf16")
+    assert module.TESTS_S + sum(module.expected_s(case, peak) for case in module.cases(False)) <= 8 * 60
+
+
+def test_tests_for_gpus_can_be_collected_without_what_other_tests_need(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert "authority" in runpy.run_path(str(ROOT / "tests" / "conftest.py"))
 
 
 def test_every_size_is_run_in_one_stage_and_four(script) -> None:
