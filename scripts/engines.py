@@ -25,6 +25,7 @@ from dpipe.errors import ConfigError
 
 Engine = Literal["dpipe", "torch", "fsdp", "megatron"]
 MOST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}  # of losses, above which an engine learns something else
+OF_ONE_MODEL = 1e-5  # relative, of the first loss in fp32: above it the parameters lie elsewhere, or are used otherwise
 
 
 def module_of(engine: Engine, config: Config) -> ModuleType | None:
@@ -104,13 +105,18 @@ def device_name(config: Config) -> str:
 def difference_in_training(
     engine: Engine, config_path: Path, overrides: Sequence[str], at: Venue, *, timeout_s: float
 ) -> float:
-    """How far that engine's losses are from ours when both train a small GPT, cut and spread as the cell is.
+    """How far that engine's losses are from ours when both train a small model, cut and spread as the cell is.
 
-    Raises `AssertionError` where it learns something else, `RunError` where either does not run.
+    In fp32 as well, for a loss in half precision hardly tells which parameters it is of. Raises `AssertionError` where
+    the engine computes or learns something else, `RunError` where either does not run.
     """
-    last = dict(text.split("=", 1) for text in (*overrides, *_small(load(config_path, tuple(overrides)))))
-    small = tuple(f"{key}={value}" for key, value in last.items())  # the same for each micro-batch of a layout
-    return _difference(engine, config_path, small, at, timeout_s)
+    config = load(config_path, tuple(overrides))
+    for precision in ("fp32", "fp32"), (config.train.precision, config.train.parameters):
+        last = dict(text.split("=", 1) for text in (*overrides, *_small(config, *precision)))
+        # Sorted and without doubles, so that each micro-batch of a layout has the same.
+        small = tuple(f"{key}={value}" for key, value in sorted(last.items()))
+        difference = _difference(engine, config_path, small, at, timeout_s)
+    return difference
 
 
 def trained(
@@ -128,19 +134,24 @@ def _difference(engine: Engine, config_path: Path, small: tuple[str, ...], at: V
     ours, theirs = (
         [row["loss"] for row in trained(who, config_path, small, at, timeout_s) if "loss" in row] for who in both
     )
+    if config.train.precision == "fp32":
+        apart = abs(theirs[0] / ours[0] - 1)
+        assert apart < OF_ONE_MODEL, f"of the same parameters {engine} has a first loss of {theirs[0]}, ours: {ours[0]}"
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     most = MOST_DIFFERENCE[config.train.precision]
     assert difference < most, f"the losses of {engine} differ from ours by {difference}: {theirs} against {ours}"
     return difference
 
 
-def _small(config: Config) -> tuple[str, ...]:
+def _small(config: Config, precision: str, parameters: str) -> tuple[str, ...]:
     heads, stages = config.tensor_parallel.size * 2, config.pipeline.stages
     sizes = {
         "model.num_layers": 2 * stages,
         "model.width": 16 * heads,
         "model.num_heads": heads,
         "model.context": 32,
+        "train.precision": precision,
+        "train.parameters": parameters,
         "train.steps": 4,
         "train.num_microbatches": stages,
         "train.batch_size": stages * config.data_parallel.replicas,

@@ -48,9 +48,10 @@ class _Attention(nn.Module):
         self.linear_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self._num_heads = config.num_attention_heads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         q, k, v = self.linear_qkv(x).unflatten(-1, (self._num_heads, 3, -1)).permute(3, 0, 2, 1, 4)
-        return self.linear_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.linear_proj(y.transpose(1, 2).flatten(2))
 
 
 class _Layer(nn.Module):
@@ -61,9 +62,13 @@ class _Layer(nn.Module):
         self.self_attention, self.mlp = _Attention(config), nn.Module()
         self.mlp.linear_fc1, self.mlp.linear_fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attention(self.input_layernorm(x))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.self_attention(self.input_layernorm(x), mask)
         return x + self.mlp.linear_fc2(F.gelu(self.mlp.linear_fc1(self.pre_mlp_layernorm(x))))
+
+
+def _layers(config: TransformerConfig) -> nn.ModuleList:
+    return nn.ModuleList(_Layer(config, number + 1) for number in range(config.num_layers))
 
 
 class GPTModel(nn.Module):
@@ -86,7 +91,7 @@ class GPTModel(nn.Module):
         self.embedding, self.decoder = nn.Module(), nn.Module()
         self.embedding.word_embeddings = nn.Embedding(vocab_size, width)
         self.embedding.position_embeddings = nn.Embedding(max_sequence_length, width)
-        self.decoder.layers = nn.ModuleList(_Layer(config, number + 1) for number in range(config.num_layers))
+        self.decoder.layers = _layers(config)
         self.decoder.final_layernorm = nn.LayerNorm(width)
         self.output_layer = nn.Linear(width, vocab_size, bias=False)
 
@@ -97,7 +102,65 @@ class GPTModel(nn.Module):
         for layer in self.decoder.layers:
             x = layer(x)
         logits = self.output_layer(self.decoder.final_layernorm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return _losses(logits, labels)
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+class BertModel(nn.Module):
+    """Its attention is masked for positions that lie behind the end, too; a shared table is the embedding's alone."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: str,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__()
+        assert (transformer_layer_spec, position_embedding_type) == ("local", "learned_absolute")
+        assert pre_process and post_process and vp_stage is None
+        self.config, width = config, config.hidden_size
+        self.embedding, self.encoder, self.lm_head, self.pooler = (nn.Module() for _ in range(4))
+        self.embedding.word_embeddings = nn.Embedding(vocab_size, width)
+        self.embedding.position_embeddings = nn.Embedding(max_sequence_length, width)
+        self.embedding.tokentype_embeddings = nn.Embedding(num_tokentypes, width)
+        self.encoder.layers = _layers(config)
+        self.encoder.final_layernorm = nn.LayerNorm(width)
+        self.lm_head.dense, self.lm_head.layer_norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.output_layer = nn.Linear(width, vocab_size)
+        if share_embeddings_and_output_weights:
+            self.output_layer.weight = None
+        self.binary_head, self.pooler.dense = nn.Linear(width, 2), nn.Linear(width, width)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        tokentype_ids: torch.Tensor,
+        lm_labels: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(input_ids.shape[1])
+        x = self.embedding.word_embeddings(input_ids) + self.embedding.position_embeddings(positions)
+        x = x + self.embedding.tokentype_embeddings(tokentype_ids)
+        both = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)
+        mask = torch.where(both, 0.0, -10000.0).unsqueeze(1)
+        for layer in self.encoder.layers:
+            x = layer(x, mask)
+        x = self.encoder.final_layernorm(x)
+        words, table = self.lm_head.layer_norm(F.gelu(self.lm_head.dense(x))), self.output_layer.weight
+        logits = F.linear(
+            words, self.embedding.word_embeddings.weight if table is None else table, self.output_layer.bias
+        )
+        return _losses(logits, lm_labels), self.binary_head(torch.tanh(self.pooler.dense(x[:, 0])))
 
 
 class Float16Module(nn.Module):
@@ -148,7 +211,8 @@ def forward_backward_no_pipelining(
     told, config = [], model.config
     for _ in range(num_microbatches):
         output, loss_func = forward_step_func(data_iterator, model)
-        assert output.shape == (micro_batch_size, seq_length)
+        losses = output[0] if isinstance(output, tuple) else output
+        assert losses.shape == (micro_batch_size, seq_length)
         loss, reduced = loss_func(output)
         loss /= num_microbatches
         told.append(reduced)
@@ -239,6 +303,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ParallelState:
         ".core.transformer.module": {"Float16Module": Float16Module},
         ".core.models.gpt": {"GPTModel": GPTModel},
         ".core.models.gpt.gpt_layer_specs": {"get_gpt_layer_local_spec": lambda: "local"},
+        ".core.models.bert": {},
+        ".core.models.bert.bert_model": {"BertModel": BertModel},
+        ".core.models.bert.bert_layer_specs": {"bert_layer_local_spec": "local"},
         ".core.distributed": {
             "DistributedDataParallel": DistributedDataParallel,
             "DistributedDataParallelConfig": DistributedDataParallelConfig,

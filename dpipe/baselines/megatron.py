@@ -1,4 +1,4 @@
-"""The configured GPT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021): tensor x pipeline x data parallel.
+"""The configured GPT or BERT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021), in all its parallel ways.
 
     python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
 
@@ -6,17 +6,22 @@ Written against megatron-core 0.16.1, with its own layers: no Transformer Engine
 reads our batches and has our optimizer's settings, so that its losses are ours but for rounding. Ranks stand where ours
 do; blocks are shared out evenly over the stages, as Megatron does. With tensor parallelism it is at its best where the
 environment says CUDA_DEVICE_MAX_CONNECTIONS=1 (scripts/sweep.py says it).
+
+Its BERT is ours: norms in front, one behind the last block, a transform with a norm before the logits, a pooler with a
+tanh beside it. It masks what lies behind a sequence's end for the positions there as well, of which nothing is read.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from dpipe.baselines.foreign import Step, command, refuse
-from dpipe.baselines.megatron_weights import load, parameters_by_layer
+from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
 from dpipe.config import Config, Train
 from dpipe.engine.blueprint import Blueprint, draft
 from dpipe.engine.executor import Batch
@@ -25,6 +30,7 @@ from dpipe.engine.memory import vocabulary_of
 from dpipe.engine.replicas import Seat, seat
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError
+from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
 
@@ -36,9 +42,8 @@ def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here, and where megatron-core is missing."""
     pipeline, agreement = config.pipeline, config.data_parallel
     reasons = {
-        'model.layers must be "gpt"': config.model.layers != "gpt",
+        'model.layers must be "gpt" or "bert"': not config.model.is_transformer,
         "model.dropout must be 0, its random numbers are others": config.model.dropout > 0,
-        "model.tie_embeddings must be false": config.model.tie_embeddings,
         "train.precision and train.parameters must be the same, it has no autocast": (
             config.train.precision != config.train.parameters
         ),
@@ -95,7 +100,7 @@ def make_step(config: Config, rank: int) -> Step:
         optimizer.zero_grad()
         feeds = [_microbatches(batch, device) for _ in chunks]
         told = run(
-            forward_step_func=_forward,
+            forward_step_func=_forward_bert if config.model.layers == "bert" else _forward_gpt,
             data_iterator=feeds if len(chunks) > 1 else feeds[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=config.train.num_microbatches,
@@ -157,25 +162,11 @@ def transformer_config(config: Config, device: torch.device) -> Any:
 
 def _chunk(blueprint: Blueprint, settings: Any, here: Seat, index: int, device: torch.device) -> Any:
     """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for its replicas."""
-    config, per_rank = blueprint.config, blueprint.config.pipeline.stages_per_rank
-    stage = index * here.num_ranks + here.place
-    model = (
-        part_of_megatron("models.gpt")
-        .GPTModel(
-            config=settings,
-            transformer_layer_spec=part_of_megatron("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(),
-            vocab_size=vocabulary_of(config),
-            max_sequence_length=config.model.context,
-            pre_process=stage == 0,
-            post_process=stage == config.pipeline.stages - 1,
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="learned_absolute",
-            vp_stage=index if per_rank > 1 else None,
-        )
-        .to(device)
-    )
+    config = blueprint.config
+    model = _bare_model(config, settings, here, index).to(device)
     assert blueprint.model is not None
-    for layer, given in parameters_by_layer(model, config.model.num_layers):
+    names = BERT if config.model.layers == "bert" else GPT
+    for layer, given in parameters_by_layer(model, names, config.model.num_layers):
         ours = materialise(blueprint.model, layer, config.train.seed, "cpu")
         load(given, ours, config.model.num_heads, here.tensor_rank, here.tensor_size)
     if config.train.parameters != "fp32":
@@ -185,6 +176,27 @@ def _chunk(blueprint: Blueprint, settings: Any, here: Seat, index: int, device: 
         grad_reduce_in_fp32=True, use_distributed_optimizer=config.data_parallel.kind == "sharded"
     )
     return distributed.DistributedDataParallel(settings, shares, model)
+
+
+def _bare_model(config: Config, settings: Any, here: Seat, index: int) -> Any:
+    per_rank = config.pipeline.stages_per_rank
+    stage = index * here.num_ranks + here.place
+    what: dict[str, Any] = {
+        "config": settings,
+        "vocab_size": vocabulary_of(config),
+        "max_sequence_length": config.model.context,
+        "pre_process": stage == 0,
+        "post_process": stage == config.pipeline.stages - 1,
+        "share_embeddings_and_output_weights": config.model.tie_embeddings,
+        "position_embedding_type": "learned_absolute",
+        "vp_stage": index if per_rank > 1 else None,
+    }
+    if config.model.layers == "bert":
+        layer = part_of_megatron("models.bert.bert_layer_specs").bert_layer_local_spec
+        kind = part_of_megatron("models.bert.bert_model").BertModel
+        return kind(num_tokentypes=NUM_TYPES, transformer_layer_spec=layer, **what)
+    layer = part_of_megatron("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
+    return part_of_megatron("models.gpt").GPTModel(transformer_layer_spec=layer, **what)
 
 
 def _optimizer(config: Config, chunks: list[Any]) -> Any:
@@ -215,24 +227,45 @@ def _update(optimizer: Any, train: Train, number: int) -> None:
     optimizer.step()
 
 
-def _microbatches(batch: Batch, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for (tokens,), targets in zip(batch.inputs, batch.targets, strict=True):
-        yield upload(tokens, device), upload(targets, device)
+Tensors = tuple[torch.Tensor, ...]
+Feed = Iterator[tuple[Tensors, torch.Tensor]]  # of micro-batches: inputs, targets
+Told = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-Loss = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+def _microbatches(batch: Batch, device: torch.device) -> Feed:
+    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+        yield tuple(upload(tensor, device) for tensor in inputs), upload(targets, device)
 
 
-def _forward(feed: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Loss]:
+def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Told]]:
     """As `get_forward_backward_func` wants it: the output of a chunk, and what makes the loss of the last one's."""
-    tokens, targets = next(feed)
+    (tokens,), targets = next(feed)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, None, labels=targets), _loss
+    return model(tokens, positions, None, labels=targets), _mean_of_words
 
 
-def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _mean_of_words(losses: torch.Tensor) -> Told:
     """Of the loss of each token [B, T]."""
-    loss = losses.float().mean()
+    return _told(losses.float().mean())
+
+
+def _forward_bert(feed: Feed, model: Any) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Told]]:
+    """As `_forward_gpt`; the last chunk gives the loss of each token [B, T], and logits of the pairs [B, 2]."""
+    (tokens, types, lengths), targets = next(feed)
+    within = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    asked = targets != IGNORED
+    asked[:, 0] = False  # there the target is the pair's
+    output = model(tokens, within, tokentype_ids=types, lm_labels=targets.where(asked, 0))
+    return output, partial(_masked_words_and_pairs, asked, targets[:, 0])
+
+
+def _masked_words_and_pairs(asked: torch.Tensor, pairs: torch.Tensor, output: Tensors) -> Told:
+    """As `stage.bert.masked_and_pair_loss`, of losses."""
+    losses, judged = (tensor.float() for tensor in output)
+    return _told(losses[asked].mean() + F.cross_entropy(judged, pairs))
+
+
+def _told(loss: torch.Tensor) -> Told:
     return loss, {"loss": loss.detach().clone()}  # Megatron scales the first in place
 
 

@@ -7,7 +7,7 @@ All else is stored alike: a matrix cut by columns of its output is cut along dim
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,19 +23,32 @@ class Source:
     by_head: bool = False
 
 
+Sources = Mapping[str, Source]  # by the name of theirs
+
+
 def _both(name: str, dim: int | None = None, *, by_head: bool = False) -> dict[str, Source]:
     return {kind: Source(f"{name}.{kind}", dim, by_head) for kind in ("weight", "bias")}
 
 
-def _named(theirs: str, sources: Mapping[str, Source]) -> dict[str, Source]:
+def _named(theirs: str, sources: Sources) -> dict[str, Source]:
     return {f"{theirs}.{kind}": source for kind, source in sources.items()}
 
 
-EMBEDDING = {
+@dataclass(frozen=True)
+class Names:
+    """Of a model: the module that has its blocks, and under what names the parameters of each layer come from ours."""
+
+    blocks: str
+    embedding: Sources
+    block: Sources
+    head: Sources
+
+
+_EMBEDDING = {
     "embedding.word_embeddings.weight": Source("tokens.weight", 0),
     "embedding.position_embeddings.weight": Source("positions.weight"),
 }
-BLOCK = {
+_BLOCK = {
     **_named("input_layernorm", _both("attention_norm")),
     **_named("self_attention.linear_qkv", _both("attention.qkv", 0, by_head=True)),
     "self_attention.linear_proj.weight": Source("attention.output.weight", 1),
@@ -45,25 +58,45 @@ BLOCK = {
     "mlp.linear_fc2.weight": Source("mlp_out.weight", 1),
     "mlp.linear_fc2.bias": Source("mlp_out.bias"),
 }
-HEAD = {**_named("decoder.final_layernorm", _both("norm")), "output_layer.weight": Source("output.weight", 0)}
+GPT = Names(
+    "decoder",
+    _EMBEDDING,
+    _BLOCK,
+    {**_named("decoder.final_layernorm", _both("norm")), "output_layer.weight": Source("output.weight", 0)},
+)
+BERT = Names(
+    "encoder",
+    {**_EMBEDDING, "embedding.tokentype_embeddings.weight": Source("types.weight")},
+    {name: replace(source, name=f"block.{source.name}") for name, source in _BLOCK.items()},
+    {
+        **_named("encoder.final_layernorm", _both("norm")),
+        **_named("lm_head.dense", _both("transform")),
+        **_named("lm_head.layer_norm", _both("transform_norm")),
+        **_named("output_layer", _both("output", 0)),
+        **_named("pooler.dense", _both("pooler")),
+        **_named("binary_head", _both("pair")),
+    },
+)
 
 
-def parameters_by_layer(model: Any, num_layers: int) -> Iterator[tuple[int, dict[str, tuple[nn.Parameter, Source]]]]:
-    """The parameters of a Megatron GPTModel by our layer; theirs count blocks from 1, as ours are behind an embedding.
+def parameters_by_layer(
+    model: Any, names: Names, num_layers: int
+) -> Iterator[tuple[int, dict[str, tuple[nn.Parameter, Source]]]]:
+    """The parameters of a Megatron model by our layer; theirs count blocks from 1, as ours are behind an embedding.
 
     Raises `KeyError` for a parameter that is not known here.
     """
-    blocks = [(layer.layer_number, layer, BLOCK) for layer in model.decoder.layers]
-    inside = {id(p) for _, layer, _ in blocks for p in layer.parameters()}
+    blocks = getattr(model, names.blocks).layers
+    inside = {id(p) for block in blocks for p in block.parameters()}
     ends = {name: p for name, p in model.named_parameters() if id(p) not in inside}
-    for index, sources in ((0, EMBEDDING), (num_layers + 1, HEAD)):
+    for index, sources in ((0, names.embedding), (num_layers + 1, names.head)):
         mine = {name: ends.pop(name) for name in sources if name in ends}
         if mine:
             yield index, {name: (p, sources[name]) for name, p in mine.items()}
     if ends:
-        raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's GPT")
-    for index, layer, sources in blocks:
-        yield index, {name: (p, sources[name]) for name, p in layer.named_parameters()}
+        raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's model")
+    for block in blocks:
+        yield block.layer_number, {name: (p, names.block[name]) for name, p in block.named_parameters()}
 
 
 @torch.no_grad()

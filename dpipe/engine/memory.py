@@ -149,10 +149,10 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     else:
         inside += sizes.tokens(_LOOKED_UP)
         forward, back = 3 * u + r * again, max(u + table - noise, 2 * u * again)
-    forward, backward = max(2 * r, forward - noise), 2 * r + max(2 * positions, back, noise)
-    input_ = 2 * r + max(3 * positions, back + positions, noise)
+    forward = max(2 * r, forward - noise)
+    backward, first = (2 * r + max(2 * positions, back + kept, noise) for kept in (0, positions))
     if recompute == "full":
-        backward, input_ = (inside + max(worst, r + forward) for worst in (backward, input_))
+        backward, first = (inside + max(worst, r + forward) for worst in (backward, first))
         inside = 0
     return of_parameters(
         table + positions + 2 * sizes.bert * sizes.width * _FLOAT,
@@ -160,20 +160,18 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + inside,
         forward_bytes=forward,
         backward_bytes=backward,
-        first_bytes=positions,
-        input_bytes=input_,
+        first_bytes=first - backward,
     )
 
 
 def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    kept, working = _loss(sizes)
+    kept = sizes.tokens(_SPLIT_LOSS_KEEPS) if sizes.ranks > 1 else 0
     given = r + sizes.tokens(_INT64)
     rounded = r // 2 + table // 2
     inside = (rounded if half else r) + logits + 2 * sizes.positions(_FLOAT) + kept
-    forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
-    weight = table * 3 // 2 if half else table
+    forward, weight = _logits_made(sizes, 0), table * 3 // 2 if half else table
     gathered = u if sizes.sequence else 0
     input_ = max(_given_back(sizes), 3 * u if sizes.sequence else 2 * u)
     backward = first = max(_given_back(sizes), gathered + u + table)
@@ -195,6 +193,7 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         first_bytes=first - backward,
         input_bytes=input_,
         weight_bytes=weight,
+        first_weight_bytes=weight - table,
     )
 
 
@@ -204,9 +203,17 @@ def _products(sizes: TransformerSizes) -> int:
     return max(2 * gathered, gathered + (u + table) // 2) - sizes.logits // 2
 
 
-def _loss(sizes: TransformerSizes) -> tuple[int, int]:
-    """What cross entropy over split words keeps beside chances, and has while it works: a few numbers a token."""
-    return (sizes.tokens(_SPLIT_LOSS_KEEPS), sizes.tokens(_SPLIT_LOSS_MAKES)) if sizes.ranks > 1 else (0, 0)
+def _logits_made(sizes: TransformerSizes, later: int) -> int:
+    """In F, of a head: the loss at work; or half precision's logits, or the gathered positions, on their way there.
+
+    `later` are weights of whose 16-bit copies there are none yet.
+    """
+    r, logits = sizes.stream, sizes.logits
+    working = sizes.tokens(_SPLIT_LOSS_MAKES) if sizes.ranks > 1 else 0
+    if not sizes.half:
+        return logits + working
+    gathered = sizes.unit if sizes.sequence else 0
+    return max(logits * 3 // 2 + working, r - logits // 2, r + gathered - (sizes.table + later) // 2 - logits)
 
 
 def _given_back(sizes: TransformerSizes) -> int:
@@ -229,12 +236,12 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     In half precision the pooler is done with, and its gradient made, when the logits' product gives back.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    kept, working = _loss(sizes)
+    kept = sizes.tokens(_SPLIT_LOSS_KEEPS) if sizes.ranks > 1 else 0
     dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
     inside = 2 * r + table // 2 + dense if half else 4 * r
     inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + kept
+    forward, weight = _logits_made(sizes, dense), table * 3 // 2 if half else table
     gathered = u if sizes.sequence else 0
-    forward = max(logits * 3 // 2 + working, r - logits // 2) if half else logits + working
     input_ = max(_given_back(sizes), r + 3 * u if sizes.sequence else 3 * u)
     backward = max(_given_back(sizes), r + gathered + u + table)
     first = backward + dense  # the gradient of the pooler, which is made by then
@@ -256,7 +263,8 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         backward_bytes=backward,
         first_bytes=first - backward,
         input_bytes=input_,
-        weight_bytes=table * 3 // 2 if half else table,
+        weight_bytes=weight,
+        first_weight_bytes=max(table // 2 - 2 * dense, dense // 2) if half else 0,
     )
 
 
@@ -292,6 +300,8 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         first_bytes=first - backward,
         input_bytes=input_,
         weight_bytes=largest * 3 // 2 if half else largest,
+        first_weight_bytes=3 * largest // 8 if half else 0,  # the last that is made, of q, k and v, in 16 bits
+        keeps_given=not (half or sizes.dropout or sizes.sequence),  # else it is another tensor by then
     )
 
 
@@ -381,12 +391,13 @@ def _mask(sizes: TransformerSizes) -> int:
     return 0 if sizes.bert else (6 if sizes.half else 4) * sizes.context**2
 
 
-def of_parameters(parameter_bytes: int, *, largest: int, **moments: int) -> LayerMemory:
+def of_parameters(parameter_bytes: int, *, largest: int, keeps_given: bool = False, **moments: int) -> LayerMemory:
     """Two copies of the largest parameter are what AdamW works with, one parameter at a time."""
     return LayerMemory(
         parameter_bytes=parameter_bytes,
         gradient_bytes=parameter_bytes,
         optimizer_bytes=_MOMENTS * parameter_bytes,
         update_bytes=2 * largest,
+        keeps_given=keeps_given,
         **moments,
     )

@@ -32,7 +32,7 @@ from dpipe.stage.tensor_parallel import (
 )
 
 IGNORED = -100  # the target of a word that was not masked out
-_TYPES = 2  # the first passage of a pair, and the second
+NUM_TYPES = 2  # the first passage of a pair, and the second
 
 Masked = tuple[torch.Tensor, torch.Tensor]  # x_BTD, lengths_B
 
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
-        self.types = nn.Embedding(_TYPES, width)
+        self.types = nn.Embedding(NUM_TYPES, width)
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
         initialise(self)

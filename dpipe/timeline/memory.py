@@ -19,12 +19,14 @@ from dpipe.schedule.plan import Schedule
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W.
+    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W; what
+    defers nothing does in I what it does in B.
 
     The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
-    step, whose gradients stay as they are made), of I, of W, and of the optimizer. `given_bytes`, of a stage's end, is
-    the gradient that it is given in B and I, and holds until it is done; that a layer has it while it works is in the
-    layer's working memory. `exchange_bytes` are what replicas agree with, always.
+    step, whose gradients stay as they are made), of I, of W (`first_weight_bytes` in the first, beside the gradients),
+    and of the optimizer. `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until
+    it is done; that a layer has it while it works is in the layer's working memory, and a layer that `keeps_given` has
+    it among what it defers. `exchange_bytes` are what replicas agree with, always.
     """
 
     parameter_bytes: int = 0
@@ -37,8 +39,10 @@ class LayerMemory:
     first_bytes: int = 0
     input_bytes: int = 0
     weight_bytes: int = 0
+    first_weight_bytes: int = 0
     update_bytes: int = 0
     given_bytes: int = 0
+    keeps_given: bool = False
     exchange_bytes: int = 0
 
 
@@ -107,22 +111,24 @@ class _Walk:
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):
-            given = layers[-1].given_bytes
+            kept = action.op is Op.I and any(layer.keeps_given for layer in layers[-2:-1])
+            given = 0 if kept else layers[-1].given_bytes
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
                 self._hold(given * (place == len(layers) - 2))  # by then its last layer is done with it
             self._hold(-given)
         elif action.op is Op.W:
-            for place, layer in enumerate(layers):
-                first = self._have_gradients(action.stage, place, layer)
-                self._see(0 if first else layer.weight_bytes)  # the first is kept as it is made
+            for place in reversed(range(len(layers))):
+                layer, first = layers[place], self._have_gradients(action.stage, place, layers[place])
+                self._see(layer.first_weight_bytes if first else layer.weight_bytes)
             self._hold(-sum(layer.deferred_bytes for layer in layers))
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
-        whole, first = action.op is Op.B, (action.stage, place) not in self._made and not self._keeps_gradients
+        whole = action.op is Op.B or layer.deferred_bytes == 0
+        first = (action.stage, place) not in self._made and not self._keeps_gradients
         self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
         self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
-        if whole or layer.deferred_bytes == 0:
+        if whole:
             self._have_gradients(action.stage, place, layer)
 
     def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:

@@ -1,4 +1,4 @@
-"""A GPT that another engine and ours are given alike: from a file, because the other one's ranks are processes."""
+"""A GPT or a BERT that another engine and ours are given alike: from a file, as the other one's ranks are processes."""
 
 from collections.abc import Callable
 from io import StringIO
@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from rich.console import Console
+from tokenizers import BertWordPieceTokenizer
 
 from dpipe.baselines.foreign import train_rank
 from dpipe.config import load
@@ -25,6 +26,9 @@ FILE = """
 """  # noqa: E501
 
 
+_WHAT = ("a dog", "the lazy dog", "nobody", "one old man and his bird")
+
+
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Clipped and warmed up, so that what a step ends with is compared as well."""
@@ -32,6 +36,21 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and nobody knows why. " * 60)
     (folder / "job.toml").write_text(FILE.format(folder=folder))
     return folder / "job.toml"
+
+
+@pytest.fixture(scope="session")
+def as_bert(job: Path) -> tuple[str, ...]:
+    """What makes a BERT of the job; its embeddings are tied, as a BERT's are. Sentences are of several lengths."""
+    sentences = [
+        f"{who} {verb} {what} ." for who in ("it", "the fox") for verb in ("sees", "jumps over") for what in _WHAT
+    ]
+    text = "\n".join(sentences) + "\n\n" + "\n".join(reversed(sentences)) + "\n"
+    (job.parent / "sentences.txt").write_text(text)
+    tokenizer = BertWordPieceTokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=60, show_progress=False)
+    tokenizer.save(str(job.parent / "pieces.json"))
+    data = (f'data.files=["{job.parent}/sentences.txt"]', f"data.tokenizer={job.parent}/pieces.json")
+    return ("model.layers=bert", "model.vocab_size=64", *data)
 
 
 @pytest.fixture

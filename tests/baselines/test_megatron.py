@@ -18,6 +18,7 @@ from dpipe.errors import ConfigError
 
 ONE_RANK = ("pipeline.stages=1",)
 TWO_REPLICAS = ("data_parallel.replicas=2", 'data_parallel.kind="sharded"', "train.num_microbatches=2")
+TIED = ("model.tie_embeddings=true", "model.vocab_size=256")
 ON_GPU = "node.device=cuda"
 
 
@@ -32,6 +33,14 @@ def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
     train_rank(config, Placement(), lambda config: None, megatron.make_step)
     rows = read_rows(tmp_path / "theirs")
     assert [row["loss"] for row in rows] == pytest.approx(our_losses(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("groups")
+def test_megatrons_bert_learns_what_ours_does(job: Path, tmp_path: Path, as_bert, our_losses):
+    config = load(job, (*ONE_RANK, *as_bert, f"run.folder={tmp_path / 'theirs'}"))
+    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    rows = read_rows(tmp_path / "theirs")
+    assert [row["loss"] for row in rows] == pytest.approx(our_losses(*as_bert), rel=1e-5)
 
 
 def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
@@ -53,7 +62,7 @@ def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, me
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("tensor_parallel.size=2", "model.vocab_size=256", *TWO_REPLICAS, "train.num_microbatches=4"),
+        ("tensor_parallel.size=2", *TWO_REPLICAS, "train.num_microbatches=4", *TIED),
         (*TWO_REPLICAS, "pipeline.stages=4", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved"),
     ],
 )
@@ -63,16 +72,37 @@ def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
     import cpu_megatron
 
     rows = their_rows(cpu_megatron, *overrides)
-    assert [row["loss"] for row in rows] == pytest.approx(our_losses(), rel=1e-5)
+    assert [row["loss"] for row in rows] == pytest.approx(our_losses(*models(overrides)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("tensor_parallel.size=2", "pipeline.recompute=full"),
+        (*TWO_REPLICAS, "model.tie_embeddings=false"),
+        ("pipeline.stages=4", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved"),
+    ],
+)
+def test_bert_of_megatron_itself_learns_what_ours_does(overrides, as_bert, our_losses, their_rows):
+    """Two ranks a stage that share the table with the other stage; replicas; chunks that are interleaved."""
+    pytest.importorskip("megatron.core")
+    import cpu_megatron
+
+    rows = their_rows(cpu_megatron, *as_bert, *overrides)
+    assert [row["loss"] for row in rows] == pytest.approx(our_losses(*as_bert, *models(overrides)), rel=1e-5)
+
+
+def models(overrides):
+    """Those that change what is learned, and not how it is cut."""
+    return [override for override in overrides if override.startswith("model.")]
 
 
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.layers=replay", "train.clip_norm=0"], 'model.layers must be "gpt"'),
+        (["model.layers=replay", "train.clip_norm=0"], 'model.layers must be "gpt" or "bert"'),
         (["model.dropout=0.1"], "model.dropout must be 0"),
-        (["model.tie_embeddings=true"], "model.tie_embeddings must be false"),
         (["train.precision=bf16"], "train.precision and train.parameters must be the same"),
         (["train.compile=true"], "train.compile must be false"),
         (["pipeline.schedule=gpipe"], 'pipeline.schedule must be "1f1b" or "interleaved"'),

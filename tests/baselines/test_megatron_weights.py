@@ -1,9 +1,9 @@
 import pytest
 import torch
-from fake_megatron import GPTModel, TransformerConfig
+from fake_megatron import BertModel, GPTModel, TransformerConfig
 from torch import nn
 
-from dpipe.baselines.megatron_weights import Source, load, parameters_by_layer, part
+from dpipe.baselines.megatron_weights import BERT, GPT, Source, load, parameters_by_layer, part
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import materialise
 
@@ -31,15 +31,16 @@ def model() -> GPTModel:
 
 
 def test_every_parameter_of_every_layer_is_found(model: GPTModel):
-    found = dict(parameters_by_layer(model, 2))
-    assert sorted(found) == [0, 1, 2, 3]
-    assert sum(len(given) for given in found.values()) == len(list(model.parameters()))
+    for theirs, names in ((model, GPT), (BertModel(TransformerConfig(2, 8, 2), 2, "local", 16, 4), BERT)):
+        found = dict(parameters_by_layer(theirs, names, 2))
+        assert sorted(found) == [0, 1, 2, 3]
+        assert sum(len(given) for given in found.values()) == len(list(theirs.parameters()))
 
 
 def test_loaded_model_computes_what_ours_does(model: GPTModel):
     ours = gpt(vocab_size=16, num_layers=2, width=8, num_heads=2, context=4, dropout=0.0, tied=False)
     layers = [materialise(ours, index, 0, "cpu") for index in range(4)]
-    for index, given in parameters_by_layer(model, 2):
+    for index, given in parameters_by_layer(model, GPT, 2):
         load(given, layers[index], 2, 0, 1)
     tokens = torch.arange(4)[None]
     logits = nn.Sequential(*layers)(tokens)
@@ -50,4 +51,4 @@ def test_loaded_model_computes_what_ours_does(model: GPTModel):
 def test_parameter_that_is_not_known_is_named(model: GPTModel):
     model.extra = nn.Linear(2, 2, bias=False)
     with pytest.raises(KeyError, match="extra.weight have no counterpart"):
-        list(parameters_by_layer(model, 2))
+        list(parameters_by_layer(model, GPT, 2))

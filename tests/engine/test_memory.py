@@ -64,8 +64,9 @@ def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recomp
             for actions in (first, program):
                 for action in actions:
                     act(stages[action.stage], action, schedule, sizes)
-                for stage, optimizer in zip(stages.values(), optimizers, strict=True):
+                for optimizer in optimizers:
                     optimizer.step()
+                for stage in stages.values():
                     stage.zero_grad()
             return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
@@ -224,6 +225,34 @@ def test_ranks_of_first_middle_and_last_stage_are_predicted(case: str, bert: boo
         bert=bert,
     )
     agree(generate("1f1b", 3, 3), sizes, recompute, within=0.02)
+
+
+# What a thousand ranks of one size did not show: each was more than 2 % off. Schedule, rank, shape.
+SHAPES = """
+    zero-bubble  1   2 512 512 8 4 2048     selective  fp32  4-ranks  bert
+    zero-bubble  0   2 512 512 8 1 2048     selective  bf16  2-ranks  dropout   bert
+    zero-bubble  1   1 128 1024 16 1 8192   none       bf16  4-ranks  sequence  bert
+    gpipe        0   1 1024 1024 8 1 4096   selective  bf16  4-ranks  dropout
+    1f1b         2   8 256 512 16 1 512     none       bf16  2-ranks  dropout   sequence
+"""
+
+
+@pytest.mark.parametrize("case", SHAPES.strip().splitlines())
+def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
+    name, rank, *numbers = case.split()[:8]
+    recompute, precision, ranks, *more = case.split()[8:]
+    sizes = TransformerSizes(
+        *map(int, numbers),
+        dropout="dropout" in more,
+        keeps_matrices="dropout" in more,
+        half=precision == "bf16",
+        ranks=int(ranks[0]),
+        sequence="sequence" in more,
+        bert="bert" in more,
+    )
+    schedule = generate(name, 3, 2)
+    theirs = peak_by_torch(schedule, int(rank), sizes, recompute)
+    assert predicted(schedule, sizes, recompute)[int(rank)].total == pytest.approx(theirs, rel=0.005)
 
 
 def test_layer_is_done_with_before_the_next_is_made_again() -> None:

@@ -84,7 +84,7 @@ def test_cells_are_layouts_by_micro_batches(sweep, tmp_path):
         ("gpt3xl_megatron", {"megatron", "dpipe"}, 2 * (10 * 4 + 5 * 2 + 5 * 2), 8),
         ("gpt3xl_torch_pipe", {"torch", "dpipe"}, 2 * 3 * 3, 8),
         ("gpt3xl_torch_pipe_fsdp", {"fsdp", "dpipe"}, 2 * 3 * 3, 8),
-        ("megatron_bert345m_scaling", {"dpipe"}, 3, 8),
+        ("megatron_bert345m_scaling", {"megatron", "dpipe"}, 2 * 3, 8),
     ],
 )
 def test_committed_sweep_of_layouts_gives_cells_that_their_engines_take(
@@ -173,7 +173,11 @@ def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_pa
     assert found == pytest.approx(4e-4)
     again = (*given, "train.num_microbatches=4")
     assert engines.difference_in_training("fsdp", tmp_path / "config.toml", again, None, timeout_s=1.0) == found
-    assert trained == [("dpipe", "train"), ("dpipe.baselines.fsdp",)]  # once: micro-batches make no other small model
+    both = [("dpipe", "train"), ("dpipe.baselines.fsdp",)]
+    assert trained == both  # once: micro-batches make no other small model
+    half = (*given, "train.precision=bf16")
+    engines.difference_in_training("fsdp", tmp_path / "config.toml", half, None, timeout_s=1.0)
+    assert trained == both * 2  # in fp32 it is known already
 
 
 @pytest.mark.usefixtures("trained")
@@ -181,4 +185,14 @@ def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     with pytest.raises(AssertionError, match="the losses of megatron differ from ours by 0.2"):
+        engines.difference_in_training("megatron", tmp_path / "config.toml", given, None, timeout_s=1.0)
+
+
+@pytest.mark.usefixtures("trained")
+def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(engines, tmp_path, monkeypatch):
+    """A loss before training is near that of chance whatever the parameters: half a thousandth is far."""
+    monkeypatch.setitem(LOSSES, "megatron", [5.0005, 4.0])
+    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    given = (*engines.Layout(pipeline=2).overrides(16, 2), "train.precision=fp16", "train.parameters=fp16")
+    with pytest.raises(AssertionError, match="of the same parameters megatron has a first loss of 5.0005, ours: 5.0"):
         engines.difference_in_training("megatron", tmp_path / "config.toml", given, None, timeout_s=1.0)

@@ -32,6 +32,27 @@ def test_weight_gradients_that_wait_keep_their_factors() -> None:
     assert peak_memory(schedule, [(layer,), (layer,)])[1].activations == 3 * 16
 
 
+def test_layer_that_defers_nothing_does_in_a_split_backward_what_it_does_in_a_whole_one() -> None:
+    schedule = generate("zero-bubble", 1, 1)  # F0 I0 W0
+    layer = LayerMemory(gradient_bytes=5, held_bytes=10, backward_bytes=7, first_bytes=2, input_bytes=90)
+    assert peak_memory(schedule, [(layer,)])[0] == RankMemory(0, 0, 0, 10, 9)
+
+
+def test_first_weight_gradients_are_made_last_layer_first_beside_those_that_stay() -> None:
+    layer = LayerMemory(gradient_bytes=5, deferred_bytes=16, weight_bytes=40, first_weight_bytes=3)
+    layers = (layer, replace(layer, first_weight_bytes=9))
+    assert peak_memory(generate("zero-bubble", 1, 1), [layers])[0] == RankMemory(0, 5, 0, 32, 9)
+    assert peak_memory(generate("zero-bubble", 1, 2), [layers])[0].working == 40
+
+
+def test_given_gradient_that_a_layer_defers_is_counted_once() -> None:
+    last = LayerMemory(deferred_bytes=6, keeps_given=True)
+    layers = (LayerMemory(held_bytes=10, deferred_bytes=10, input_bytes=20), last, LayerMemory(given_bytes=4))
+    assert peak_memory(generate("zero-bubble", 1, 1), [layers])[0].total == 10 + 6 + 20
+    other = (layers[0], replace(last, keeps_given=False), layers[2])
+    assert peak_memory(generate("zero-bubble", 1, 1), [other])[0].total == 10 + 6 + 20 + 4
+
+
 def test_optimizer_works_when_nothing_is_held() -> None:
     layer = LayerMemory(parameter_bytes=1, gradient_bytes=1, held_bytes=2, update_bytes=50)
     assert peak_memory(generate("1f1b", 1, 1), [(layer,)])[0] == RankMemory(1, 1, 0, 0, 50)
