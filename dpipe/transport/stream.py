@@ -11,7 +11,7 @@ from threading import Lock
 from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
-_WRITE_BYTES = 128 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
+_WRITE_BYTES = 256 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
 _MORE = getattr(socket, "MSG_MORE", 0)  # do not send this alone, where the system can wait for the rest
 _WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}  # seconds, seconds, probes; as gRPC's
