@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import torch
@@ -168,21 +168,32 @@ def _report(case: Case, results: Connection) -> None:
 
 
 def run_tests(timeout_s: float, log: Path) -> str:
-    """The tests marked `gpu`; pytest's last line. All that they say is in `log`.
+    """The tests marked `gpu`: pytest's last line of each file. All that it says is in `log`.
 
-    Only their files: others need packages that a machine with a GPU need not have. Warnings of another torch than the
-    tests were written for are no failures here.
+    Only their files, because others need packages that a machine with a GPU need not have; each in a process of its
+    own, because an error on a GPU stays with its process.
     """
-    files = [str(f) for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text(encoding="utf-8")]
-    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-o", "filterwarnings=default", *files]
+    deadline = time.monotonic() + timeout_s
+    files = [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text(encoding="utf-8")]
     log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as out:
+        return "; ".join(f"{file.stem}: {run_test_file(file, deadline - time.monotonic(), out)}" for file in files)
+
+
+def run_test_file(file: Path, timeout_s: float, log: TextIO) -> str:
+    """Warnings of another torch than the tests were written for are no failures here."""
+    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-o", "filterwarnings=default", str(file)]
+    if timeout_s <= 0:
+        return "no time was left"
     try:
-        with log.open("w", encoding="utf-8") as out:
-            done = subprocess.run(argv, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return f"not finished within {timeout_s:.0f} s, see {log.name}"
-    lines = log.read_text(encoding="utf-8").strip().splitlines()
-    return f"exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
+        done = subprocess.run(
+            argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as late:
+        log.write((late.stdout or b"").decode(errors="replace"))
+        return "not done when the share of the tests was over"
+    log.write(done.stdout)
+    return f"exit code {done.returncode}, {(done.stdout.strip().splitlines() or ['no output'])[-1]}"
 
 
 def label(case: Case) -> str:

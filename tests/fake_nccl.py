@@ -1,4 +1,6 @@
-"""What `dpipe.transport.nccl` uses of `cupy.cuda.nccl` 14, between threads. Streams are those of `fake_cuda`.
+"""What `dpipe.transport.nccl` uses of `cupy.cuda.nccl`, between threads. Streams are those of `fake_cuda`.
+
+What it refuses, and how, is what cupy 14.2 with NCCL 2.28 did without a GPU; `ids=tuple` is cupy 13.
 
 As NCCL does, a send of up to BUFFER bytes is over before its receiver is there, and a larger one waits for it; a peer
 that is gone is an asynchronous error of its communicator; and what is aborted comes to an end without having moved.
@@ -17,6 +19,7 @@ from dpipe.transport.base import Pending, Transport
 from dpipe.wire.spec import TensorSpec
 
 BUFFER = 4 << 20
+ID_BYTES = 128
 
 
 class NcclError(RuntimeError):
@@ -39,17 +42,23 @@ class FakeNccl:
     NCCL_UINT8 = 1
     available = True
 
-    def __init__(self) -> None:
-        self.channels: dict[bytes, _Channel] = {}
+    def __init__(self, ids: type[bytes] | type[tuple] = bytes) -> None:
+        self._ids = ids
+        self.channels: dict[bytes | tuple[int, ...], _Channel] = {}
         self.communicators: list[FakeCommunicator] = []
 
-    def get_unique_id(self) -> bytes:
-        unique_id = secrets.token_bytes(128)
+    def get_unique_id(self) -> bytes | tuple[int, ...]:
+        drawn = secrets.token_bytes(ID_BYTES)
+        unique_id = drawn if self._ids is bytes else tuple(memoryview(drawn).cast("b"))  # signed, as C's char
         self.channels[unique_id] = _Channel()
         return unique_id
 
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> "FakeCommunicator":  # noqa: N802, N803 - cupy's
+    def NcclCommunicator(self, ndev: int, commId: bytes | tuple[int, ...], rank: int) -> "FakeCommunicator":  # noqa: N802, N803 - cupy's
         assert ndev == 2
+        if type(commId) is not self._ids:
+            raise TypeError(f"Argument 'commId' has incorrect type (expected {self._ids.__name__})")
+        if len(commId) != ID_BYTES:
+            raise ValueError(f"commId length {len(commId)} != {ID_BYTES}.")
         channel = self.channels[commId]
         channel.met.wait(HANG_S)
         self.communicators.append(FakeCommunicator(channel, rank))
@@ -61,14 +70,15 @@ class FakeCommunicator:
         self._channel, self._rank = channel, rank
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        assert (datatype, peer) == (FakeNccl.NCCL_UINT8, 1 - self._rank)
+        self._check(datatype, peer)
         FakeStream.by_handle[stream].queue(partial(self._send, sendbuf, count))
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        assert (datatype, peer) == (FakeNccl.NCCL_UINT8, 1 - self._rank)
+        self._check(datatype, peer)
         FakeStream.by_handle[stream].queue(partial(self._recv, recvbuf, count))
 
     def check_async_error(self) -> None:
+        self._refuse_if_ended()
         if 1 - self._rank in self._channel.ended:
             raise NcclError("NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error")
 
@@ -78,6 +88,14 @@ class FakeCommunicator:
             self._channel.changed.notify_all()
 
     destroy = abort
+
+    def _check(self, datatype: int, peer: int) -> None:
+        self._refuse_if_ended()
+        assert (datatype, peer) == (FakeNccl.NCCL_UINT8, 1 - self._rank)
+
+    def _refuse_if_ended(self) -> None:
+        if self._rank in self._channel.ended:  # cupy forgets the communicator, and NCCL is called with none
+            raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)")
 
     def _send(self, pointer: int, count: int) -> None:
         channel = self._channel

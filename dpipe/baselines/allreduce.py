@@ -25,7 +25,7 @@ from dpipe.wire.collective import open_store
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0
-_PART_BYTES = 16 << 20  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
+_PART_BYTES = 32 << 20  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
 _WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {  # connections a link, and wire format
     "tcp x1": (TcpTransport, 1, "none"),
     "tcp x2": (TcpTransport, 2, "none"),

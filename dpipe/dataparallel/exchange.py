@@ -14,6 +14,7 @@ last bit whatever the wire.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -37,27 +38,27 @@ class DirectExchange:
     ) -> None:
         self.links, self.replica, self.ranks, self.wire = links, replica, ranks, wire
         self._part_values = max(1, part_bytes // 4)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, TensorSpec], Plan] = {}
         self.buffers = _Buffers()
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace `row` [N] by its mean over replicas."""
-        plan = self._plan(row)
-        return _UnderWay(self, plan, row, stage, ready).run(plan.sends, plan.arrivals)
+        plan = self._plan(row, stage)
+        return _UnderWay(self, plan, row, ready).run(plan.sends, plan.arrivals)
 
     def reduce_scatter(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace this replica's shard of `row` by its mean over replicas."""
-        plan = self._plan(row)
-        under_way = _UnderWay(self, plan, row, stage, ready)
+        plan = self._plan(row, stage)
+        under_way = _UnderWay(self, plan, row, ready)
         traffic = under_way.run(_with(Role.REDUCE, plan.sends), _with(Role.REDUCE, plan.arrivals))
-        for part in range(plan.exchange.num_parts):
+        for part in range(plan.num_parts):
             under_way.reduce(part)
         return traffic
 
     def all_gather(self, row: torch.Tensor, stage: int) -> list[Traffic]:
         """Replace the other shards of `row` by those of the replicas that own them."""
-        plan = self._plan(row)
-        under_way = _UnderWay(self, plan, row, stage, lambda piece: None, reduced=True)
+        plan = self._plan(row, stage)
+        under_way = _UnderWay(self, plan, row, lambda piece: None, reduced=True)
         return under_way.run(_with(Role.GATHER, plan.sends), _with(Role.GATHER, plan.arrivals))
 
     def shard(self, length: int) -> slice:
@@ -68,36 +69,52 @@ class DirectExchange:
     def fail(self, error: Exception) -> None:
         self.links.fail(error)
 
-    def _plan(self, row: torch.Tensor) -> "Plan":
-        if row.numel() not in self._plans:
+    def _plan(self, row: torch.Tensor, stage: int) -> "Plan":
+        like = TensorSpec.of(row)
+        if (stage, like) not in self._plans:
             num_parts = max(1, -(-row.numel() // self._part_values))
-            self._plans[row.numel()] = Plan(direct(len(self.ranks), num_parts), self.replica, row.numel())
-        return self._plans[row.numel()]
+            exchange = direct(len(self.ranks), num_parts)
+            self._plans[stage, like] = Plan(exchange, self.replica, stage, like, self.wire)
+        return self._plans[stage, like]
+
+
+class Leg(NamedTuple):
+    """A message, what of the row it carries, and how it looks there and on the wire."""
+
+    message: Message
+    tag: str
+    piece: slice
+    values: TensorSpec
+    wire: TensorSpec
 
 
 class Plan:
-    """What one end of an exchange of `length` values sends and gets, in order. Of empty pieces nobody speaks."""
+    """What one end of an exchange of a `row` [N] sends and gets, in order: worked out once, used at every step.
 
-    def __init__(self, exchange: Exchange, replica: int, length: int) -> None:
-        self.exchange, self.replica, self.length = exchange, replica, length
+    Of empty pieces nobody speaks.
+    """
+
+    def __init__(self, exchange: Exchange, replica: int, stage: int, row: TensorSpec, wire: Wire) -> None:
+        self.num_parts, self.stage = exchange.num_parts, stage
         self.others = [other for other in range(exchange.num_replicas) if other != replica]
-        self.sends = [m for m in exchange.programs[replica] if self._has_bytes(m)]
-        self.arrivals = [m for m in exchange.arrivals[replica] if self._has_bytes(m)]
+        self._exchange, self._row, self._wire = exchange, row, wire
+        self.sends = self._legs(exchange.programs[replica])
+        self.arrivals = self._legs(exchange.arrivals[replica])
+        adds_up = (Message(Role.REDUCE, part, replica, replica, replica) for part in range(exchange.num_parts))
+        self.own = [self._leg(message) for message in adds_up]  # by part
 
-    def piece(self, message: Message) -> slice:
-        return self.exchange.piece(message, self.length)
+    def _legs(self, messages: Iterable[Message]) -> list[Leg]:
+        return [leg for leg in map(self._leg, messages) if leg.piece.start < leg.piece.stop]
 
-    def own(self, part: int) -> slice:
-        """The part that this replica adds up."""
-        return self.piece(Message(Role.REDUCE, part, self.replica, self.replica, self.replica))
-
-    def _has_bytes(self, message: Message) -> bool:
-        piece = self.piece(message)
-        return bool(piece.start < piece.stop)
+    def _leg(self, message: Message) -> Leg:
+        tag = f"{self.stage}{message.role} {message.part} of {message.owner}"
+        piece = self._exchange.piece(message, *self._row.shape)
+        values = TensorSpec((piece.stop - piece.start,), self._row.dtype)
+        return Leg(message, tag, piece, values, self._wire.wire_spec(values))
 
 
-def _with(role: Role, messages: Iterable[Message]) -> list[Message]:
-    return [message for message in messages if message.role is role]
+def _with(role: Role, legs: Iterable[Leg]) -> list[Leg]:
+    return [leg for leg in legs if leg.message.role is role]
 
 
 class _Buffers:
@@ -110,56 +127,57 @@ class _Buffers:
         free = self._free.get(spec)
         return free.pop() if free else spec.empty()
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault(TensorSpec.of(buffer), []).append(buffer)
+    def give_back(self, spec: TensorSpec, buffer: torch.Tensor) -> None:
+        self._free.setdefault(spec, []).append(buffer)
 
 
 class _UnderWay:
     """One exchange of one row. Of each link, `_WINDOW` messages are expected at a time: as much memory, and no more."""
 
     def __init__(
-        self, ends: DirectExchange, plan: Plan, row: torch.Tensor, stage: int, ready: Ready, *, reduced: bool = False
+        self, ends: DirectExchange, plan: Plan, row: torch.Tensor, ready: Ready, *, reduced: bool = False
     ) -> None:
-        self._ends, self._plan, self._row, self._stage, self._ready = ends, plan, row, stage, ready
-        self._coming: dict[int, deque[Message]] = {}  # by source, what is not expected yet
+        self._ends, self._plan, self._row, self._ready = ends, plan, row, ready
+        self._links, self._wire = ends.links, ends.wire
+        self._coming: dict[int, deque[Leg]] = {other: deque() for other in plan.others}  # not expected yet, by source
         self._shares: dict[tuple[int, int], Pending[torch.Tensor]] = {}  # by part and replica
-        self._averages: deque[tuple[Message, Pending[torch.Tensor]]] = deque()
+        self._averages: deque[tuple[Leg, Pending[torch.Tensor]]] = deque()
         self._sent: list[tuple[int, Pending[None]]] = []
         self._wires: dict[int, torch.Tensor] = {}  # by part: what goes to everybody
         self._reduced = reduced
 
-    def run(self, sends: Iterable[Message], arrivals: Iterable[Message]) -> list[Traffic]:
+    def run(self, sends: Iterable[Leg], arrivals: Iterable[Leg]) -> list[Traffic]:
         """Returns when everything has come and everything sent has left: until then the row is read from."""
-        for message in arrivals:
-            self._coming.setdefault(message.source, deque()).append(message)
+        for leg in arrivals:
+            self._coming[leg.message.source].append(leg)
         for source in self._coming:
             for _ in range(_WINDOW):
                 self._expect_next(source)
-        for message in sends:
-            self._send(message)
+        for leg in sends:
+            self._send(leg)
             while self._averages and self._averages[0][1].done():
                 self._collect()
         while self._averages:
             self._collect()
         for _, pending in self._sent:
             pending.wait()
-        moved = ((self._ends.ranks[target], pending.moved) for target, pending in self._sent)
-        return [Traffic(self._stage, rank, when) for rank, when in moved if when is not None]
+        moved = ((rank, pending.moved) for rank, pending in self._sent)
+        return [Traffic(self._plan.stage, rank, when) for rank, when in moved if when is not None]
 
     def reduce(self, part: int) -> None:
         """The mean of this replica's part, added in replica order."""
-        piece = self._plan.own(part)
-        self._ready(piece)
-        mine, total = self._row[piece], None
+        own = self._plan.own[part]
+        self._ready(own.piece)
+        mine, total = self._row[own.piece], None
         received = {replica: self._share(part, replica) for replica in self._plan.others if mine.numel()}
         for replica in sorted({*received, self._ends.replica}):
             wire = received.get(replica)
-            share = mine if wire is None else self._ends.wire.decode(wire, TensorSpec.of(mine))
+            share = mine if wire is None else self._wire.decode(wire, own.values)
             total = share if total is None else total.add_(share)  # a buffer of this exchange, or `mine` itself
         assert total is not None
         torch.div(total, len(self._ends.ranks), out=mine)
         for wire in received.values():
-            self._ends.buffers.give_back(wire)
+            self._ends.buffers.give_back(own.wire, wire)
 
     def _share(self, part: int, replica: int) -> torch.Tensor:
         while (part, replica) not in self._shares:
@@ -168,52 +186,47 @@ class _UnderWay:
         self._expect_next(replica)
         return wire
 
-    def _send(self, message: Message) -> None:
-        piece = self._plan.piece(message)
-        if message.role is Role.REDUCE:
-            self._ready(piece)
-            wire = self._ends.wire.encode(self._row[piece], (self._stage, "reduce", message.part, message.target))
+    def _send(self, leg: Leg) -> None:
+        part, target = leg.message.part, leg.message.target
+        if leg.message.role is Role.REDUCE:
+            self._ready(leg.piece)
+            wire = self._wire.encode(self._row[leg.piece], (self._plan.stage, "reduce", part, target))
         else:
-            wire = self._agreed(message.part, piece)
-        rank = self._ends.ranks[message.target]
-        self._sent.append((message.target, self._ends.links.send(wire, rank, self._tag(message))))
+            wire = self._agreed(leg)
+        rank = self._ends.ranks[target]
+        self._sent.append((rank, self._links.send(wire, rank, leg.tag)))
 
-    def _agreed(self, part: int, piece: slice) -> torch.Tensor:
+    def _agreed(self, leg: Leg) -> torch.Tensor:
         """This replica's part as it goes to everybody, and as it uses it itself."""
+        part = leg.message.part
         if part not in self._wires:
             if not self._reduced:
                 self.reduce(part)
-            self._wires = {part: self._ends.wire.encode(self._row[piece], (self._stage, "gather", part))}
-            if self._ends.wire.lossy:
-                self._put(piece, self._wires[part])
+            self._wires = {part: self._wire.encode(self._row[leg.piece], (self._plan.stage, "gather", part))}
+            if self._wire.lossy:
+                self._put(leg, self._wires[part])
         return self._wires[part]
 
     def _expect_next(self, source: int) -> None:
         """Expect the next message of a link. An average comes straight into the row where it needs no decoding."""
         if not self._coming[source]:
             return
-        message = self._coming[source].popleft()
-        place = self._row[self._plan.piece(message)]
-        like = self._ends.wire.wire_spec(TensorSpec.of(place))
-        straight = message.role is Role.GATHER and not self._ends.wire.lossy
-        into = place if straight else self._ends.buffers.take(like)
-        pending = self._ends.links.recv(like, self._ends.ranks[source], self._tag(message), into)
-        if message.role is Role.REDUCE:
-            self._shares[message.part, source] = pending
+        leg = self._coming[source].popleft()
+        straight = leg.message.role is Role.GATHER and not self._wire.lossy
+        into = self._row[leg.piece] if straight else self._ends.buffers.take(leg.wire)
+        pending = self._links.recv(leg.wire, self._ends.ranks[source], leg.tag, into)
+        if leg.message.role is Role.REDUCE:
+            self._shares[leg.message.part, source] = pending
         else:
-            self._averages.append((message, pending))
+            self._averages.append((leg, pending))
 
     def _collect(self) -> None:
-        message, pending = self._averages.popleft()
+        leg, pending = self._averages.popleft()
         wire = pending.wait()
-        if self._ends.wire.lossy:
-            self._put(self._plan.piece(message), wire)
-            self._ends.buffers.give_back(wire)
-        self._expect_next(message.source)
+        if self._wire.lossy:
+            self._put(leg, wire)
+            self._ends.buffers.give_back(leg.wire, wire)
+        self._expect_next(leg.message.source)
 
-    def _put(self, piece: slice, wire: torch.Tensor) -> None:
-        out = self._row[piece]
-        out.copy_(self._ends.wire.decode(wire, TensorSpec.of(out)))
-
-    def _tag(self, message: Message) -> str:
-        return f"{self._stage}{message.role} {message.part} of {message.owner}"
+    def _put(self, leg: Leg, wire: torch.Tensor) -> None:
+        self._row[leg.piece].copy_(self._wire.decode(wire, leg.values))

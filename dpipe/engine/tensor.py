@@ -4,7 +4,6 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from dpipe.config import Config
@@ -93,4 +92,4 @@ def _positions_of(spec: TensorSpec, size: int) -> TensorSpec:
         return spec
     shape = list(spec.shape)
     shape[_SEQUENCE] //= size
-    return replace(spec, shape=tuple(shape))
+    return spec._replace(shape=tuple(shape))

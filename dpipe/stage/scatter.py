@@ -7,7 +7,6 @@ All ranks of a stage hold the same activation: so it crosses the network once, a
 it. The gradient comes back in the same way. What is no floating-point number is small, and goes whole.
 """
 
-from dataclasses import replace
 
 import torch
 
@@ -65,4 +64,4 @@ def part_spec(spec: TensorSpec, size: int) -> TensorSpec:
     """What of a boundary between stages one of `size` ranks sends."""
     if not spec.dtype.is_floating_point:
         return spec
-    return replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] // size))
+    return spec._replace(shape=(*spec.shape[:-1], spec.shape[-1] // size))

@@ -229,6 +229,8 @@ class LinkEnd:
 
     def wait(self, transfer: Sending | Receiving, what: str) -> None:
         """Block until `transfer` is done; raises what broke the link, which a timeout does too."""
+        if transfer.done() and not self._failed:
+            return
         with self.changed:
             in_time = self.changed.wait_for(lambda: self.error is not None or transfer.done(), self._timeout_s)
         if not in_time:

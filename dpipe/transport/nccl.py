@@ -115,13 +115,16 @@ class _Link:
         self._timeout_s = timeout_s
         self._head_since = 0.0
         self._lock = Lock()
+        self._calling = Lock()  # the communicator: NCCL must not be called with one that has ended
 
     def launch(
         self, kind: type[_Transfer], what: str, move: Callable[..., None], other: int, tensor: torch.Tensor
     ) -> _Transfer:
         """Queue the bytes of `tensor` on the current stream, which is this link's."""
         start = self.streams.mark()
-        move(tensor.data_ptr(), tensor.nbytes, self._byte, other, self.stream.cuda_stream)
+        with self._calling:
+            self.raise_if_broken()
+            move(tensor.data_ptr(), tensor.nbytes, self._byte, other, self.stream.cuda_stream)
         transfer = kind(self, what, tensor.nbytes, start, self.streams.mark())
         self.flying.append(transfer)
         return transfer
@@ -137,9 +140,11 @@ class _Link:
             self.flying.popleft()
             self._head_since = now
         try:
-            self.communicator.check_async_error()
-        except RuntimeError as error:  # the base of cupy's NcclError
-            return PeerLost(f"rank {self.rank} lost rank {self.peer}: {error}")
+            with self._calling:
+                if self.error is None:
+                    self.communicator.check_async_error()
+        except Exception as error:  # cupy's NcclError, and a KeyError for what it has no name for
+            return PeerLost(f"rank {self.rank} lost rank {self.peer}: {error!r}")
         head = self.flying[0] if self.flying else None
         if head is None or head.waited_since is None:
             return None
@@ -157,15 +162,25 @@ class _Link:
             if first or failed:
                 self.error, self.failed = error, failed
         if first and self.communicator is not None:
-            self.communicator.abort()
+            self._end(self.communicator.abort)
 
     def close(self) -> None:
+        """May wait for the peer to do the same, and NCCL has no deadline for it."""
         with self._lock:
             first = self.error is None
             self.error = self.error or PeerLost(f"rank {self.rank} has closed its link with rank {self.peer}")
         if first and self.communicator is not None:
             idle = all(self.streams.done(transfer.end) for transfer in self.flying)
-            (self.communicator.destroy if idle else self.communicator.abort)()
+            self._end(self.communicator.destroy if idle else self.communicator.abort)
+
+    def _end(self, how: Callable[[], None]) -> None:
+        """Behind a call that is under way; not for ever, as one that the device's full queue holds up ends by this."""
+        waited = self._calling.acquire(timeout=_CLOSE_S)
+        try:
+            how()
+        finally:
+            if waited:
+                self._calling.release()
 
 
 class NcclTransport:
@@ -266,10 +281,16 @@ class NcclTransport:
                     with suppress(TimeoutError):
                         self._streams.block(transfer.end, max(0.0, deadline - time.monotonic()))
             self._stopping.set()
-            for link in self._links.values():
-                link.close()
             if self._watcher.is_alive():
                 self._watcher.join(_CLOSE_S)
+            closer = Thread(target=self._close_links, name=f"dpipe-nccl-close-{self.rank}", daemon=True)
+            closer.start()
+            closer.join(_CLOSE_S)
+
+    def _close_links(self) -> None:
+        """In the order in which all ranks opened them."""
+        for link in self._links.values():
+            link.close()
 
     def _open_all(self, pairs: Sequence[tuple[int, int]], offers: Mapping[int, Offer], errors: list[Exception]) -> None:
         """Open the links one after the other. In a thread, because NCCL has no deadline for it."""

@@ -11,6 +11,8 @@ from threading import Lock
 from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
+_WRITE_BYTES = 256 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
+_MORE = getattr(socket, "MSG_MORE", 0)  # do not send this alone, where the system can wait for the rest
 _WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}  # seconds, seconds, probes; as gRPC's
 
@@ -24,13 +26,11 @@ class Stream:
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Hand all `parts` to the kernel, in order and without a copy before its own."""
-        left = [memoryview(part) for part in parts if len(part)]
+        *leads, left = [memoryview(part) for part in parts if len(part)]
+        for lead in leads:
+            self._socket.sendall(lead, _MORE)
         while left:
-            sent = self._socket.sendmsg(left)
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if left:
-                left[0] = left[0][sent:]
+            left = left[self._socket.send(left[:_WRITE_BYTES]) :]
 
     def read(self, view: memoryview) -> None:
         """Fill `view`."""

@@ -30,14 +30,13 @@ from dpipe.wire.v1.transport_pb2 import Hello
 _GREETING_S = 5.0  # in which one who dials must have said who it is
 _ACCEPT_S = 1.0  # the one who accepts looks around this often
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
-_WRITE_BYTES = 128 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
 
 
 class _Connection(Connection):
     """A stream with a thread that writes and one that reads."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
-        super().__init__(end, index, num_connections, min(chunk_bytes, _WRITE_BYTES))
+        super().__init__(end, index, num_connections, chunk_bytes)
         self._stream: Stream | None = None
         self._threads: list[Thread] = []
 

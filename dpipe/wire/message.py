@@ -1,7 +1,6 @@
 """A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is checked."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from google.protobuf.message import DecodeError
@@ -23,8 +22,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What comes before a tensor's bytes: its number on the link, its tag, its shape and dtype."""
 
     sequence: int

@@ -1,13 +1,12 @@
 """`TensorSpec`: the shape and dtype of what crosses a stage boundary."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):  # cheap: several are made and compared for each message
     shape: tuple[int, ...]
     dtype: torch.dtype
 

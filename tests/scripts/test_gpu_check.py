@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import subprocess
 import sys
 import time
 from multiprocessing import Pipe
@@ -98,6 +99,24 @@ def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch
     outcome = ours.recv()
     assert outcome.failure == "RuntimeError: ValueError: no room"
     assert "in fails" in outcome.trace
+
+
+def test_test_file_that_takes_too_long_leaves_what_it_said(script, tmp_path, monkeypatch) -> None:
+    module = script("gpu_check")
+
+    def late(argv, *, timeout, **options):
+        raise subprocess.TimeoutExpired(argv, timeout, output=b"it began\n")  # bytes, whatever was asked for
+
+    monkeypatch.setattr(subprocess, "run", late)
+    with (tmp_path / "log").open("w") as log:
+        assert module.run_test_file(tmp_path / "test_slow.py", 8, log).startswith("not done")
+    assert (tmp_path / "log").read_text() == "it began\n"
+
+
+def test_tests_of_every_file_are_named_where_no_time_was_left(script, tmp_path) -> None:
+    told = script("gpu_check").run_tests(0, tmp_path / "log")
+    assert "test_nccl: no time was left; " in told
+    assert "test_gpu_check" not in told
 
 
 def test_files_hold_what_is_known_so_far(script, tmp_path) -> None:
