@@ -231,8 +231,6 @@ class Config(Section):
                 f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
                 f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"
             )
-        if self.train.compile:
-            raise ValueError("train.compile does not go with tensor_parallel.size above 1; leave one of them out")
         if self.data_parallel.staleness:
             raise ValueError(
                 "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks of a stage would "

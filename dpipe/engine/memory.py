@@ -11,6 +11,7 @@ Where R ranks hold a stage together, each has 1 / R of what lies between two mat
 parameters, and with the sequence split between them 1 / R of all (Korthikanti et al. 2022, section 4).
 
 B micro-batch size · T context · D width · N heads · V vocabulary
+u an activation whole · w a rank's part of it between two matrices · r of the one that layers pass on · c its scores
 """
 
 from collections.abc import Sequence
@@ -61,6 +62,11 @@ class TransformerSizes:
     def stream(self) -> int:
         """What one rank has of the activation that layers pass on."""
         return self.part if self.sequence else self.unit
+
+    @property
+    def gathered(self) -> int:
+        """What split positions take when they are put together; nothing where they are not split."""
+        return self.unit if self.sequence else 0
 
     @property
     def matrix(self) -> int:
@@ -167,16 +173,14 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
 def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    kept = sizes.tokens(_SPLIT_LOSS_KEEPS) if sizes.ranks > 1 else 0
     given = r + sizes.tokens(_INT64)
     rounded = r // 2 + table // 2
-    inside = (rounded if half else r) + logits + 2 * sizes.positions(_FLOAT) + kept
+    inside = (rounded if half else r) + logits + 2 * sizes.positions(_FLOAT) + _of_split_loss(sizes, _SPLIT_LOSS_KEEPS)
     forward, weight = _logits_made(sizes, 0), table * 3 // 2 if half else table
-    gathered = u if sizes.sequence else 0
-    input_ = max(_given_back(sizes), 3 * u if sizes.sequence else 2 * u)
-    backward = first = max(_given_back(sizes), gathered + u + table)
+    input_ = max(_given_back(sizes), sizes.gathered + 2 * u)
+    backward = first = max(_given_back(sizes), sizes.gathered + u + table)
     if half:
-        normed = max(2 * r, u + r // 2 if sizes.sequence else 0) - rounded - logits
+        normed = max(2 * r, u + r // 2) - rounded - logits
         backward = max(_given_back(sizes), _products(sizes), u // 2 + weight - rounded - logits, normed)
         first = max(backward, normed + table)
         input_ = max(_given_back(sizes), (3 * u // 2 if sizes.sequence else 2 * r) - (logits + table) // 2)
@@ -199,8 +203,8 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
 
 def _products(sizes: TransformerSizes) -> int:
     """Both gradients of the logits' product, in 16 bits; split positions are gathered once more, from two copies."""
-    u, table, gathered = sizes.unit, sizes.table, sizes.unit // 2 if sizes.sequence else 0
-    return max(2 * gathered, gathered + (u + table) // 2) - sizes.logits // 2
+    gathered = sizes.gathered // 2
+    return max(2 * gathered, gathered + (sizes.unit + sizes.table) // 2) - sizes.logits // 2
 
 
 def _logits_made(sizes: TransformerSizes, later: int) -> int:
@@ -209,11 +213,16 @@ def _logits_made(sizes: TransformerSizes, later: int) -> int:
     `later` are weights of whose 16-bit copies there are none yet.
     """
     r, logits = sizes.stream, sizes.logits
-    working = sizes.tokens(_SPLIT_LOSS_MAKES) if sizes.ranks > 1 else 0
+    working = _of_split_loss(sizes, _SPLIT_LOSS_MAKES)
     if not sizes.half:
         return logits + working
-    gathered = sizes.unit if sizes.sequence else 0
-    return max(logits * 3 // 2 + working, r - logits // 2, r + gathered - (sizes.table + later) // 2 - logits)
+    gathering = r + sizes.gathered - (sizes.table + later) // 2 - logits
+    return max(logits * 3 // 2 + working, r - logits // 2, gathering)
+
+
+def _of_split_loss(sizes: TransformerSizes, token_bytes: int) -> int:
+    """Beside chances, of cross entropy over split words: a few numbers a token."""
+    return sizes.tokens(token_bytes) if sizes.ranks > 1 else 0
 
 
 def _given_back(sizes: TransformerSizes) -> int:
@@ -225,7 +234,7 @@ def _alone_in_front(sizes: TransformerSizes) -> int:
     """The logits' product that leaves no graph, and what it is made of."""
     u, r = sizes.unit, sizes.stream
     if sizes.half:
-        gathered = u // 2 if sizes.sequence else 0
+        gathered = sizes.gathered // 2
         return 3 * r // 2 + gathered + max(gathered, (sizes.table + sizes.logits) // 2)
     return u + sizes.logits
 
@@ -236,14 +245,12 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     In half precision the pooler is done with, and its gradient made, when the logits' product gives back.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    kept = sizes.tokens(_SPLIT_LOSS_KEEPS) if sizes.ranks > 1 else 0
     dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
     inside = 2 * r + table // 2 + dense if half else 4 * r
-    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + kept
+    inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + _of_split_loss(sizes, _SPLIT_LOSS_KEEPS)
     forward, weight = _logits_made(sizes, dense), table * 3 // 2 if half else table
-    gathered = u if sizes.sequence else 0
-    input_ = max(_given_back(sizes), r + 3 * u if sizes.sequence else 3 * u)
-    backward = max(_given_back(sizes), r + gathered + u + table)
+    input_ = max(_given_back(sizes), r + sizes.gathered + 2 * u)
+    backward = max(_given_back(sizes), r + sizes.gathered + u + table)
     first = backward + dense  # the gradient of the pooler, which is made by then
     if half:
         pooled = max(r + _products(sizes), (r + u) // 2 + table - logits) - dense // 2
@@ -253,7 +260,10 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         input_ = max(_given_back(sizes), max(5 * r // 2, scattered) - (logits + table) // 2 - dense)
     if recompute == "full":
         backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
-        forward, inside = max(_alone_in_front(sizes) + (dense // 2 if half else r + gathered), forward + logits), 0
+        forward, inside = (
+            max(_alone_in_front(sizes) + (dense // 2 if half else r + sizes.gathered), forward + logits),
+            0,
+        )
     return of_parameters(
         table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
         largest=table,
@@ -324,7 +334,7 @@ def _moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, 
 def _half_moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, int, int]:
     """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded copy is gone."""
     u, w, r = sizes.unit, sizes.part, sizes.stream
-    gathered = (u // 2 if sizes.sequence else r // 2) - (r // 2 if sizes.dropout else 0)  # its noise is gone by then
+    gathered = (u - r * sizes.dropout) // 2  # its noise is gone by then
     backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, r if sizes.dropout else 0)
     input_ = 2 * r + gathered + 4 * w - largest // 2
     if sizes.sequence:

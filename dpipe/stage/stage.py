@@ -21,7 +21,7 @@ from dpipe.stage.masters import Masters
 from dpipe.stage.model import Loss
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
-from dpipe.stage.tensor_parallel import Split
+from dpipe.stage.tensor_parallel import Split, leave_uncompiled
 from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
@@ -50,8 +50,8 @@ class Stage:
     Micro-batch m draws the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
     replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay torch's own: 3 %
     faster, and the same to the bit. `compiled` layers cannot split it. `split` says how the layers were cut for the
-    ranks that hold this stage together, where there are several; `loss` is then the one for such ranks. `timed(name)`
-    is around what half precision adds to the optimizer's work.
+    ranks that hold this stage together, where there are several: what lies between their exchanges can be compiled
+    then, and `loss` is the one for such ranks. `timed(name)` is around what half precision adds to the update.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class Stage:
         self._splits_backward, self.split = splits_backward, split
         for layer in self._layers.values():
             if recompute == "selective":
-                recompute_attention(layer, compiled=compiled)
+                recompute_attention(layer, compiled=compiled and split is None)
             if compiled:
+                leave_uncompiled(layer)
                 layer.compile()
             elif splits_backward:
                 defer_weight_gradients(layer, self._weight_gradients)

@@ -102,6 +102,17 @@ class Piece:
     group: TensorGroup
 
 
+def leave_uncompiled(layer: nn.Module) -> None:
+    """Keep the pieces of `layer` out of what `torch.compile` traces, in place.
+
+    It does not trace the calls of a process group, nor hooks on what is kept for backward; and its random numbers are
+    not those that one process draws.
+    """
+    for module in layer.modules():
+        if isinstance(module, Piece):
+            module.forward = torch.compiler.disable(module.forward)
+
+
 class ColumnLinear(Piece, Linear):
     """Some of the outputs: weight [out / T, in].
 

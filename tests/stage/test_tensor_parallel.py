@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from functools import partialmethod
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
         (value,) = stage.forward(m, inputs, targets)
         losses.append(float(value))
     for m in range(MICROBATCHES):
+        if "compiled" in options:
+            stage.backward(m, ())
+            continue
         stage.backward_input(m, ())
         stage.backward_weight(m)
     stage.complete()
@@ -66,6 +70,20 @@ def test_ranks_of_a_stage_make_the_gradients_of_one(
     """Dropout and all: the masks are those that one process draws."""
     losses, gradients = trained(name, None, dropout, recompute=recompute)
     results = on_ranks(size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence)
+    agree(results, losses, gradients)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute")  # of torch's compiler
+def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last step, which makes machine code of what was traced: that takes minutes."""
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    how = {"recompute": "selective"}
+    losses, gradients = trained("gpt", None, 0.1, **how)
+    results = on_ranks(2, lambda group: trained("gpt", group, 0.1, compiled=True, **how), sequence=True, timeout_s=60)
+    agree(results, losses, gradients)
+
+
+def agree(results: list[Found], losses: list[float], gradients: dict[str, torch.Tensor]) -> None:
     for got_losses, got in results:
         assert got_losses == pytest.approx(losses, rel=TOLERANCE)
         assert got.keys() == gradients.keys()
