@@ -5,12 +5,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from netem.router import MODULES
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same again at 0.3 ms.
+hypothesis.settings.register_profile("dpipe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("dpipe")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

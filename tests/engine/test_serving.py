@@ -195,7 +195,7 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
     """It has lost gradients, and verdicts on them, of steps that the workers are ahead of."""
     first = apart()
     address = (f"127.0.0.1:{first.port}",)
-    settings = {"data_parallel__staleness": 2, "train__steps": 12, "timeouts__transfer": 20, **EAGER}
+    settings = {"data_parallel__staleness": 2, "train__steps": 12, **EAGER}
     config = served(2, data_parallel__address=address, **settings)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(losses, config)
@@ -206,6 +206,7 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
     assert second.standing[0] == 12
 
 
+@pytest.mark.timeout(300)  # seven runs' worth of threads: on a machine as busy as can be, a minute
 def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
     served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +219,7 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
 
     plain = _Column.leave
     monkeypatch.setattr(_Column, "leave", leave)
-    steps = {"train__steps": 6, "train__learning_rate": 1e-3, "timeouts__heartbeat": 30, "timeouts__transfer": 60}
+    steps = {"train__steps": 6, "train__learning_rate": 1e-3}
     alone, first = losses(served(1, "alone", **steps)), apart()
     split = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True}
     config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps, **split)
@@ -227,7 +228,7 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
         wait_until(lambda: first.standing.get(0, 0) >= 2)
         first.close()
         second = apart(first.port)
-        assert run.result(60) == pytest.approx(alone, rel=1e-5)
+        assert run.result(240) == pytest.approx(alone, rel=1e-5)
     assert second.standing == {0: 6}
     for part in (0, 1):
         assert torch.equal(rows[0, part]._values, rows[1, part]._values)
@@ -305,7 +306,7 @@ def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named
     assert all("rank 1" in str(error) for error in errors)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     pause = threading.Event()
     for _ in range(int(timeout_s / 0.02)):
         if condition():
