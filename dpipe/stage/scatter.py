@@ -7,7 +7,6 @@ All ranks of a stage hold the same activation: so it crosses the network once, a
 it. The gradient comes back in the same way. What is no floating-point number is small, and goes whole.
 """
 
-
 import torch
 
 from dpipe.stage.stage import Stage, Tensors
