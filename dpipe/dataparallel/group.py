@@ -2,6 +2,9 @@
 
 For networks on which those are at home (NVLink, InfiniBand, a rack). Replicas stay equal to the last bit and a run
 repeats itself, but the order of the sum is the library's: not the bits of `exchange.DirectExchange`.
+
+    GPU   compute stream   --[3B7]--.--[2B7]------------[1B7]--        goes on: nothing on it waits for the exchange
+    GPU   its own stream            `--wait--[row][all-reduce][mean]--*   for which this thread waits, and nobody else
 """
 
 import time
@@ -14,6 +17,7 @@ import torch
 from dpipe.dataparallel.base import Traffic
 from dpipe.dataparallel.flights import Ready
 from dpipe.errors import PeerLost
+from dpipe.streams import Streams, streams_of
 from dpipe.wire.collective import open_group
 
 _AHEAD = 8  # parts under way at once
@@ -41,29 +45,42 @@ class TorchGroup:
         wire: str = "none",
         part_bytes: int = 4 << 20,
         timeout_s: float = 300.0,
+        streams: Streams | None = None,
     ) -> None:
+        """`streams` are by default some of its own, on `device`."""
+        self._streams, self._timeout_s = streams or streams_of(device), timeout_s
         self.replica, self.device = replica, torch.device(device)
         self._num_replicas, self._half, self._part_values = num_replicas, _HALF[wire], part_bytes // 4
         self._group: Any = open_group(store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s)
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
-        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone."""
-        parts = [slice(start, start + self._part_values) for start in range(0, row.numel(), self._part_values)]
-        under_way: deque[_Part] = deque()
-        traffic: list[Traffic] = []
+        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone.
+
+        Behind what is queued on the current stream, on one of its own; it is over on the device when this returns.
+        """
+        made = self._streams.mark()
         try:
-            for piece in parts:
-                ready(slice(piece.start, min(piece.stop, row.numel())))
-                under_way.append(self._begin(row[piece]))
-                if len(under_way) > _AHEAD:
-                    traffic.append(self._end(under_way.popleft(), stage))
-            traffic += [self._end(part, stage) for part in under_way]
-        except RuntimeError as error:  # the only kind that torch raises here
+            with self._streams.receiving():
+                self._streams.wait(made)
+                traffic = self._average(row, stage, ready)
+                self._streams.block(self._streams.mark(), self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:  # the only kinds that torch and streams raise here
             raise PeerLost(
                 f"replica {self.replica} lost the torch.distributed group of the {self._num_replicas} replicas of "
                 f"stage {stage}: {error}"
             ) from error
         return traffic
+
+    def _average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+        parts = [slice(start, start + self._part_values) for start in range(0, row.numel(), self._part_values)]
+        under_way: deque[_Part] = deque()
+        traffic: list[Traffic] = []
+        for piece in parts:
+            ready(slice(piece.start, min(piece.stop, row.numel())))
+            under_way.append(self._begin(row[piece]))
+            if len(under_way) > _AHEAD:
+                traffic.append(self._end(under_way.popleft(), stage))
+        return traffic + [self._end(part, stage) for part in under_way]
 
     def fail(self, error: Exception) -> None:
         """End what is under way here; the other replicas lose this one."""

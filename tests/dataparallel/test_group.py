@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 from layered import ADAM, Layered, in_threads, mean_gradients, one_step
@@ -6,6 +8,7 @@ from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.group import TorchGroup
 from dpipe.dataparallel.single import Single
 from dpipe.errors import PeerLost
+from dpipe.streams import HostStreams
 from dpipe.wire.collective import open_store
 
 HOST = "127.0.0.1"
@@ -64,3 +67,51 @@ def test_group_that_loses_a_replica_says_so_and_steps_no_further() -> None:
     survivors = [result for replica, result in enumerate(run(3, dies=1)) if replica != 1]
     assert all(isinstance(error, PeerLost) for error in survivors)
     assert "the 3 replicas of stage 0" in str(survivors[0])
+
+
+class Drawing(HostStreams):
+    """Writes down on which stream the exchange runs, and what it waits for."""
+
+    def __init__(self, late: bool) -> None:
+        self.log: list[str] = []
+        self.stream, self._late = "compute", late
+
+    def mark(self) -> str:
+        self.log.append(f"{self.stream}: mark")
+        return f"what was on {self.stream}"
+
+    def wait(self, mark: str) -> None:
+        self.log.append(f"{self.stream}: wait for {mark}")
+
+    def block(self, mark: str, timeout_s: float) -> None:
+        self.log.append(f"host: wait for {mark}")
+        if self._late:
+            raise TimeoutError("the device has not come to an event within 8 s")
+
+    @contextmanager
+    def receiving(self):
+        self.stream = "own"
+        yield
+        self.stream = "compute"
+
+
+def averaged_alone(streams: Drawing) -> None:
+    group = TorchGroup(open_store(HOST, 0, 8, master=True), 0, 1, host=HOST, timeout_s=8, streams=streams)
+    group.average(torch.ones(4), 0, lambda piece: streams.log.append(f"{streams.stream}: ready"))
+
+
+def test_exchange_is_behind_its_gradients_and_compute_is_not_behind_the_exchange() -> None:
+    streams = Drawing(late=False)
+    averaged_alone(streams)
+    assert streams.log == [
+        "compute: mark",
+        "own: wait for what was on compute",
+        "own: ready",
+        "own: mark",
+        "host: wait for what was on own",
+    ]
+
+
+def test_exchange_that_the_device_does_not_end_is_a_lost_group() -> None:
+    with pytest.raises(PeerLost, match="stage 0: the device has not come"):
+        averaged_alone(Drawing(late=True))
