@@ -262,7 +262,8 @@ def _forward_bert(feed: Feed, model: Any) -> tuple[torch.Tensor | Tensors, Calla
 def _masked_words_and_pairs(asked: torch.Tensor, pairs: torch.Tensor, output: Tensors) -> Told:
     """As `stage.bert.masked_and_pair_loss`, of losses."""
     losses, judged = (tensor.float() for tensor in output)
-    return _told(losses[asked].mean() + F.cross_entropy(judged, pairs))
+    words = (losses * asked).sum() / asked.sum()  # not picked out: the host would wait to hear how many there are
+    return _told(words + F.cross_entropy(judged, pairs))
 
 
 def _told(loss: torch.Tensor) -> Told:

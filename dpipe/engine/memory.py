@@ -162,7 +162,7 @@ def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         inside = 0
     return of_parameters(
         table + positions + 2 * sizes.bert * sizes.width * _FLOAT,
-        largest=table,
+        largest=max(table, table // 2 + positions),  # AdamW still has one copy of the words' when it makes two of these
         held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + inside,
         forward_bytes=forward,
         backward_bytes=backward,

@@ -234,6 +234,7 @@ SHAPES = """
     zero-bubble  1   1 128 1024 16 1 8192   none       bf16  4-ranks  sequence  bert
     gpipe        0   1 1024 1024 8 1 4096   selective  bf16  4-ranks  dropout
     1f1b         2   8 256 512 16 1 512     none       bf16  2-ranks  dropout   sequence
+    gpipe        0   1 1024 1024 8 1 4096   none       fp32  4-ranks  sequence
 """
 
 
