@@ -157,6 +157,13 @@ class Master:
         whole = not self.rule.lossy_parameters
         return Given(whole, self._stepped[chunk])
 
+    def step_rest(self, step: int) -> None:
+        """Step what can be of `step` and nobody has asked for: its chunks reached the workers before a restart."""
+        if step == self.step and not self.rule.staleness:
+            for chunk in range(self.row.num_chunks):
+                if chunk not in self._stepped and self._can_step(step, chunk):
+                    self._stepped[chunk] = self._step_chunk(step, chunk)
+
     @property
     def complete(self) -> bool:
         """Whether `commit` may come: every replica wants it, and every chunk has been stepped."""

@@ -87,13 +87,12 @@ class Shelf:
         return self._until(caller, f"chunk {chunk} of step {step}", lambda: self._give(step, replica, chunk))
 
     def committed(self, step: int, caller: Caller) -> int:
-        """Waits until what a worker behind `step` may rely on is on the disk; the first step that is not committed."""
+        """Waits until what a worker behind `step` may rely on is on the disk; the first step that is not committed.
+
+        Whoever waits here wants no more chunks.
+        """
         bound = self.master.rule.staleness
-        return self._until(
-            caller,
-            f"the commit of step {step - bound}",
-            lambda: self.master.step if self.master.step + bound > step else None,
-        )
+        return self._until(caller, f"the commit of step {step - bound}", lambda: self._committed(step, bound))
 
     def fetch(self, step: int, caller: Caller) -> dict[str, torch.Tensor]:
         """A copy of all rows before `step`."""
@@ -122,6 +121,12 @@ class Shelf:
         if self.master.complete:
             self._changed.notify_all()
         return given
+
+    def _committed(self, step: int, bound: int) -> int | None:
+        self.master.step_rest(step)
+        if self.master.complete:
+            self._changed.notify_all()
+        return self.master.step if self.master.step + bound > step else None
 
     def _do(self, change: Callable[[], object]) -> None:
         with self._changed:

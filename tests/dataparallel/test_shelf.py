@@ -49,6 +49,15 @@ def test_step_is_committed_when_all_of_it_has_gone_out(shelf: Shelf) -> None:
     assert shelf.committed(0, Caller(seconds=20)) == 1
 
 
+def test_step_is_committed_when_its_chunks_went_out_before_a_restart(shelf: Shelf) -> None:
+    """A worker that has them all asks for none: it only waits for the commit, and must not wait for ever."""
+    shelf.decide(0, 0, Verdict(1e-2, 1.0))
+    for chunk in range(2):
+        shelf.add(0, 0, chunk, torch.ones(4))
+    assert shelf.committed(0, Caller(seconds=5)) == 1
+    assert (shelf.master.now.values < 0).all()
+
+
 def test_nobody_waits_for_a_caller_that_is_gone(shelf: Shelf) -> None:
     with pytest.raises(CallerGone):
         shelf.give(0, 0, 0, Caller(active=False))
