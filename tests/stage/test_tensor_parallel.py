@@ -73,6 +73,7 @@ def test_ranks_of_a_stage_make_the_gradients_of_one(
     agree(results, losses, gradients)
 
 
+@pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler's
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute")  # of torch's compiler
 def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the last step, which makes machine code of what was traced: that takes minutes."""
