@@ -3,9 +3,9 @@
     plain     for each micro-batch: forward, loss, backward; then fused AdamW        what anyone would write
     dpipe     the same model, data and optimizer through schedule, executor and stages
 
-Both in one process, a step of each in turns, so that a device that grows warm and slow does so
-for both; the losses must agree before the times are worth comparing. Several stages are processes that share the one
-device, with TCP between them.
+Both in one process, a step of each in turns, so that a device that grows warm and slow does so for both; the losses
+must agree before the times are worth comparing. Several stages are processes that share the one device, with TCP
+between them.
 """
 
 import time

@@ -260,10 +260,8 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         input_ = max(_given_back(sizes), max(5 * r // 2, scattered) - (logits + table) // 2 - dense)
     if recompute == "full":
         backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
-        forward, inside = (
-            max(_alone_in_front(sizes) + (dense // 2 if half else r + sizes.gathered), forward + logits),
-            0,
-        )
+        forward = max(_alone_in_front(sizes) + (dense // 2 if half else r + sizes.gathered), forward + logits)
+        inside = 0
     return of_parameters(
         table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
         largest=table,

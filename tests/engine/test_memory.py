@@ -1,6 +1,6 @@
 """The formulas against torch without the memory: stages on fake tensors, counted by torch's memory tracker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -211,19 +211,23 @@ STAGES = """
 """
 
 
-@pytest.mark.parametrize("bert", [False, True], ids=["gpt", "bert"])
-@pytest.mark.parametrize("case", STAGES.strip().splitlines())
-def test_ranks_of_first_middle_and_last_stage_are_predicted(case: str, bert: bool) -> None:
-    ranks, recompute, precision, *more = case.split()
-    sizes = TransformerSizes(
-        *(8, 128, 256, 4, 1, 512),
+def sizes_of(numbers: Iterable[int], precision: str, ranks: str, more: Sequence[str]) -> TransformerSizes:
+    return TransformerSizes(
+        *numbers,
         dropout="dropout" in more,
         keeps_matrices="dropout" in more,
         half=precision == "bf16",
         ranks=int(ranks[0]),
         sequence="sequence" in more,
-        bert=bert,
+        bert="bert" in more,
     )
+
+
+@pytest.mark.parametrize("bert", [False, True], ids=["gpt", "bert"])
+@pytest.mark.parametrize("case", STAGES.strip().splitlines())
+def test_ranks_of_first_middle_and_last_stage_are_predicted(case: str, bert: bool) -> None:
+    ranks, recompute, precision, *more = case.split()
+    sizes = sizes_of((8, 128, 256, 4, 1, 512), precision, ranks, [*more, "bert" * bert])
     agree(generate("1f1b", 3, 3), sizes, recompute, within=0.02)
 
 
@@ -242,15 +246,7 @@ SHAPES = """
 def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
     name, rank, *numbers = case.split()[:8]
     recompute, precision, ranks, *more = case.split()[8:]
-    sizes = TransformerSizes(
-        *map(int, numbers),
-        dropout="dropout" in more,
-        keeps_matrices="dropout" in more,
-        half=precision == "bf16",
-        ranks=int(ranks[0]),
-        sequence="sequence" in more,
-        bert="bert" in more,
-    )
+    sizes = sizes_of(map(int, numbers), precision, ranks, more)
     schedule = generate(name, 3, 2)
     theirs = peak_by_torch(schedule, int(rank), sizes, recompute)
     assert predicted(schedule, sizes, recompute)[int(rank)].total == pytest.approx(theirs, rel=0.005)
