@@ -149,3 +149,16 @@ def test_machine_without_a_gpu_is_told_what_is_missing(script, tmp_path) -> None
     assert result.exit_code == 2
     assert "sees no CUDA GPU" in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_interpreter_without_torch_is_told_what_to_name(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    words = [str(ROOT / "scripts/gpu_check"), "--tiny", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHON": str(bare), "PYTHONPATH": ""}, text=True, capture_output=True
+    )
+    assert done.returncode == 2
+    assert "has no torch: name with PYTHON=" in done.stderr
+    assert not (tmp_path / "out").exists()
