@@ -1,16 +1,17 @@
 """Where a rank's time goes, in the words of Megatron-LM's timers: from the spans of any step.
 
     forward-compute   forward-recv   forward-send   backward-compute   backward-recv   backward-send
-    backward-layernorm-all-reduce   backward-embedding-all-reduce   backward-params-all-reduce
-    optimizer   batch-generator
+    backward-send-forward-recv   backward-layernorm-all-reduce   backward-embedding-all-reduce
+    backward-params-all-reduce   optimizer   batch-generator
 
     optimizer: -unscale-and-check-inf | -clip-main-grad         | -inner-step
                norms, what is finite  | what all ranks agree on | scaled by that, the step itself
 
 A `recv` is the time in which a rank has nothing to do but wait; a `send` is bytes moving, mostly beside compute, so the
-timers of a step do not add up to it. There is no backward-send-forward-recv: a rank that sends does not wait for what
-comes. Gradients in half precision are added to the masters' behind each backward pass, and masters rounded before the
-first forward: those two parts of the optimizer are in -compute as well.
+timers of a step do not add up to it. backward-send-forward-recv is the wait for an activation behind a backward pass,
+where Megatron sends and receives in one call; here the gradient leaves meanwhile. Gradients in half precision are added
+to the masters' behind each backward pass, and masters rounded before the first forward: those two parts of the
+optimizer are in -compute as well.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from dpipe.timeline.span import Lane, Span
 
 TIMERS = (
     *("forward-compute", "forward-recv", "forward-send"),
-    *("backward-compute", "backward-recv", "backward-send"),
+    *("backward-compute", "backward-recv", "backward-send", "backward-send-forward-recv"),
     *("backward-layernorm-all-reduce", "backward-embedding-all-reduce", "backward-params-all-reduce"),
     "optimizer",
 )
@@ -42,10 +43,15 @@ _WAITS = {
 
 
 def timers_ms(spans: Iterable[Span]) -> dict[str, float]:
-    """Milliseconds by timer, of those that ran, in the order of TIMERS."""
+    """Milliseconds by timer, of those that ran on a rank, in the order of TIMERS."""
     sums: dict[str, float] = {}
-    for span in spans:
+    computed = None
+    for span in sorted(spans, key=lambda span: span.start_us):
         name = _timer(span.lane, span.action.op)
+        if span.lane is Lane.COMPUTE:
+            computed = name
+        if name == "forward-recv" and computed == "backward-compute":
+            name = "backward-send-forward-recv"
         if name is not None:
             sums[name] = sums.get(name, 0.0) + span.duration_us / 1e3
     return {name: sums[name] for name in TIMERS if name in sums}

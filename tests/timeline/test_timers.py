@@ -8,11 +8,11 @@ def span(lane: Lane, action: str, ms: float) -> Span:
 
 
 SPANS = (
+    span(Lane.WAIT, "1RECV_F0", 3),
     span(Lane.COMPUTE, "0F0", 10),
     span(Lane.COMPUTE, "0F1", 10),
     span(Lane.COMPUTE, "0I0", 12),
     span(Lane.COMPUTE, "0W0", 8),
-    span(Lane.WAIT, "1RECV_F0", 3),
     span(Lane.WAIT, "0RECV_B0", 4),
     span(Lane.WAIT, "0REDUCE_GRAD", 2),
     span(Lane.WAIT, "0RECV_TIED", 7),
@@ -27,7 +27,19 @@ SPANS = (
 
 
 def test_spans_are_summed_by_timer() -> None:
-    assert timers_ms(SPANS) == dict(zip(TIMERS, (20, 3, 5, 20, 4, 6, 9, 7, 2, 1), strict=True))
+    measured = (name for name in TIMERS if name != "backward-send-forward-recv")
+    assert timers_ms(SPANS) == dict(zip(measured, (20, 3, 5, 20, 4, 6, 9, 7, 2, 1), strict=True))
+
+
+def test_wait_for_an_activation_behind_a_backward_pass_is_told_apart() -> None:
+    lanes = (Lane.WAIT, Lane.COMPUTE, Lane.WAIT, Lane.COMPUTE, Lane.WAIT)
+    actions = ("1RECV_F0", "1F0", "1RECV_F1", "1B0", "1RECV_F2")
+    spans = [
+        Span(1, lane, parse_action(action), 10.0 * start, 10.0 * start + 1000 * 2**start)
+        for start, (lane, action) in enumerate(zip(lanes, actions, strict=True))
+    ]
+    timers = timers_ms(reversed(spans))
+    assert (timers["forward-recv"], timers["backward-send-forward-recv"]) == (1 + 4, 16)
 
 
 def test_line_is_the_mean_of_the_steps_since_the_last() -> None:
