@@ -17,7 +17,7 @@ from table import ROOT
 from venue import Venue
 
 from dpipe.config import Config, load
-from dpipe.engine.launch import environment, launch
+from dpipe.engine.launch import STOPPING, environment, launch
 from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, RunError
 
@@ -68,12 +68,11 @@ def run_to_end(
         timeout_s=timeout_s,
         quiet=True,
     )
+    if STOPPING in said:
+        raise KeyboardInterrupt  # the launcher had it first: ranks that ended in good order leave no result either
     if code != 0:
         raise RunError("\n".join(["the run has failed:", *said]))
-    rows = read_rows(folder)
-    if max(row["step"] for row in rows) < config.train.steps - config.run.log_every:
-        raise KeyboardInterrupt  # the ranks had it first, and ended in good order: what they leave is no result
-    return rows
+    return read_rows(folder)
 
 
 def whole_lines(results: Path) -> list[dict[str, Any]]:
