@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from table import ROOT
+from table import ROOT, lines_of
 from venue import Venue
 
 from dpipe.config import Config, load
@@ -85,7 +85,7 @@ def whole_lines(results: Path) -> list[dict[str, Any]]:
         new = results.with_suffix(".tmp")
         new.write_text(whole, encoding="utf-8")
         os.replace(new, results)
-    return [json.loads(line) for line in whole.splitlines()]
+    return lines_of(results)
 
 
 def append(results: Path, line: dict[str, Any]) -> None:

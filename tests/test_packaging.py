@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_source_distribution_has_what_its_build_compiles(tmp_path):
-    """It was without protos, so that `python -m build`, which makes the wheel of it, ended with "Missing input file"."""
+    """It was without protos, and `python -m build`, which makes the wheel of it, ended with "Missing input file."."""
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("protos", "dpipe/wire"):
