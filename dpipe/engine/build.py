@@ -359,7 +359,8 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
         if config.run.sample:
             text = written_by(config, corpus, url, config.run.sample)
     shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
-    show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
+    steps = config.train.steps
+    show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, num_steps=steps, shards=shards)
 
 
 def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:

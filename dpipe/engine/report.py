@@ -56,18 +56,18 @@ def show_summary(
     scale: TextScale | None,
     checkpoint_url: str | None,
     sample: str | None,
+    num_steps: int,
     shards: int = 1,
 ) -> None:
     """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one.
+
+    Of the `num_steps` of the run those that were logged are known.
 
     Without a `scale` losses are told as they are: no model of bytes has made them, and none can continue a text.
     """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
-    seconds = sum(row["step_s"] for row in steps)
-    console.print(
-        f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False, soft_wrap=True
-    )
+    console.print(f"\n[bold]{_duration(steps, num_steps)}[/bold] ({run})", highlight=False, soft_wrap=True)
     result = learned(rows)
     if result is not None and checkpoint_url is not None:  # replay has neither losses nor checkpoints
         console.print(_losses(result, scale))
@@ -85,6 +85,13 @@ def show_summary(
     console.print("\n[bold]Where it is[/bold]")
     for what, where in _places(run, checkpoint_url, generates=scale is not None):
         console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
+
+
+def _duration(steps: Sequence[dict[str, Any]], num_steps: int) -> str:
+    seconds = f"{sum(row['step_s'] for row in steps):.0f} s"
+    if len(steps) == num_steps:
+        return f"{num_steps} steps in {seconds} of training"
+    return f"{num_steps} steps; the {len(steps)} of them that were logged took {seconds}"
 
 
 def _sharded(held_mb: Sequence[float], shards: int) -> str:
