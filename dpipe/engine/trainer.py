@@ -85,15 +85,15 @@ class Trainer:
     def run(self) -> bool:
         """Train; returns whether it stopped before the end. Every rank returns after the same step."""
         job, stopped = self.job, False
-        if self.next_step < job.train.steps:
-            self._evaluate()
+        self._evaluate()
         while self.next_step < job.train.steps and not stopped:
             stopped = self._one_step(self.next_step)
             self.next_step += 1
-            ended = stopped or self.next_step == job.train.steps
-            if ended or self._is_due(job.train.eval_every):
+            ended = self.next_step == job.train.steps
+            # Whoever stops a run may not wait for long, and the run that goes on evaluates first.
+            if ended or (self._is_due(job.train.eval_every) and not stopped):
                 self._evaluate()
-            if ended or self._is_due(job.run.checkpoint_every):
+            if ended or stopped or self._is_due(job.run.checkpoint_every):
                 self._save()
         for verdict in job.update.drain():
             self._tell(verdict)
@@ -141,13 +141,13 @@ class Trainer:
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
-        """Log a step on every rank; on rank 0 write its row."""
+        """Log every `log_every`-th step, and the last, on every rank; on rank 0 write its row."""
         if verdict is None:
             return
         seconds = self._step_s.pop(verdict.step)
         if verdict.culprit is not None:
             LOG.warning("step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit)
-        if verdict.step % self.job.run.log_every:
+        if verdict.step % self.job.run.log_every and verdict.step + 1 < self.job.train.steps:
             return
         LOG.info("step %d loss %.4f", verdict.step, verdict.loss)
         LOG.info("%s", self._timers.line())
