@@ -92,6 +92,13 @@ def test_two_stages_on_one_gpu_learn_what_a_cpu_does(way: str, tiny: Make, losse
     assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 1, 2, 3]
 
 
+def test_rows_say_what_a_sample_takes(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    config = tiny(run__folder=str(tmp_path / "run"))
+    losses(config)
+    for row in read_rows(tmp_path / "run"):
+        assert row["ms_per_sample"] * config.train.batch_size == pytest.approx(row["step_s"] * 1e3)
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_tied_embeddings_are_the_same_bit_for_bit(stages: int, tiny: Make, losses: Losses, tmp_path: Path) -> None:
     whole = losses(tiny(model__tie_embeddings=True))
