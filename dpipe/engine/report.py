@@ -56,18 +56,15 @@ def show_summary(
     scale: TextScale | None,
     checkpoint_url: str | None,
     sample: str | None,
-    num_steps: int,
     shards: int = 1,
 ) -> None:
     """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one.
-
-    Of the `num_steps` of the run those that were logged are known.
 
     Without a `scale` losses are told as they are: no model of bytes has made them, and none can continue a text.
     """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
-    console.print(f"\n[bold]{_duration(steps, num_steps)}[/bold] ({run})", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{_duration(steps)} of training[/bold] ({run})", highlight=False, soft_wrap=True)
     result = learned(rows)
     if result is not None and checkpoint_url is not None:  # replay has neither losses nor checkpoints
         console.print(_losses(result, scale))
@@ -87,11 +84,13 @@ def show_summary(
         console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
 
 
-def _duration(steps: Sequence[dict[str, Any]], num_steps: int) -> str:
-    seconds = f"{sum(row['step_s'] for row in steps):.0f} s"
-    if len(steps) == num_steps:
-        return f"{num_steps} steps in {seconds} of training"
-    return f"{num_steps} steps; the {len(steps)} of them that were logged took {seconds}"
+def _duration(steps: Sequence[dict[str, Any]]) -> str:
+    """Of all steps of the run, which need not have a row each."""
+    number = steps[-1]["step"] + 1 if steps else 0
+    seconds = sum(row["step_s"] for row in steps)
+    if len(steps) < number:
+        return f"{number} steps in about {seconds / len(steps) * number:.0f} s"
+    return f"{number} steps in {seconds:.0f} s"
 
 
 def _sharded(held_mb: Sequence[float], shards: int) -> str:
