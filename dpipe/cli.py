@@ -179,7 +179,13 @@ def trace(run: str) -> None:
 @_RUN
 @click.option("--prompt", required=True, help="The text to continue.")
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to add.")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    show_default=True,
+    help="0 always takes the likeliest token.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 def generate(run: str, prompt: str, **options: Any) -> None:
     """Continue a text with the newest checkpoint of a run.

@@ -10,6 +10,7 @@ lets what the current stream is given next run behind it. Neither blocks the hos
 On a CPU a stream is the program itself: what is queued has run, a mark is the time, and there is nothing to wait for.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+LOG = logging.getLogger(__name__)
 _POLL_S = 20e-6
 _POLL_MAX_S = 1e-3
 _NOTHING = nullcontext()
@@ -60,6 +62,9 @@ class Streams(Protocol):
     def peak_bytes(self) -> int | None:
         """The most device memory that tensors have taken so far; None where that is the process's own memory."""
 
+    def use_percent(self) -> int | None:
+        """The share of the last second or less in which the GPU was busy, as nvidia-smi says; None where unknown."""
+
 
 class HostStreams:
     """A CPU: everything runs in the order of the program."""
@@ -94,6 +99,9 @@ class HostStreams:
     def peak_bytes(self) -> int | None:
         return None
 
+    def use_percent(self) -> int | None:
+        return None
+
 
 @dataclass(frozen=True)
 class _Anchor:
@@ -115,6 +123,7 @@ class CudaStreams:
         self._cuda = cuda
         cuda.set_device(self.device)
         self._send, self._receive = cuda.Stream(self.device), cuda.Stream(self.device)
+        self._tells_use = True
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -179,6 +188,15 @@ class CudaStreams:
 
     def peak_bytes(self) -> int | None:
         return int(self._cuda.max_memory_allocated(self.device))
+
+    def use_percent(self) -> int | None:
+        if self._tells_use:
+            try:
+                return int(self._cuda.utilization(self.device))
+            except Exception as error:  # no nvidia-ml-py, or a driver that keeps it to itself: NVML's own kinds
+                self._tells_use = False
+                LOG.warning("the use of %s is not reported: %s", self.device, error)
+        return None
 
 
 HOST = HostStreams()

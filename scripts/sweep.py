@@ -221,8 +221,13 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
 
 
 def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
-    """What the last step's row says of them: the fullest one's peak, and MFU where the device's peak is known."""
-    return {"memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2), "mfu": row.get("mfu")}
+    """What the last step's row says of them: the fullest one's peak, their mean use, and MFU, where they are known."""
+    uses = [*row.get("gpu_use_percent", {}).values()]
+    return {
+        "memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2),
+        "gpu_use_percent": round(mean(uses)) if uses else None,
+        "mfu": row.get("mfu"),
+    }
 
 
 def usual(seconds: list[float], config: Config) -> float:

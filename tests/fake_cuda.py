@@ -89,6 +89,9 @@ class FakeCuda:
     def set_device(self, device: torch.device) -> None:
         pass
 
+    def utilization(self, device: torch.device) -> int:
+        return 83
+
     def current_stream(self, device: torch.device | None = None) -> FakeStream:
         return getattr(self._here, "stream", self._program)
 

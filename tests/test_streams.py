@@ -53,6 +53,22 @@ def test_waiting_on_the_host_ends_at_its_deadline() -> None:
         streams.block(streams._cuda.Event(enable_timing=True), 0.05)
 
 
+def test_use_of_a_device_is_what_its_driver_says() -> None:
+    assert (ThreadedStreams(FakeCuda()).use_percent(), HOST.use_percent()) == (83, None)
+
+
+def test_driver_that_tells_no_use_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(FakeCuda):
+        def utilization(self, device: torch.device) -> int:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    streams = ThreadedStreams(Silent())
+    assert [streams.use_percent(), streams.use_percent()] == [None, None]
+    assert [record.message for record in caplog.records] == [
+        "the use of cpu is not reported: nvidia-ml-py does not seem to be installed"
+    ]
+
+
 def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
     streams = ThreadedStreams(FakeCuda())
     before = time.perf_counter_ns()

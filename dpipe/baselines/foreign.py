@@ -5,6 +5,7 @@
 Whatever reads our `metrics.jsonl` reads theirs too: scripts/sweep.py and scripts/table.py do.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from dpipe.engine.launch import environment
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.errors import ConfigError, DpipeError
+from dpipe.streams import Streams, streams_of
 
 Step = Callable[[int], float]  # trains step n; returns its loss, which rank 0 must know
 Make = Callable[[Config, int], Step]  # for one rank, when all of them can talk to each other
@@ -48,12 +50,12 @@ def train_rank(config: Config, place: Placement, check: Check, make: Make) -> No
         metrics = Metrics(open_folder(config, resume=False), first_step=0, tensorboard=False, show=lambda row: None)
     device = torch.device(config.node.device)
     _open(config, place, device)
-    step = make(config, place.rank)
+    step, streams = make(config, place.rank), streams_of(device)
     for number in range(config.train.steps):
         began = time.perf_counter()
         loss = step(number)
         row = {"step": number, "loss": loss, "step_s": time.perf_counter() - began}
-        row |= _of_gpus(config, device, row["step_s"])
+        row |= _of_gpus(config, streams, row["step_s"])
         if metrics is not None:
             metrics.write(row)
     dist.barrier()
@@ -82,16 +84,22 @@ def _open(config: Config, place: Placement, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
-def _of_gpus(config: Config, device: torch.device, seconds: float) -> dict[str, Any]:
-    """As our own rows have it: peak memory by rank, and MFU where the device's peak is known. All ranks meet here."""
-    if device.type != "cuda":
+def _of_gpus(config: Config, streams: Streams, seconds: float) -> dict[str, Any]:
+    """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is known. All ranks meet
+    here."""
+    if (peak := streams.peak_bytes()) is None:
         return {}
-    own = torch.tensor([torch.cuda.max_memory_allocated(device) / 1e6], device=device)
-    every = torch.empty(dist.get_world_size(), device=device)
+    use = streams.use_percent()
+    own = torch.tensor([peak / 1e6, math.nan if use is None else use], device=streams.device)
+    every = torch.empty(dist.get_world_size(), 2, device=streams.device)
     dist.all_gather_into_tensor(every, own)
-    used = utilisation(config, device, seconds)
-    return {"gpu_memory_mb": {str(r): mb for r, mb in enumerate(every.tolist())}} | (
-        {} if used is None else {"mfu": used}
+    by_rank = {str(rank): told for rank, told in enumerate(every.tolist())}
+    uses = {rank: int(use) for rank, (_, use) in by_rank.items() if not math.isnan(use)}
+    mfu = utilisation(config, streams.device, seconds)
+    return (
+        {"gpu_memory_mb": {rank: mb for rank, (mb, _) in by_rank.items()}}
+        | ({"gpu_use_percent": uses} if uses else {})
+        | ({} if mfu is None else {"mfu": mfu})
     )
 
 

@@ -47,7 +47,7 @@ from dpipe.engine.tensor import as_executed, tensor_group
 from dpipe.engine.trace import Plan, save_plan
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import CheckpointError, ConfigError, RunAborted
+from dpipe.errors import ConfigError, InputError, RunAborted
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.stage.replay import ReplayStage
@@ -365,10 +365,11 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
 def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
     """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
 
-    Each machine's part of a checkpoint may be in a folder of its own: the run itself has then gone well.
+    Each machine's part of a checkpoint may be in a folder of its own, and a user's own model need not continue texts:
+    the run itself has then gone well.
     """
     try:
         return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
-    except CheckpointError as error:
+    except InputError as error:
         LOG.warning("run.sample is left out: %s", error)
         return None

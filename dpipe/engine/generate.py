@@ -34,7 +34,15 @@ def sample(
     ids = corpus.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
-    return corpus.decode(continue_ids(layers, ids, num_tokens, config.model.context, temperature, seed))
+    try:
+        return corpus.decode(
+            continue_ids(layers, ids, num_tokens, config.model.context, corpus.vocab_size, temperature, seed)
+        )
+    except Exception as error:  # whatever a user's own layers raise
+        raise ConfigError(
+            f"model.layers {config.model.layers!r} cannot continue a text: {type(error).__name__}: {error}; its layers "
+            "must take from one to model.context tokens and give [batch, tokens, vocabulary]"
+        ) from error
 
 
 def load_all_layers(config: Config, url: str) -> list[nn.Module]:
@@ -60,16 +68,26 @@ def fill(named: Iterable[tuple[str, nn.Parameter]], loaded: checkpoint.Loaded) -
 
 @torch.no_grad()
 def continue_ids(
-    layers: Sequence[nn.Module], ids: Sequence[int], num_tokens: int, context: int, temperature: float, seed: int
+    layers: Sequence[nn.Module],
+    ids: Sequence[int],
+    num_tokens: int,
+    context: int,
+    vocab_size: int,
+    temperature: float,
+    seed: int,
 ) -> list[int]:
-    """`num_tokens` more ids after `ids`, each drawn from the model's distribution over the last `context` ones."""
+    """`num_tokens` more ids after `ids`, each drawn from the model's distribution over the last `context` ones.
+
+    A model's vocabulary may be larger than the `vocab_size` of its tokenizer: what is behind that is no text.
+    """
     draw = torch.Generator().manual_seed(seed)
     out = list(ids)
     for _ in range(num_tokens):
-        x = torch.tensor([out[-context:]])
+        x: tuple[torch.Tensor, ...] = (torch.tensor([out[-context:]]),)
         for layer in layers:
-            x = layer(x)
-        logits_V = x[0, -1].float()  # noqa: N806 - V: vocabulary
+            returned = layer(*x)
+            x = returned if isinstance(returned, tuple) else (returned,)
+        logits_V = x[0][0, -1, :vocab_size].float()  # noqa: N806 - V: vocabulary
         if temperature == 0:
             out.append(int(logits_V.argmax()))
         else:

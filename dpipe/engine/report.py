@@ -64,10 +64,7 @@ def show_summary(
     """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
-    seconds = sum(row["step_s"] for row in steps)
-    console.print(
-        f"\n[bold]{len(steps)} steps in {seconds:.0f} s of training[/bold] ({run})", highlight=False, soft_wrap=True
-    )
+    console.print(f"\n[bold]{_duration(steps)} of training[/bold] ({run})", highlight=False, soft_wrap=True)
     result = learned(rows)
     if result is not None and checkpoint_url is not None:  # replay has neither losses nor checkpoints
         console.print(_losses(result, scale))
@@ -85,6 +82,15 @@ def show_summary(
     console.print("\n[bold]Where it is[/bold]")
     for what, where in _places(run, checkpoint_url, generates=scale is not None):
         console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
+
+
+def _duration(steps: Sequence[dict[str, Any]]) -> str:
+    """Of all steps of the run, which need not have a row each."""
+    number = steps[-1]["step"] + 1 if steps else 0
+    seconds = sum(row["step_s"] for row in steps)
+    if len(steps) < number:
+        return f"{number} steps in about {seconds / len(steps) * number:.0f} s"
+    return f"{number} steps in {seconds:.0f} s"
 
 
 def _sharded(held_mb: Sequence[float], shards: int) -> str:

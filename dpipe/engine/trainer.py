@@ -85,15 +85,15 @@ class Trainer:
     def run(self) -> bool:
         """Train; returns whether it stopped before the end. Every rank returns after the same step."""
         job, stopped = self.job, False
-        if self.next_step < job.train.steps:
-            self._evaluate()
+        self._evaluate()
         while self.next_step < job.train.steps and not stopped:
             stopped = self._one_step(self.next_step)
             self.next_step += 1
-            ended = stopped or self.next_step == job.train.steps
-            if ended or self._is_due(job.train.eval_every):
+            ended = self.next_step == job.train.steps
+            # Whoever stops a run may not wait for long, and the run that goes on evaluates first.
+            if ended or (self._is_due(job.train.eval_every) and not stopped):
                 self._evaluate()
-            if ended or self._is_due(job.run.checkpoint_every):
+            if ended or stopped or self._is_due(job.run.checkpoint_every):
                 self._save()
         for verdict in job.update.drain():
             self._tell(verdict)
@@ -106,7 +106,7 @@ class Trainer:
         job, began = self.job, time.perf_counter()
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
-        job.update.begin(step, job.wants_stop, lambda: self._report(began))
+        job.update.begin(step, job.wants_stop, lambda: self._report(step, began))
         with job.recorder.part("batch-generator"):
             batch = job.feed.training(step)
         job.executor.run(job.schedule, batch, job.update)
@@ -128,28 +128,31 @@ class Trainer:
             if not message.received:
                 self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
-    def _report(self, began: float) -> dict[str, Any]:
+    def _report(self, step: int, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""
         self._record_exchange()
-        seconds, recorder = time.perf_counter() - began, self.job.recorder
+        seconds, recorder, streams = time.perf_counter() - began, self.job.recorder, self.job.streams
+        told = step % self.job.run.log_every == 0
         return {
             "bubble": 1 - recorder.busy_s / seconds,
             "mb_per_s": {f"{self.job.here.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
             "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
-            "gpu_memory_mb": None if (peak := self.job.streams.peak_bytes()) is None else peak / 1e6,
+            "gpu_memory_mb": None if (peak := streams.peak_bytes()) is None else peak / 1e6,
+            "gpu_use_percent": streams.use_percent() if told else None,
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
-        """Log a step on every rank; on rank 0 write its row."""
+        """Log every `log_every`-th step, and the last, on every rank; on rank 0 write its row."""
         if verdict is None:
             return
         seconds = self._step_s.pop(verdict.step)
         if verdict.culprit is not None:
             LOG.warning("step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit)
-        if verdict.step % self.job.run.log_every:
+        if verdict.step % self.job.run.log_every and verdict.step + 1 < self.job.train.steps:
             return
-        LOG.info("step %d loss %.4f", verdict.step, verdict.loss)
+        ms_per_sample = seconds / self.job.train.batch_size * 1e3
+        LOG.info("step %d loss %.4f, %.2f ms a sample", verdict.step, verdict.loss, ms_per_sample)
         LOG.info("%s", self._timers.line())
         if self.job.metrics is not None:
             self.job.metrics.write(self._row(verdict, seconds))
@@ -163,6 +166,7 @@ class Trainer:
             "grad_norm": verdict.norm,
             "loss_scale": self.job.update.loss_scale.value,
             "step_s": seconds,
+            "ms_per_sample": seconds / train.batch_size * 1e3,
             "tokens_per_s": train.batch_size * self.job.context / seconds,
             "bubble": sum(report["bubble"] for report in reports) / len(reports),
             "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
@@ -172,10 +176,13 @@ class Trainer:
         }
 
     def _of_gpus(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
-        """Peak memory by rank, and the share of the GPUs' arithmetic that was used; nothing on CPUs."""
-        peaks = {str(r): report["gpu_memory_mb"] for r, report in enumerate(verdict.reports) if report["gpu_memory_mb"]}
+        """Peak memory and use by rank, and the share of the GPUs' arithmetic that was used; nothing on CPUs."""
+        by_rank = {
+            name: {str(r): report[name] for r, report in enumerate(verdict.reports) if report[name] is not None}
+            for name in ("gpu_memory_mb", "gpu_use_percent")
+        }
         used = self.job.utilisation(seconds)
-        return ({"gpu_memory_mb": peaks} if peaks else {}) | ({} if used is None else {"mfu": used})
+        return {name: told for name, told in by_rank.items() if told} | ({} if used is None else {"mfu": used})
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.next_step % every == 0

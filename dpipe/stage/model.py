@@ -57,7 +57,8 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
     """The model that the user's function `package.module:function` returns for `options`: `(layers, loss)`.
 
     `layers` is a list of modules, or of functions of no arguments that make one (then each rank makes its own alone).
-    Parameters are what is trained and saved; buffers must not change. Modules in the working folder are found.
+    Parameters are what is trained and saved, each of one layer alone; buffers must not change. Modules in the working
+    folder are found.
 
     Raises `ConfigError` naming what is missing or of the wrong kind.
     """
@@ -104,7 +105,21 @@ def _checked(name: str, returned: object) -> tuple[list[Any], Loss]:
             raise ConfigError(
                 f"model.layers {name!r}: layer {index} must be an nn.Module or a function making one, got {layer!r:.80}"
             )
+    _check_nothing_is_shared(name, found)
     return found, loss
+
+
+def _check_nothing_is_shared(name: str, layers: Iterable[Any]) -> None:
+    """Layers may be on different ranks: one parameter in two of them would become two, without a word."""
+    owners: dict[nn.Parameter, str] = {}
+    for index, layer in enumerate(layers):
+        for inside, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+            here = f"layers.{index}.{inside}"
+            if (other := owners.setdefault(parameter, here)) != here:
+                raise ConfigError(
+                    f"model.layers {name!r}: {other} and {here} are one parameter, and layers share none, because they "
+                    "may lie on different ranks; give each its own, or make one layer of all that share it"
+                )
 
 
 def _factory(name: str, index: int, layer: Callable[..., Any]) -> Callable[[], nn.Module]:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from dpipe.errors import TransferError
+from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.masters import Masters
 from dpipe.stage.model import Loss
@@ -103,7 +103,8 @@ class Stage:
         """Run the layers and stash what their backward needs. `targets` are for the last stage, whose output is the
         loss: a scalar in fp32, the mean over the micro-batch, not scaled. Outputs carry no graph.
 
-        Raises `TransferError` where `inputs` are not as they were at the first micro-batch.
+        Raises `TransferError` where `inputs` are not as they were at the first micro-batch, and `RunError` where the
+        loss is no scalar.
         """
         assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
@@ -235,7 +236,7 @@ class Stage:
                 returned = layer(*inputs)
             outputs = self._canonical(returned if isinstance(returned, tuple) else (returned,))
             if self._loss is not None and index == self._last:
-                outputs = (self._loss(*map(_single, outputs), targets).float(),)
+                outputs = (_scalar(self._loss(*map(_single, outputs), targets)),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
@@ -278,6 +279,15 @@ class Stage:
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     """As a loss takes it: in fp32, whatever the layers compute in."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    if loss.dim():
+        raise RunError(
+            f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the micro-batch: end the "
+            "model's loss function with .mean()"
+        )
+    return loss.float()
 
 
 def _taken_grad(leaf: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ class Row:
     ms_per_sample: float
     over_ours: float | None
     memory_gb: float | None
+    gpu_use_percent: int | None
     mfu: float | None
     loss_difference: float | None
 
@@ -83,6 +84,7 @@ def _row(line: Mapping[str, Any], published_s: float | None, ours_s: float | Non
         ms_per_sample=round(line["measured_s"] / line["batch_size"] * 1e3, 3),
         over_ours=None if ours_s is None else round(line["measured_s"] / ours_s, 3),
         memory_gb=line.get("memory_gb"),
+        gpu_use_percent=line.get("gpu_use_percent"),
         mfu=line.get("mfu"),
     )
 

@@ -62,6 +62,11 @@ def test_summary_says_where_everything_is(tmp_path: Path) -> None:
     assert "2 steps in 1 s" in text
 
 
+def test_summary_counts_the_steps_between_those_that_were_logged(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 3.0, "step_s": 0.5} for step in (0, 4, 7)]
+    assert "8 steps in about 4 s" in summary(tmp_path, rows)
+
+
 def test_summary_of_a_model_that_writes_no_text_tells_plain_losses(tmp_path: Path) -> None:
     text = summary(tmp_path, ROWS, scale=None)
     assert "training │ 5.000 │ 4.000" in " ".join(text.split())

@@ -3,16 +3,19 @@
 import json
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dpipe.config import Config
 from dpipe.engine.blueprint import draft
 from dpipe.engine.build import written_by
+from dpipe.engine.checkpoint import latest
 from dpipe.engine.folder import checkpoint_url
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
@@ -89,6 +92,13 @@ def test_two_stages_on_one_gpu_learn_what_a_cpu_does(way: str, tiny: Make, losse
     assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 1, 2, 3]
 
 
+def test_rows_say_what_a_sample_takes(tiny: Make, losses: Losses, tmp_path: Path) -> None:
+    config = tiny(run__folder=str(tmp_path / "run"))
+    losses(config)
+    for row in read_rows(tmp_path / "run"):
+        assert row["ms_per_sample"] * config.train.batch_size == pytest.approx(row["step_s"] * 1e3)
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_tied_embeddings_are_the_same_bit_for_bit(stages: int, tiny: Make, losses: Losses, tmp_path: Path) -> None:
     whole = losses(tiny(model__tie_embeddings=True))
@@ -138,6 +148,31 @@ def test_held_out_loss_is_measured_at_both_ends_and_between(tiny: Make, losses: 
     rows = [row for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
     assert [row["step"] for row in rows] == [0, 2, 3]
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
+
+
+def test_run_that_had_finished_keeps_its_last_held_out_loss_when_it_is_resumed(tiny: Make, losses: Losses) -> None:
+    config = tiny(train__eval_every=3, train__eval_batches=1)
+    losses(config)
+    rows = read_rows(Path(config.run.folder))
+    losses(config, resume=True)
+    assert read_rows(Path(config.run.folder)) == rows
+
+
+def test_run_that_is_stopped_saves_and_does_not_evaluate_first(
+    tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops it, as Slurm does, may kill it soon; the run that goes on evaluates."""
+    monkeypatch.setattr("dpipe.engine.build.stop_on_signals", lambda: nullcontext(lambda: True))
+    config = tiny(train__eval_every=1, train__eval_batches=1)
+    assert len(losses(config)) == 1
+    assert [row["step"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row] == [0]
+    assert latest(checkpoint_url(config)) == 1
+
+
+def test_last_step_is_logged_whatever_log_every_says(tiny: Make, losses: Losses) -> None:
+    config = tiny(train__steps=4, run__log_every=2)
+    losses(config)
+    assert [row["step"] for row in read_rows(Path(config.run.folder))] == [0, 2, 3]
 
 
 def test_rows_tell_rates_by_link(tiny: Make, losses: Losses) -> None:
@@ -241,6 +276,14 @@ def test_users_own_layers_with_two_tensors_between_stages(
     whole = losses(tiny(**mine))
     assert losses(tiny(**mine, pipeline__stages=2, run__folder=str(tmp_path / "cut"))) == whole
     assert whole[-1] < whole[0]
+    text = generate_text(tmp_path / "cut", "The", tokens=3, temperature=0, seed=0)
+    assert text.startswith("The")
+
+
+def test_words_that_the_tokenizer_does_not_know_are_never_written(tiny: Make, losses: Losses) -> None:
+    config = tiny(model__vocab_size=300, train__steps=1)
+    losses(config)
+    assert generate_text(Path(config.run.folder), "The", tokens=60, temperature=100, seed=0).startswith("The")
 
 
 def damage(folder: Path) -> None:
@@ -289,6 +332,16 @@ def test_sample_is_left_out_where_a_part_of_the_model_is_on_another_machine(
     next(Path(url).glob("*/model-00001-*")).unlink()
     assert written_by(config, corpus, url, "The") is None
     assert "run.sample is left out" in caplog.text
+
+
+def test_sample_is_left_out_where_the_model_continues_no_text(
+    tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(train__steps=1, run__sample="The")
+    monkeypatch.setattr("dpipe.engine.generate.load_all_layers", lambda *_: [nn.Embedding(256, 4), nn.Flatten()])
+    assert len(losses(config)) == 1
+    with pytest.raises(ConfigError, match="model.layers 'gpt' cannot continue a text"):
+        generate_text(Path(config.run.folder), "The", tokens=1, temperature=0, seed=0)
 
 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:

@@ -144,9 +144,13 @@ def test_machine_without_gpus_is_told_how_many_it_takes(sweep, tmp_path, monkeyp
 
 
 def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
-    row = {"step": 3, "gpu_memory_mb": {"0": 1500.0, "1": 2500.0}, "mfu": 0.41}
-    assert sweep.of_gpus(row) == {"memory_gb": 2.5, "mfu": 0.41}
-    assert sweep.of_gpus(row | {"mfu": None})["mfu"] is None
+    row = {"step": 3, "gpu_memory_mb": {"0": 1500.0, "1": 2500.0}, "gpu_use_percent": {"0": 80, "1": 91}, "mfu": 0.41}
+    assert sweep.of_gpus(row) == {"memory_gb": 2.5, "gpu_use_percent": 86, "mfu": 0.41}
+
+
+def test_what_gpus_do_not_tell_is_left_open(sweep):
+    told = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
+    assert told == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
 
 
 @pytest.fixture

@@ -57,6 +57,9 @@ def lazy(width=4):
 def one(): return nn.Linear(1, 1)
 def empty(): return [], nn.functional.mse_loss
 def words(): return ["linear"], nn.functional.mse_loss
+def shared():
+    one = nn.Linear(4, 4)
+    return [one, nn.Sequential(nn.ReLU(), one)], nn.functional.mse_loss
 def numbers(): return [lambda: 3], nn.functional.mse_loss
 constant = 3
 """
@@ -107,6 +110,7 @@ def test_users_functions_make_layers_when_asked(users_folder: str) -> None:
         ("{}:layers", {"depth": 3}, "model.options do not fit .*'depth'"),
         ("{}:one", {}, r"must return \(list of layers, loss function\)"),
         ("{}:empty", {}, "returned no layers"),
+        ("{}:shared", {}, r"layers\.0\.weight and layers\.1\.1\.weight are one parameter"),
         ("{}:words", {}, "layer 0 must be an nn.Module"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpipe.errors import TransferError
+from dpipe.errors import RunError, TransferError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.stage import Stage
@@ -428,3 +428,9 @@ def test_outputs_carry_no_graph() -> None:
     (loss,) = stages[1].forward(0, (output,), tokens(0, 0)[1])
     assert not loss.requires_grad
     assert (loss.shape, loss.dtype) == ((), torch.float32)
+
+
+def test_loss_that_is_no_scalar_is_refused() -> None:
+    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2)
+    with pytest.raises(RunError, match=r"the loss is of shape \[3, 2\]; it must be a scalar"):
+        stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
