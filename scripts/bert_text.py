@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from tokenizers import BertWordPieceTokenizer
 
-from dpipe.engine.data import find_files
+from dpipe.engine.data import check_utf8, find_files
 from dpipe.errors import DpipeError
 
 _BETWEEN_SENTENCES = re.compile(r"""(?<=[.!?])\s+(?=["'(]?[A-Z])|\n+""")
@@ -25,8 +25,11 @@ def sentences(text: str) -> list[str]:
 
 
 def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int, int, int]:
-    """Both files; how many documents, sentences and pieces there are. Raises `DataError` where files are missing."""
-    documents = [sentences(path.read_text(encoding="utf-8")) for path in find_files(patterns)]
+    """Both files; the number of documents, sentences, pieces. Raises `DataError` where a file is missing or no text."""
+    paths = find_files(patterns)
+    for path in paths:
+        check_utf8(path)
+    documents = [sentences(path.read_text(encoding="utf-8")) for path in paths]
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "sentences.txt"
     text.write_text("\n\n".join("\n".join(document) for document in documents) + "\n", encoding="utf-8")
@@ -38,7 +41,9 @@ def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int
 
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True)
-@click.option("--folder", type=Path, required=True, help="Where the two files are written.")
+@click.option(
+    "--folder", type=click.Path(file_okay=False, path_type=Path), required=True, help="Where the two files are written."
+)
 @click.option("--vocab-size", type=click.IntRange(min=10), default=4096, show_default=True, help="Pieces at most.")
 def main(files: tuple[str, ...], folder: Path, vocab_size: int) -> None:
     try:

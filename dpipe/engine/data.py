@@ -189,7 +189,7 @@ def prepare(
     if not text:
         raise DataError(f"data.files: {len(paths)} files hold no text")
     for path in paths:
-        _check_utf8(path)
+        check_utf8(path)
     corpus = _tokenise(text.decode(), tokenizer, held_out)
     accept(corpus)
     _store(corpus, folder)
@@ -222,7 +222,8 @@ def _package_folder(package: str, pattern: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _check_utf8(path: Path) -> None:
+def check_utf8(path: Path) -> None:
+    """Raises `DataError` naming the first byte that is not."""
     try:
         path.read_bytes().decode()
     except UnicodeDecodeError as error:

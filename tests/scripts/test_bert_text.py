@@ -44,3 +44,11 @@ def test_files_that_are_not_there_are_named(bert_text, tmp_path: Path):
     result = run(bert_text, tmp_path / "no.txt", "--folder", tmp_path / "out")
     assert result.exit_code == 2
     assert "no.txt' matches no file" in result.output
+
+
+def test_file_that_is_not_utf8_is_named_before_anything_is_written(bert_text, tmp_path: Path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 one. Two.")
+    result = run(bert_text, tmp_path / "latin.txt", "--folder", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "latin.txt is not UTF-8 at byte 3; convert it" in result.output
+    assert not (tmp_path / "out").exists()
