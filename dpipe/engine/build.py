@@ -348,7 +348,8 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
     """Rank 0's last word: how to go on, or the summary."""
     config, corpus = blueprint.config, blueprint.corpus
     if stopped:
-        console.print(f"stopped before the end; go on with --resume {folder}", highlight=False)
+        told = f"stopped before the end; go on with --resume {folder}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         return
     scale = url = text = None
     if corpus is not None:
