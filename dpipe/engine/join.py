@@ -185,9 +185,12 @@ def address_toward(host: str) -> str:
     needs it. Raises `JoinError` where there is no way there.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only chooses a route
-            return str(probe.getsockname()[0])
+        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+        family, *_, target = min(found)  # IPv4 where the host has both
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: it only chooses a route
+            own = str(probe.getsockname()[0])
+            return f"[{own}]" if family is socket.AF_INET6 else own
     except OSError as error:
         hint = "check --coordinator, or set node.bind and node.advertise"
         raise JoinError(f"no way to {host}: {error}; {hint}") from None

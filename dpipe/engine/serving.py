@@ -139,7 +139,7 @@ def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, sa
     """A parameter server by itself, until every worker has left it or it is asked to stop."""
     config = load(path, overrides)
     host, port = _bind(config, bind)
-    node, folder = config.node, Path(config.run.folder) / "server"
+    node, folder = config.node, _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
     torch.set_num_threads(node.threads)
@@ -153,6 +153,13 @@ def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, sa
         finally:
             server.close()
     say("stopped; start it again to go on" if wants_stop() else "all workers have left")
+
+
+def _state_folder(config: Config, host: str, port: int) -> Path:
+    """Where a server keeps its state; one of several has a folder of its own, or it would take up the others' stages
+    when it is started again, and wait for workers that never come to it."""
+    folder = Path(config.run.folder) / "server"
+    return folder if config.data_parallel.servers == "one" else folder / f"{host}-{port}"
 
 
 def _bind(config: Config, bind: str | None) -> tuple[str, int]:

@@ -32,6 +32,15 @@ def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
     assert address_toward("localhost") == "127.0.0.1"
 
 
+def test_coordinator_of_an_ipv6_address_is_reached_from_one() -> None:
+    """It was "no way to [::1]: Name or service not known"; in brackets, as node.bind and gRPC have it."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert address_toward("[::1]") == "[::1]"
+
+
 def test_coordinator_whose_name_is_unknown_is_named() -> None:
     with pytest.raises(JoinError, match="no way to nowhere.invalid"):
         advertised_host("0.0.0.0", None, "nowhere.invalid")

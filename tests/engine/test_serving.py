@@ -21,7 +21,7 @@ from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
 from dpipe.engine.launch import free_port
 from dpipe.engine.metrics import read_rows
-from dpipe.engine.serving import FolderSnapshots, _beside, serve_parameters
+from dpipe.engine.serving import FolderSnapshots, _beside, _state_folder, serve_parameters
 from dpipe.engine.trace import load_steps
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.timeline.span import Lane
@@ -340,6 +340,13 @@ def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
+
+
+def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
+    """They shared RUN/server: one that was started again took up the stages of all, and then never ended."""
+    each = served(2, data_parallel__servers="per-stage")
+    folders = [_state_folder(each, "127.0.0.1", port) for port in (7100, 7101)]
+    assert len({*folders, _state_folder(served(2), "127.0.0.1", 7100)}) == 3
 
 
 def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
