@@ -174,7 +174,7 @@ def run_rank(
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
-            if config.run.trace_steps:
+            if config.run.trace_steps and trainer.next_step > first_step:
                 write_plan(blueprint, hosts, folder)
             finish(blueprint, folder, console or Console(), stopped)
 

@@ -32,7 +32,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, RunError
 from dpipe.stage.tensor_parallel import Shard
 
 LOG = logging.getLogger("dpipe")
@@ -84,6 +84,7 @@ def save(
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
+    Raises `RunError` where it cannot be written.
     """
     store = _Store(url)
     part = {kind: _write_part(store, step, rank, kind, t) for kind, t in zip(_KINDS, (tensors, optimizer), strict=True)}
@@ -180,8 +181,8 @@ class _Store:
                 facts = {"size": temporary.stat().st_size, "sha256": digest}
                 name = name.format(digest[:16])
                 self._place(temporary, self.path(step, name))
-        except OSError as error:
-            raise CheckpointError(
+        except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+            raise RunError(
                 f"cannot write {self.path(step, name)}: {error}; make room, or set run.checkpoint_url"
             ) from error
         return name, facts
