@@ -13,6 +13,7 @@ Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) dr
 """
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -201,8 +202,16 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
-    """What scripts/sweep.py has written; nothing where it has not."""
-    return [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
+    """What scripts/sweep.py has written; nothing where it has not. Raises `ConfigError` naming a damaged line."""
+    lines = results.read_text("utf-8").splitlines() if results.exists() else []
+    return [_parsed(line, f"{results}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is no row ({error}); delete it: what wrote the file measures it anew") from None
 
 
 def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = None) -> ConfigError:
@@ -248,7 +257,9 @@ def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
 
 
 def as_csv(rows: Iterable[Row]) -> str:
-    return "\n".join([",".join(FIELDS), *(",".join(map(_cell, astuple(row))) for row in rows)])
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows([FIELDS, *(map(_cell, astuple(row)) for row in rows)])
+    return lines.getvalue().rstrip()
 
 
 def as_json(rows: Iterable[Row]) -> str:
@@ -281,6 +292,8 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
     if mode not in table.MODES:
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
+    if form == "compare":
+        raise ConfigError(f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} alone")
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
     match mode:
         case "sim":
@@ -305,20 +318,34 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _drawable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
+    """Before minutes of simulation, not after them."""
+    if path is not None and not (path.suffix == ".png" and path.parent.is_dir()):
+        raise click.BadParameter(f"{path} is to end in .png, in a folder that exists")
+    return path
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
 @click.command(help=__doc__)
 @click.argument("name", type=click.Choice(TABLES))
 @click.option("--mode", type=click.Choice(["sim", "replay", "real"]), required=True, help="Where the seconds are from.")
-@click.option("--results", type=Path, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
+@click.option("--results", type=_FILE, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
 @click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
-@click.option("--png", type=Path, help="Also draw the rows into this file.")
-@click.option("--readme", type=Path, help="Also put the lines of --compare into this file, between its marks.")
+@click.option("--png", type=_FILE, callback=_drawable, help="Also draw the rows into this file.")
+@click.option(
+    "--readme",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also put the lines of --compare into this file, between its marks.",
+)
 def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None, readme: Path | None) -> None:
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, form, png))
+            click.echo(layouts_text(name, mode, results, "compare" if readme else form, png))
             return
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from table import ROOT
+from table import ROOT, lines_of
 from venue import Venue
 
 from dpipe.config import Config, load
-from dpipe.engine.launch import environment, launch
+from dpipe.engine.launch import STOPPING, environment, launch
 from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError, RunError
 
@@ -68,12 +68,11 @@ def run_to_end(
         timeout_s=timeout_s,
         quiet=True,
     )
+    if STOPPING in said:
+        raise KeyboardInterrupt  # the launcher had it first: ranks that ended in good order leave no result either
     if code != 0:
         raise RunError("\n".join(["the run has failed:", *said]))
-    rows = read_rows(folder)
-    if max(row["step"] for row in rows) < config.train.steps - config.run.log_every:
-        raise KeyboardInterrupt  # the ranks had it first, and ended in good order: what they leave is no result
-    return rows
+    return read_rows(folder)
 
 
 def whole_lines(results: Path) -> list[dict[str, Any]]:
@@ -86,7 +85,7 @@ def whole_lines(results: Path) -> list[dict[str, Any]]:
         new = results.with_suffix(".tmp")
         new.write_text(whole, encoding="utf-8")
         os.replace(new, results)
-    return [json.loads(line) for line in whole.splitlines()]
+    return lines_of(results)
 
 
 def append(results: Path, line: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from dpipe.engine import leash
 from dpipe.errors import JoinError, RunError
 
 GRACE_S = 10.0
+STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 << 10
 
@@ -155,7 +156,7 @@ class _Ranks:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._stop is None:
             self._stop = signal.SIGTERM
-            self._say("stopping: the ranks finish their step and write a checkpoint; once more kills them")
+            self._say(STOPPING)
         else:
             self._stop = signal.SIGKILL
         self._signal_all(self._stop)

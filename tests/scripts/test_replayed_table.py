@@ -63,3 +63,11 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
     assert found == {(1, 8, 0, 8), (2, 4, 12, 8), (4, 2, 24, 8), (8, 1, 48, 8)}
     assert {c.config.replay.exchange_bytes for c in cells} == {16_777_216 // 32}
     assert len({c.key for c in cells}) == len(cells) == 5 * 4
+
+
+@pytest.mark.parametrize("words", [("--compare",), ("--readme", __file__)], ids=["compare", "readme"])
+def test_comparison_by_network_is_refused_of_layouts(table, results, words):
+    """It printed the layouts, and left the file that it was to put them into as it was."""
+    result = run(table, "--results", results, *words)
+    assert result.exit_code == 2
+    assert "--compare and --readme are of gpt3xl_gpipe_network alone" in result.output

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from dpipe.engine.launch import STOPPING
 from dpipe.topology import Link, Network, load_network
 
 CONFIG = """
@@ -274,15 +275,14 @@ def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
     assert line["predicted_s"] <= line["measured_s"] < line["predicted_s"] + 0.2
 
 
-def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch):
-    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step and then well."""
+@pytest.mark.parametrize("code", [0, 128 + 15], ids=["in good order", "before its ranks heard"])
+def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch, code):
+    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step, or die of it while they start."""
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
 
     def stopped(argv_of_rank, num_ranks, **settings):
-        row = json.dumps({"step": 0, "loss": 0.0, "step_s": 1.0})
-        (settings["logs"].parent).mkdir(parents=True)
-        (settings["logs"].parent / "metrics.jsonl").write_text(row + "\n")
-        return 0
+        settings["on_line"](STOPPING)
+        return code
 
     monkeypatch.setattr(script("trials"), "launch", stopped)
     result = bench.run()

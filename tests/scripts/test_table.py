@@ -127,6 +127,29 @@ def test_csv_has_the_same_rows(quick, results):
     assert (rows[-1]["engine"], rows[-1]["published_s"], rows[-1]["measured_s"]) == ("dpipe", "", "17")
 
 
+def test_csv_keeps_a_comma_inside_its_cell(quick, tmp_path):
+    """A pipeline of another size is "auto, 2 stages" in the results: its cells stood one column too far right."""
+    (tmp_path / "r.jsonl").write_text(json.dumps(LINE | {"schedule": "auto, 2 stages"}))
+    *_, row = csv.DictReader(
+        run(quick, "--mode", "replay", "--results", tmp_path / "r.jsonl", "--csv").output.splitlines()
+    )
+    assert (row["schedule"], row["wire"], row["measured_s"]) == ("auto, 2 stages", "bf16", "16")
+
+
+def test_damaged_line_of_the_results_is_named(quick, results):
+    results.write_text(results.read_text()[:-30])
+    result = run(quick, "--mode", "replay", "--results", results)
+    assert result.exit_code == 2
+    assert f"table: {results}, line 2 is no row" in result.output
+
+
+@pytest.mark.parametrize("path", ["nowhere/table.png", "table.drawing"])
+def test_png_that_cannot_be_written_is_refused_before_anything_is_simulated(table, results, tmp_path, path):
+    result = run(table, "--mode", "replay", "--results", results, "--png", tmp_path / path)
+    assert result.exit_code == 2
+    assert "is to end in .png, in a folder that exists" in result.output
+
+
 def test_markdown_shows_the_error(quick, results):
     text = run(quick, "--mode", "replay", "--results", results).output
     assert "| 10 | 1 | 1 | dpipe | gpipe | bf16 |  | 20 | 16 | -20.0 % |" in text
