@@ -3,7 +3,9 @@
     send     e = gradient + residual        wire = encode(e)        residual = e - decode(wire)
 
 Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what rounding took from this step's gradient is added to
-the next one's, so that it is late and not lost. Without it the error of int8 adds up over a run.
+the next one's, so that it is late and not lost. Without it the error of int8 adds up over a run. What is owed is in no
+checkpoint, whose cut need not be that of the run which takes it up: a resumed run owes nothing at first, and its losses
+are near those of one that never stopped, not the same.
 """
 
 from typing import Protocol

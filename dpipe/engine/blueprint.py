@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dpipe.config import Config
+from dpipe.engine.checkpoint import check_url
 from dpipe.engine.data import Corpus, open_tokenizer, prepare
 from dpipe.engine.feed import feed_of
 from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, transformer_costs
@@ -57,6 +58,8 @@ def draft(
         messages = ((message,),) * (config.pipeline.stages - 1)
         return Blueprint(config, None, None, messages, forecast(config, None, network, choose))
     check_device(config.node.device)
+    if config.run.checkpoint_url is not None:
+        check_url(config.run.checkpoint_url)
     if config.transport.kind == "nccl":
         load_nccl()
     model = make_model(config)

@@ -174,7 +174,7 @@ def run_rank(
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
-            if config.run.trace_steps:
+            if config.run.trace_steps and trainer.next_step > first_step:
                 write_plan(blueprint, hosts, folder)
             finish(blueprint, folder, console or Console(), stopped)
 
@@ -348,7 +348,8 @@ def finish(blueprint: Blueprint, folder: Path, console: Console, stopped: bool) 
     """Rank 0's last word: how to go on, or the summary."""
     config, corpus = blueprint.config, blueprint.corpus
     if stopped:
-        console.print(f"stopped before the end; go on with --resume {folder}", highlight=False)
+        told = f"stopped before the end; go on with --resume {folder}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         return
     scale = url = text = None
     if corpus is not None:

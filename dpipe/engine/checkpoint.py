@@ -32,7 +32,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, RunError
 from dpipe.stage.tensor_parallel import Shard
 
 LOG = logging.getLogger("dpipe")
@@ -84,6 +84,7 @@ def save(
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
+    Raises `RunError` where it cannot be written.
     """
     store = _Store(url)
     part = {kind: _write_part(store, step, rank, kind, t) for kind, t in zip(_KINDS, (tensors, optimizer), strict=True)}
@@ -128,6 +129,15 @@ def load(
     raise CheckpointError(f"no checkpoint in {url} is whole: " + "; ".join(skipped))
 
 
+def check_url(url: str) -> None:
+    """Raises `CheckpointError` where no checkpoint could be written to `url`, as far as can be told without writing."""
+    store = _Store(url)
+    if store.is_local:
+        there = next(path for path in (Path(store.root), *Path(store.root).parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {there} is no folder that can be written")
+
+
 def latest(url: str) -> int | None:
     """The step of the newest checkpoint; None where there is none."""
     return max(_Store(url).steps(), default=None)
@@ -138,13 +148,13 @@ class _Store:
 
     def __init__(self, url: str) -> None:
         try:
-            self._fs, self._root = fsspec.url_to_fs(url)
+            self._fs, self.root = fsspec.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {error}") from None
-        self._local = isinstance(self._fs, LocalFileSystem)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def path(self, step: int, name: str = "") -> str:
-        return f"{self._root}/step-{step:08d}/{name}".rstrip("/")
+        return f"{self.root}/step-{step:08d}/{name}".rstrip("/")
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint was committed, in order."""
@@ -153,7 +163,7 @@ class _Store:
     def folders(self) -> list[int]:
         """Steps for which something was written."""
         self._fs.invalidate_cache()
-        paths = self._fs.ls(self._root, detail=False) if self._fs.isdir(self._root) else []
+        paths = self._fs.ls(self.root, detail=False) if self._fs.isdir(self.root) else []
         found = (_STEP.fullmatch(path.rstrip("/").rpartition("/")[2]) for path in paths)
         return sorted(int(match[1]) for match in found if match)
 
@@ -171,8 +181,8 @@ class _Store:
                 facts = {"size": temporary.stat().st_size, "sha256": digest}
                 name = name.format(digest[:16])
                 self._place(temporary, self.path(step, name))
-        except OSError as error:
-            raise CheckpointError(
+        except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+            raise RunError(
                 f"cannot write {self.path(step, name)}: {error}; make room, or set run.checkpoint_url"
             ) from error
         return name, facts
@@ -180,7 +190,7 @@ class _Store:
     @contextmanager
     def fetched(self, path: str) -> Iterator[str]:
         """`path` as a local file."""
-        if self._local:
+        if self.is_local:
             yield path
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +210,7 @@ class _Store:
 
     @contextmanager
     def _scratch(self, step: int) -> Iterator[Path]:
-        if self._local:
+        if self.is_local:
             yield Path(self.path(step))
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +218,7 @@ class _Store:
 
     def _place(self, temporary: Path, path: str) -> None:
         """An object store makes a file visible when it is whole; a local one by renaming what has been synced."""
-        if not self._local:
+        if not self.is_local:
             self._fs.put_file(str(temporary), path)
             return
         _sync(temporary)

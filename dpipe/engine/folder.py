@@ -10,16 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dpipe.config import Config, build
-from dpipe.errors import ConfigError
+from dpipe.engine.checkpoint import latest
+from dpipe.errors import CheckpointError, ConfigError
 
 
 def open_folder(config: Config, resume: bool) -> Path:
-    """The run's folder; raises `ConfigError` where it holds another run, so that nothing is overwritten."""
-    folder = Path(config.run.folder)
+    """The run's folder. Nothing is overwritten, nor made for a run that is not there.
+
+    Raises `ConfigError` where it holds another run or cannot be written, `CheckpointError` where a run that is to be
+    resumed has no checkpoint.
+    """
+    folder, url = Path(config.run.folder), checkpoint_url(config)
+    if resume and latest(url) is None:
+        raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
     if (folder / "metrics.jsonl").exists() and not resume:
-        raise ConfigError(f"{folder} already holds a run; choose another run.folder, or continue it: --resume {folder}")
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "trace").mkdir(exist_ok=True)
+        way_on = f"or continue it: --resume {folder}" if latest(url) is not None else "or delete it: it saved nothing"
+        raise ConfigError(f"{folder} already holds a run; choose another run.folder, {way_on}")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "trace").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
     return folder
 
 

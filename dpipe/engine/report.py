@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dpipe.engine.metrics import read_rows
@@ -64,7 +65,9 @@ def show_summary(
     """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
-    console.print(f"\n[bold]{_duration(steps)} of training[/bold] ({run})", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n[bold]{_duration(steps)} of training[/bold] ({escape(str(run))})", highlight=False, soft_wrap=True
+    )
     result = learned(rows)
     if result is not None and checkpoint_url is not None:  # replay has neither losses nor checkpoints
         console.print(_losses(result, scale))
@@ -81,7 +84,7 @@ def show_summary(
         console.print(sample, highlight=False, markup=False)
     console.print("\n[bold]Where it is[/bold]")
     for what, where in _places(run, checkpoint_url, generates=scale is not None):
-        console.print(f"  {what:12} {where}", highlight=False, soft_wrap=True)
+        console.print(f"  {what:12} {where}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _duration(steps: Sequence[dict[str, Any]]) -> str:

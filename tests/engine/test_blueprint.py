@@ -5,7 +5,7 @@ import pytest
 
 from dpipe.config import Config
 from dpipe.engine.blueprint import draft
-from dpipe.errors import ConfigError
+from dpipe.errors import CheckpointError, ConfigError
 
 WITHOUT_ATTENTION = """
 from torch import nn
@@ -21,3 +21,15 @@ def test_selective_recomputation_of_a_model_without_attention_is_refused(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="no layer of plain_layers:layers has one: set attention_core = True"):
         draft(tiny(model__layers="plain_layers:layers", pipeline__recompute="selective"))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("no-such-protocol://bucket/run", "Protocol not known"), ("{}/text.txt/checkpoints", "text.txt is no folder")],
+)
+def test_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_run(
+    url: str, message: str, tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Else a run would train until its first checkpoint is due, and lose it all."""
+    with pytest.raises(CheckpointError, match=message):
+        draft(tiny(run__checkpoint_url=url.format(tmp_path)))

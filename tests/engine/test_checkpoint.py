@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from dpipe.engine import checkpoint
 from dpipe.engine.checkpoint import latest, load, save
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, RunError
 
 LAYERS = 4
 TIMEOUT_S = 30.0
@@ -378,7 +379,7 @@ def test_url_that_cannot_be_used_is_named() -> None:
 
 def test_place_that_cannot_be_written_is_named(folder: str) -> None:
     Path(folder).write_text("a file where the folder should be")
-    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000005.*; make room, or set run.checkpoint_url"):
+    with pytest.raises(RunError, match=r"cannot write .*step-00000005.*; make room, or set run.checkpoint_url"):
         save_alone(folder, 5)
 
 
@@ -388,3 +389,14 @@ def test_nothing_is_unpickled(folder: str) -> None:
     torch.save(parameters(range(LAYERS), 5), only(folder, "step-00000005/model-*"))
     with pytest.raises(CheckpointError, match=r"is truncated|is damaged"):
         load(folder, everything)
+
+
+def test_disk_that_takes_no_more_is_named(folder: str) -> None:
+    """safetensors raises an error of its own where the system says so."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*File too large.*; make room"):
+            save_alone(folder, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -62,6 +62,12 @@ def test_summary_says_where_everything_is(tmp_path: Path) -> None:
     assert "2 steps in 1 s" in text
 
 
+def test_summary_names_a_folder_with_brackets_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run [b]"
+    folder.mkdir()
+    assert summary(folder, ROWS).count("run [b]") == 4
+
+
 def test_summary_counts_the_steps_between_those_that_were_logged(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 3.0, "step_s": 0.5} for step in (0, 4, 7)]
     assert "8 steps in about 4 s" in summary(tmp_path, rows)

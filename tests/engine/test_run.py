@@ -1,6 +1,7 @@
 """The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -156,6 +157,16 @@ def test_run_that_had_finished_keeps_its_last_held_out_loss_when_it_is_resumed(t
     rows = read_rows(Path(config.run.folder))
     losses(config, resume=True)
     assert read_rows(Path(config.run.folder)) == rows
+
+
+def test_run_that_was_killed_behind_its_last_checkpoint_ends_well_when_it_is_resumed(
+    tiny: Make, losses: Losses
+) -> None:
+    """No step is left to train, and there is no trace of any."""
+    config = tiny()
+    whole = losses(config)
+    shutil.rmtree(Path(config.run.folder) / "trace")
+    assert losses(config, resume=True) == whole
 
 
 def test_run_that_is_stopped_saves_and_does_not_evaluate_first(
