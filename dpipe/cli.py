@@ -187,6 +187,7 @@ def trace(run: str) -> None:
     help="0 always takes the likeliest token.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--fallback", is_flag=True, help="If the newest checkpoint is damaged, use the one before.")
 def generate(run: str, prompt: str, **options: Any) -> None:
     """Continue a text with the newest checkpoint of a run.
 

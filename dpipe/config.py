@@ -312,7 +312,7 @@ class Config(Section):
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides (TOML values; a bare word is a string)."""
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"configuration {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
@@ -352,7 +352,7 @@ def _explain(error: Any) -> str:
     name = ".".join(where[:2])
     if error["type"] == "extra_forbidden":
         return f"unknown key {name!r}{_did_you_mean(where)}"
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ").replace("a valid tuple", "a list")
     return message if error["type"] == "value_error" else f"{name}: {message}, got {error['input']!r}"
 
 

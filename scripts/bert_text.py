@@ -15,7 +15,7 @@ import click
 from tokenizers import BertWordPieceTokenizer
 
 from dpipe.engine.data import check_utf8, find_files
-from dpipe.errors import DpipeError
+from dpipe.errors import DataError, DpipeError
 
 _BETWEEN_SENTENCES = re.compile(r"""(?<=[.!?])\s+(?=["'(]?[A-Z])|\n+""")
 
@@ -30,6 +30,8 @@ def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int
     for path in paths:
         check_utf8(path)
     documents = [sentences(path.read_text(encoding="utf-8")) for path in paths]
+    if not any(documents):
+        raise DataError(f"no sentence in {', '.join(map(str, paths))}: name files that hold text")
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "sentences.txt"
     text.write_text("\n\n".join("\n".join(document) for document in documents) + "\n", encoding="utf-8")

@@ -99,7 +99,9 @@ def as_markdown(plan: Convergence, losses: dict[str, float]) -> str:
 
 
 @click.command(help=__doc__)
-@click.argument("file", type=Path, default=ROOT / "scripts/sweeps/convergence.toml")
+@click.argument(
+    "file", type=click.Path(dir_okay=False, path_type=Path), default=ROOT / "scripts/sweeps/convergence.toml"
+)
 @click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
 def main(file: Path, results: Path | None) -> None:
     try:

@@ -336,7 +336,7 @@ def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
 
 
 @click.command(help=__doc__)
-@click.argument("file", type=Path)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
 @click.option("--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop.")
 def main(file: Path, results: Path | None, most: int | None) -> None:

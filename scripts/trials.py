@@ -104,5 +104,9 @@ def key_of(config: Config, *more: Any) -> str:
 
 
 def commit_of_tree() -> str:
+    """Empty where nothing is known of it."""
     argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+    try:
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+    except FileNotFoundError:  # no git here, and a cell that has been measured is not lost for that
+        return ""

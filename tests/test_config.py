@@ -106,6 +106,17 @@ def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         load(written(tmp_path, "steps 5"))
 
 
+def test_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("train = { steps = 7 }", encoding="utf-8-sig")
+    assert load(path, ()).train.steps == 7
+
+
+def test_text_where_a_list_belongs_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.files: Input should be a list, got 'x.txt'"):
+        load(written(tmp_path, "data = { files = 'x.txt' }"), ())
+
+
 def test_digest_differs_with_what_ranks_must_agree_on() -> None:
     assert build({"train": {"steps": 5}}).digest() != Config().digest()
 

@@ -15,7 +15,7 @@ from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise
 
 
-def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False) -> str:
     """Continue `prompt` with the newest checkpoint of `run`. Raises `ConfigError` where its model continues no text."""
     config = load_configuration(run)
     if config.model.layers == "bert":
@@ -23,14 +23,24 @@ def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, se
             f'{run} is a run of model.layers "bert", which fills in masked words and continues no text; generate from '
             'a run of "gpt"'
         )
-    return sample(config, read_text(config), checkpoint_url(config, run), prompt, tokens, temperature, seed)
+    layers = load_all_layers(config, checkpoint_url(config, run), fallback=fallback)
+    return _continue(config, layers, read_text(config), prompt, tokens, temperature, seed)
 
 
-def sample(
-    config: Config, corpus: Corpus, url: str, prompt: str, num_tokens: int, temperature: float = 0.8, seed: int = 0
+def sample(config: Config, corpus: Corpus, url: str, prompt: str, num_tokens: int) -> str:
+    """`prompt` and what the model of the newest checkpoint makes of it."""
+    return _continue(config, load_all_layers(config, url), corpus, prompt, num_tokens, temperature=0.8, seed=0)
+
+
+def _continue(
+    config: Config,
+    layers: list[nn.Module],
+    corpus: Corpus,
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> str:
-    """`prompt` and what the model makes of it. Temperature 0 takes the likeliest token each time."""
-    layers = load_all_layers(config, url)
     ids = corpus.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
@@ -45,11 +55,11 @@ def sample(
         ) from error
 
 
-def load_all_layers(config: Config, url: str) -> list[nn.Module]:
+def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list[nn.Module]:
     model = make_model(config)
     layers = [materialise(model, index, config.train.seed, "cpu").eval() for index in range(len(model.layers))]
     named = {f"layers.{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    loaded = checkpoint.load(url, named)
+    loaded = checkpoint.load(url, named, fallback=fallback)
     fill(named.items(), loaded)
     return layers
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,10 +350,20 @@ def test_sample_is_left_out_where_the_model_continues_no_text(
     tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(train__steps=1, run__sample="The")
-    monkeypatch.setattr("dpipe.engine.generate.load_all_layers", lambda *_: [nn.Embedding(256, 4), nn.Flatten()])
+    monkeypatch.setattr("dpipe.engine.generate.load_all_layers", lambda *_, **__: [nn.Embedding(256, 4), nn.Flatten()])
     assert len(losses(config)) == 1
     with pytest.raises(ConfigError, match="model.layers 'gpt' cannot continue a text"):
         generate_text(Path(config.run.folder), "The", tokens=1, temperature=0, seed=0)
+
+
+def test_text_is_continued_by_the_checkpoint_before_a_damaged_one(tiny: Make, losses: Losses) -> None:
+    config = tiny(train__steps=4, run__checkpoint_every=2)
+    losses(config)
+    damage(Path(config.run.folder))
+    continued = partial(generate_text, Path(config.run.folder), "The", tokens=5, temperature=0, seed=0)
+    with pytest.raises(CheckpointError, match="--fallback uses the one of step 2"):
+        continued()
+    assert continued(fallback=True).startswith("The")
 
 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:

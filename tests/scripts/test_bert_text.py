@@ -52,3 +52,11 @@ def test_file_that_is_not_utf8_is_named_before_anything_is_written(bert_text, tm
     assert result.exit_code == 2
     assert "latin.txt is not UTF-8 at byte 3; convert it" in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_files_without_a_sentence_are_refused_before_anything_is_written(bert_text, tmp_path: Path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    result = run(bert_text, tmp_path / "empty.txt", "--folder", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "no sentence in" in result.output and "empty.txt" in result.output
+    assert not (tmp_path / "out").exists()

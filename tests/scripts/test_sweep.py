@@ -275,6 +275,11 @@ def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
     assert line["predicted_s"] <= line["measured_s"] < line["predicted_s"] + 0.2
 
 
+def test_commit_is_left_open_where_there_is_no_git(script, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert script("trials").commit_of_tree() == ""
+
+
 @pytest.mark.parametrize("code", [0, 128 + 15], ids=["in good order", "before its ranks heard"])
 def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch, code):
     """Ctrl-C reaches the launcher while a cell runs; its ranks end their step, or die of it while they start."""
