@@ -96,6 +96,5 @@ class TensorGroup:
                 raise self._error
             try:
                 done = work.wait(_LOOK)
-            except RuntimeError:
-                if work.is_completed():  # else it was the look that timed out; the group has a timeout of its own
-                    raise
+            except RuntimeError:  # the look timed out, as the group will by itself, or the exchange is over
+                done = work.is_completed() and work.wait()  # which raises where it has failed

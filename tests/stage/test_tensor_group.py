@@ -1,5 +1,6 @@
 import threading
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -44,6 +45,39 @@ def test_bytes_that_a_rank_sends_are_told() -> None:
         return told
 
     assert on_ranks(3, on_rank) == [[48 * 2 * 2 // 3, 48 * 2, 48 * 2 // 3]] * 3
+
+
+class Overtaken:
+    """An exchange that ends just after a look at it has timed out: with `error`, or well."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> "Overtaken":
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, look: timedelta | None = None) -> bool:
+        if look is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+
+def test_exchange_that_ends_as_a_look_times_out_has_gone_well() -> None:
+    (group,) = on_ranks(1, lambda group: group)
+    group._group = Overtaken(None)
+    assert group.all_reduce(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_exchange_that_fails_as_a_look_times_out_is_told_with_its_reason() -> None:
+    (group,) = on_ranks(1, lambda group: group)
+    group._group = Overtaken("Connection closed by peer")
+    with pytest.raises(PeerLost, match="Connection closed by peer"):
+        group.all_reduce(torch.ones(2))
 
 
 def test_failure_elsewhere_ends_a_wait() -> None:
