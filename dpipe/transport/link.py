@@ -108,10 +108,12 @@ class Receiving(_Transfer):
     def wait(self) -> torch.Tensor:
         self.settle()
         assert self.tensor is not None
-        if self.into is not None and self.into is self.tensor:
-            return self.into
-        tensor = self.end.staging.use(self.tensor, self._landed)
-        return tensor if self.into is None else self.into.copy_(tensor)
+        if self.into is None:
+            return self.end.staging.use(self.tensor, self._landed)
+        if self.tensor is not self.into:  # it came before it was expected
+            self.end.staging.move(self.tensor, self._landed, self.into)
+            self.tensor = self.into
+        return self.into
 
     def settle(self) -> None:
         assert self.expected is not None

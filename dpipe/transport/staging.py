@@ -10,10 +10,14 @@ Pinned memory is torch's: what is freed serves the next tensor of that size, onc
 On a CPU nothing is copied: a network reads and writes the tensors themselves.
 """
 
+from threading import Lock
+
 import torch
 
 from dpipe.streams import Mark, Streams
 from dpipe.wire.spec import TensorSpec
+
+_SPARE_BYTES = 64 << 20
 
 
 class Staging:
@@ -22,6 +26,9 @@ class Staging:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._pinned = streams.device.type == "cuda"
+        self._lock = Lock()
+        self._spare: dict[TensorSpec, list[torch.Tensor]] = {}
+        self._spare_bytes = 0
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Contiguous host memory that holds `tensor`, usable on the current stream, from the mark on."""
@@ -39,6 +46,10 @@ class Staging:
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Host memory for what arrives."""
+        with self._lock:
+            if spare := self._spare.get(spec):
+                self._spare_bytes -= spec.num_bytes
+                return spare.pop()
         return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned)
 
     def land(self, host: torch.Tensor) -> tuple[torch.Tensor, Mark]:
@@ -51,3 +62,17 @@ class Staging:
         self._streams.wait(mark)
         self._streams.keep(landed)
         return landed
+
+    def move(self, arrived: torch.Tensor, mark: Mark, into: torch.Tensor) -> None:
+        """Copy what came in memory of `empty`, and has landed where there is a mark, to where it belongs."""
+        into.copy_(arrived if mark is None else self.use(arrived, mark))
+        if arrived.device.type == "cpu":
+            self._keep(arrived)
+
+    def _keep(self, host: torch.Tensor) -> None:
+        """For the next `empty`: fresh pages cost as much as the bytes that fill them."""
+        spec = TensorSpec.of(host)
+        with self._lock:
+            if self._spare_bytes + spec.num_bytes <= _SPARE_BYTES:
+                self._spare.setdefault(spec, []).append(host)
+                self._spare_bytes += spec.num_bytes

@@ -11,7 +11,9 @@ from threading import Lock
 from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
-_WRITE_BYTES = 256 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
+_WRITE_BYTES = 512 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
+_WAKE_BYTES = 512 << 10  # a thread that waits for a tensor is woken for so many: each time costs what copying 100 KB does
+_FEW_BYTES = 64 << 10  # not worth telling the kernel
 _MORE = getattr(socket, "MSG_MORE", 0)  # do not send this alone, where the system can wait for the rest
 _WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}  # seconds, seconds, probes; as gRPC's
@@ -23,6 +25,9 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         sock.settimeout(None)  # `shut` ends every wait, and keep-alive finds a host that is gone
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._wakes_at = 1
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Hand all `parts` to the kernel, in order and without a copy before its own."""
@@ -58,8 +63,18 @@ class Stream:
         self._socket.close()
 
     def _read_some(self, view: memoryview) -> int:
-        # Not MSG_WAITALL, which has the thread woken for each segment: while Python comes back, more of them gather.
-        return _not_ended(self._socket.recv_into(view))
+        self._wake_at(min(len(view), _WAKE_BYTES) if len(view) > _FEW_BYTES else 1)
+        self._readable.poll(_WAKE_MS)
+        try:  # what has come; a recv that may wait would wait for as many bytes again
+            return _not_ended(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return 0
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Have `poll` wake for no less; the kernel sees to it that its buffer holds as much."""
+        if num_bytes != self._wakes_at:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
 
 
 class TlsStream(Stream):
