@@ -8,6 +8,7 @@
 HTTP/2, so that it passes the proxies and inspection that real networks have. Where there are none, tcp.py is faster.
 """
 
+import ctypes
 import itertools
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE, _METHOD = "dpipe.wire.v1.Transport", "Connect"
 _HELLO_KEY = "dpipe-hello-bin"
+_MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
 
 class _Connection(Connection):
@@ -108,15 +110,17 @@ class GrpcTransport(Mesh[_Connection]):
     of = _Connection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
+        _keep_memory()
         self._security = security
         self._channels: list[grpc.Channel] = []
         accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._accept)
         handlers = [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: accept})]
-        self._server, port = serve(handlers, bind, port, security, MAX_LINKS * self._num_connections)
+        max_streams = MAX_LINKS * self._num_connections
+        self._server, port = serve(handlers, bind, port, security, max_streams, bulk=True)
         return port
 
     def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
-        channel = open_channel(address, self._security, own_connection=True)
+        channel = open_channel(address, self._security, own_connection=True, bulk=True)
         self._channels.append(channel)
         greeting = hello.SerializeToString()
         metadata: Any = (*token_metadata(self._security), (_HELLO_KEY, greeting))
@@ -143,6 +147,15 @@ class GrpcTransport(Mesh[_Connection]):
             channel.close()
         stopped.wait(left() + 1.0)
         del self._server  # the threads that served its streams end with it
+
+
+def _keep_memory() -> None:
+    """Have this process's malloc keep what is freed, where it is glibc's: gRPC takes new memory for each message twice
+    at either end, and a fresh page costs as much as its bytes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for parameter, num_bytes in _MALLOC.items():
+        if mallopt is not None:
+            mallopt(parameter, num_bytes)
 
 
 def _hello_of(context: grpc.ServicerContext) -> Hello:

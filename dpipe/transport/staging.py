@@ -7,17 +7,19 @@
     GPU      compute stream                                          `--wait--[1F5]
 
 Pinned memory is torch's: what is freed serves the next tensor of that size, once the copies that use it are over.
-On a CPU nothing is copied: a network reads and writes the tensors themselves.
+On a CPU nothing is copied: a network reads and writes the tensors themselves. What is freed serves the next one too.
 """
 
-from threading import Lock
+import weakref
+from collections import deque
 
 import torch
 
 from dpipe.streams import Mark, Streams
 from dpipe.wire.spec import TensorSpec
 
-_SPARE_BYTES = 64 << 20
+_SPARE_BYTES = 64 << 20  # of one size that are kept, or one tensor where that is larger
+_LARGE_BYTES = 128 << 10  # what malloc takes from the system, and gives back, each time
 
 
 class Staging:
@@ -26,9 +28,7 @@ class Staging:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._pinned = streams.device.type == "cuda"
-        self._lock = Lock()
-        self._spare: dict[TensorSpec, list[torch.Tensor]] = {}
-        self._spare_bytes = 0
+        self._spare: dict[int, deque[torch.Tensor]] = {}  # by size
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Contiguous host memory that holds `tensor`, usable on the current stream, from the mark on."""
@@ -46,11 +46,9 @@ class Staging:
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Host memory for what arrives."""
-        with self._lock:
-            if spare := self._spare.get(spec):
-                self._spare_bytes -= spec.num_bytes
-                return spare.pop()
-        return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned)
+        if self._pinned or spec.num_bytes < _LARGE_BYTES:
+            return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned)
+        return self._lend(spec.num_bytes).view(spec.dtype).view(spec.shape)
 
     def land(self, host: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """What has arrived, on the device from the mark on."""
@@ -66,13 +64,15 @@ class Staging:
     def move(self, arrived: torch.Tensor, mark: Mark, into: torch.Tensor) -> None:
         """Copy what came in memory of `empty`, and has landed where there is a mark, to where it belongs."""
         into.copy_(arrived if mark is None else self.use(arrived, mark))
-        if arrived.device.type == "cpu":
-            self._keep(arrived)
 
-    def _keep(self, host: torch.Tensor) -> None:
-        """For the next `empty`: fresh pages cost as much as the bytes that fill them."""
-        spec = TensorSpec.of(host)
-        with self._lock:
-            if self._spare_bytes + spec.num_bytes <= _SPARE_BYTES:
-                self._spare.setdefault(spec, []).append(host)
-                self._spare_bytes += spec.num_bytes
+    def _lend(self, num_bytes: int) -> torch.Tensor:
+        """Memory that comes back when the last tensor that sees it is gone: fresh pages cost as much as their bytes."""
+        size = max(1, _SPARE_BYTES // num_bytes)
+        spare = self._spare.setdefault(num_bytes, deque(maxlen=size))  # without a lock: any thread frees, at any time
+        try:
+            memory = spare.pop()
+        except IndexError:
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        lent = memory.numpy().view()
+        weakref.finalize(lent, spare.append, memory).atexit = False
+        return torch.from_numpy(lent)

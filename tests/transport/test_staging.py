@@ -7,6 +7,8 @@ from dpipe.streams import HOST, CudaStreams
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 
+LARGE = TensorSpec((512, 1024), torch.bfloat16)
+
 
 def test_tensor_on_a_cpu_is_not_copied() -> None:
     tensor = torch.arange(4.0)
@@ -33,3 +35,24 @@ def test_tensor_goes_to_the_host_and_back_without_a_wait_for_the_device() -> Non
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(back, tensor)
+
+
+def test_memory_of_a_tensor_that_is_gone_serves_the_next() -> None:
+    staging = Staging(HOST)
+    address = staging.empty(LARGE).data_ptr()
+    elsewhere = torch.empty(LARGE.shape, dtype=LARGE.dtype)  # what malloc has free goes here
+    assert staging.empty(LARGE).data_ptr() == address != elsewhere.data_ptr()
+
+
+def test_memory_is_lent_for_as_long_as_a_view_of_it_lives() -> None:
+    staging = Staging(HOST)
+    row = staging.empty(LARGE)[3].fill_(1)
+    staging.empty(LARGE).fill_(2)
+    assert row.eq(1).all()
+
+
+def test_little_more_is_kept_than_was_in_use_at_once() -> None:
+    staging, spec = Staging(HOST), TensorSpec((48 << 20,), torch.uint8)
+    in_use = [staging.empty(spec), staging.empty(spec)]
+    in_use.clear()
+    assert len(staging._spare[spec.num_bytes]) == 1

@@ -42,6 +42,35 @@ def test_skip_returns_when_the_peer_ends(streams: Streams) -> None:
     streams[1].skip()
 
 
+@pytest.fixture
+def over_tcp() -> Iterator[Streams]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = Stream(socket.create_connection(listener.getsockname()))
+        there = Stream(listener.accept()[0])
+    yield here, there
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("pause_after", [1, 100_000, 1_999_999])
+def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(over_tcp: Streams, pause_after: int) -> None:
+    sent, arrived = bytes(range(250)) * 8_000, bytearray(2_000_000)
+    reader = threading.Thread(target=over_tcp[1].read, args=[memoryview(arrived)])
+    reader.start()
+    over_tcp[0].write(sent[:pause_after])
+    reader.join(0.05)
+    over_tcp[0].write(sent[pause_after:])
+    reader.join(3)  # sooner than it looks around by itself
+    assert arrived == sent
+
+
+def test_reader_that_waits_for_many_bytes_hears_of_the_end(over_tcp: Streams) -> None:
+    over_tcp[0].write(bytes(1_000))
+    over_tcp[0].end()
+    with pytest.raises(ConnectionError, match="it closed the connection"):
+        over_tcp[1].read(memoryview(bytearray(1 << 20)))
+
+
 def test_shut_wakes_a_reader_here_and_fails_a_writer_there(streams: Streams) -> None:
     reader = threading.Thread(target=streams[0].skip)
     reader.start()
