@@ -77,6 +77,10 @@ def _run(rank: int, folder: str, way: str, num_bytes: int, pause_s: float) -> No
         for size, of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):  # in turns: they are subtracted
             of_size.append(_send(transport, size, pause_s) if rank == 0 else _receive(transport, size))
     (Path(folder) / str(rank)).write_text(json.dumps(stamps))
+    if rank == 0:  # who goes first could take the link from the other's last send, before that knows it was handed over
+        transport.send(_READY.empty(), 1, "goodbye")
+    else:
+        transport.recv(_READY, 0, "goodbye").wait()
     transport.close()
 
 
