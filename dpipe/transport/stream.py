@@ -12,8 +12,7 @@ from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
 _WRITE_BYTES = 512 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
-# A thread that waits for a tensor is woken for so many: each time costs what copying 100 KB does.
-_WAKE_BYTES = 512 << 10
+_WAKE_BYTES = 512 << 10  # a thread that waits for a tensor is woken for so many: a wake interrupts the sender's core
 _FEW_BYTES = 64 << 10  # not worth telling the kernel
 _MORE = getattr(socket, "MSG_MORE", 0)  # do not send this alone, where the system can wait for the rest
 _WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
