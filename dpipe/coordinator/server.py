@@ -69,10 +69,11 @@ class CoordinatorServer:
                 self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
             if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
                 self._meeting.end("the coordinator (rank 0) stopped while other ranks were still at work")
-            readers = list(self._readers)
         self._stopped.set()
         self._server.stop(_STOP_S).wait(2 * _STOP_S)
-        for thread in (self._clock, *readers):
+        with self._lock:
+            threads = [self._clock, *self._readers]
+        for thread in threads:
             thread.join(_STOP_S)
 
     def _tick(self, interval_s: float) -> None:
@@ -90,8 +91,8 @@ class CoordinatorServer:
         )
         with self._lock:
             self._num_streams += 1
-            self._readers.add(reader)
-        reader.start()
+            self._readers = {other for other in self._readers if other.is_alive()} | {reader}
+            reader.start()
         try:
             # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and says so here.
             while (message := outbox.get()) is not None:
@@ -115,7 +116,6 @@ class CoordinatorServer:
             with self._lock:
                 if guest.member:
                     self._meeting.broken(guest.member, why)
-                self._readers.discard(threading.current_thread())
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -151,6 +152,23 @@ def test_close_waits_for_those_who_are_leaving(run):
     closing.join(5)
     assert not closing.is_alive()
     assert heard == []
+
+
+class _SlowToEnd(queue.SimpleQueue):
+    """An outbox whose reader lives on for a while after its last word."""
+
+    def put(self, message, *rest):
+        super().put(message, *rest)
+        if message is None:
+            time.sleep(0.5)
+
+
+def test_close_outlasts_the_readers(run, monkeypatch):
+    monkeypatch.setattr("dpipe.coordinator.server.queue", SimpleNamespace(SimpleQueue=_SlowToEnd))
+    (alone,) = run.meet(1)
+    alone.close()
+    run.servers[0].close()
+    assert "coordinator reader" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_close_tells_those_who_stay(run):
