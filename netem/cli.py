@@ -141,10 +141,11 @@ def lab_group() -> None:
 @click.option("--hosts", required=True, type=int, help="How many.")
 @click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Default: unshaped.")
 @click.option("--router", type=click.Choice(lab.ROUTERS), help="Default: what this kernel has.")
+@click.option("--sysctl", multiple=True, metavar="KEY=VALUE", help="How the hosts have their TCP; may be repeated.")
 @_NAME
-def lab_up(hosts: int, profile: Path | None, router: str | None, name: str) -> None:
+def lab_up(hosts: int, profile: Path | None, router: str | None, sysctl: tuple[str, ...], name: str) -> None:
     """Make a lab."""
-    _describe(lab.up(name, hosts, profile, router))
+    _describe(lab.up(name, hosts, profile, router, sysctl))
 
 
 @lab_group.command("exec")
@@ -201,6 +202,7 @@ def _describe(this: lab.Lab) -> None:
         f"router: {this.router_kind}; carries {this.carries_gbps:.2g} Gbit/s coalesced, "
         f"{this.carries_packets:,.0f} packets/s; takes {this.own_delay_ms:.2g} ms of every delay itself"
     )
+    click.echo(f"TCP: {this.congestion_control}")
     for i, host in enumerate(this.hosts):
         click.echo(f"host {i}: {host.address}  {host.namespace}")
     for line in lab.warnings(this, network) if network else []:

@@ -50,6 +50,7 @@ class Lab:
     own_delay_ms: float = 0.0
     carries_gbps: float = 0.0  # over a few connections, whose packets TCP coalesces up to 64 KiB, through netem
     carries_packets: float = 0.0  # a second, of full size; what many slow connections come down to
+    congestion_control: str = ""  # of the hosts' TCP: this kernel's own, unless `up` was given another
 
     @property
     def folder(self) -> Path:
@@ -80,11 +81,18 @@ class Lab:
         return load_network(kept[0]) if kept else None
 
 
-def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str | None = None) -> Lab:
+def up(
+    name: str,
+    num_hosts: int,
+    profile: Path | None = None,
+    router_kind: str | None = None,
+    sysctl: Sequence[str] = (),
+) -> Lab:
     """Bring a lab up, measure what its router can do, and shape it. Without a profile it stays unshaped.
 
-    `router_kind` is chosen by what this kernel has unless given. Raises `NetemError` without root, where a lab of this
-    name is up already, or where the router does not come up; nothing is then left behind.
+    `router_kind` is chosen by what this kernel has unless given; `sysctl` is how every host has its TCP, as
+    `net.ipv4.tcp_congestion_control=reno`. Raises `NetemError` without root, where a lab of this name is up already,
+    where the router does not come up, or where the kernel refuses a setting; nothing is then left behind.
     """
     shell.require_root("a lab")
     shell.require_programs("ip", "tc", "ping")
@@ -102,7 +110,8 @@ def up(name: str, num_hosts: int, profile: Path | None = None, router_kind: str 
     try:
         lab = Lab(name, num_hosts, octet, router_kind or _kernel_router(name))
         _build(lab)
-        lab = measured(lab)
+        _set_tcp(lab, sysctl)
+        lab = measured(replace(lab, congestion_control=_congestion_control(lab.hosts[0])))
         if profile is not None:
             set_profile(lab, profile)
         _save(lab)
@@ -162,7 +171,7 @@ def warnings(lab: Lab, network: Network) -> list[str]:
     elif (together := _egress_gbps(lab, network)) > (small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9):
         found.append(
             f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all, "
-            f"and {small:.2g} where TCP coalesces no packets, as over many slow connections"
+            f"and {small:.2g} where TCP coalesces no packets, as over many slow connections{_paced(lab)}"
         )
     if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
         found.append(f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms")
@@ -175,6 +184,12 @@ def observe_ring(lab: Lab, network: Network, seconds: float = 2.0) -> dict[tuple
     links = {(lab.hosts[i], lab.hosts[j]): network.link(i, j) for i, j in ring}
     seen = measure.observe_together(links, seconds)
     return {(i, j): seen[lab.hosts[i], lab.hosts[j]] for i, j in sorted(ring)}
+
+
+def _paced(lab: Lab) -> str:
+    if lab.congestion_control != "bbr":
+        return ""
+    return ", above all with this kernel's BBR, which spaces them: --sysctl net.ipv4.tcp_congestion_control=reno"
 
 
 def _egress_gbps(lab: Lab, network: Network) -> float:
@@ -225,6 +240,15 @@ def _build(lab: Lab) -> None:
             ip route add default via {lab.gateway} src {host.address}
         """
         shell.run(host.enter(["sh", "-ec", script]))
+
+
+def _set_tcp(lab: Lab, sysctl: Sequence[str]) -> None:
+    for host in lab.hosts if sysctl else ():
+        shell.run(host.enter(["sysctl", "-qw", *sysctl]))
+
+
+def _congestion_control(host: Host) -> str:
+    return shell.run(host.enter(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"])).strip()
 
 
 def _router_script(lab: Lab) -> str:

@@ -42,7 +42,12 @@ def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
 
 def explain(argv: Sequence[str], words: str) -> str:
     """What a refusal means, where it is one of those that users meet."""
-    if "Operation not permitted" in words:
+    if "sysctl" in argv and "Operation not permitted" in words:
+        advice = (
+            ": a network namespace takes only the congestion controls that the machine's "
+            "net.ipv4.tcp_allowed_congestion_control lists"
+        )
+    elif "Operation not permitted" in words:
         advice = f": this needs root; {WITHOUT_ROOT}"
     elif argv[0] == "tc" and ("kind is unknown" in words or "No such file or directory" in words):
         advice = (

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, assert_never
 import click
 
 from dpipe.topology import load_network
-from netem import lab, measure, shell
+from netem import lab, measure
 
 Kind = Literal["local", "shaped", "lab"]
 _PORT = 7000  # the hosts of a lab have nothing else on it
@@ -94,10 +94,8 @@ def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Ve
 
 @contextmanager
 def lab_up(name: str, num_hosts: int, sysctl: Sequence[str] = ()) -> Iterator[InLab]:
-    made = lab.up(name, num_hosts)
+    made = lab.up(name, num_hosts, sysctl=sysctl)
     try:
-        for host in made.hosts if sysctl else ():
-            shell.run(host.enter(["sysctl", "-qw", *sysctl]))
         yield InLab(made)
     finally:
         lab.down(name)

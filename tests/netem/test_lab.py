@@ -217,6 +217,20 @@ def other(monkeypatch) -> Iterator[str]:
     assert left_of(OTHER) == []
 
 
+def test_hosts_have_the_tcp_that_was_asked_for(other):
+    reno = "net.ipv4.tcp_congestion_control=reno"
+    asked = CliRunner().invoke(main, ["lab", "up", "--name", other, "--hosts", "2", "--sysctl", reno])
+    assert "TCP: reno" in asked.output
+    seen = [shell.run(host.enter(["sysctl", "-n", reno.partition("=")[0]])) for host in labs.load(other).hosts]
+    assert seen == ["reno\n", "reno\n"]
+
+
+def test_setting_that_the_kernel_refuses_leaves_no_lab(other):
+    with pytest.raises(NetemError, match="sysctl.*failed"):
+        labs.up(other, 2, sysctl=["net.ipv4.tcp_congestion_control=nonsense"])
+    assert left_of(other) == []
+
+
 def test_second_lab_comes_up_beside_the_first_and_goes_alone(lab, other):
     second = labs.up(other, num_hosts=2)
     assert not set(second.addresses) & set(lab.addresses)

@@ -1,5 +1,7 @@
 """What a lab refuses before it makes anything, and what it warns of: as anybody, in no time."""
 
+from dataclasses import replace
+
 import pytest
 
 from dpipe.errors import ProfileError
@@ -87,6 +89,11 @@ LAB = Lab("a", 3, 100, "guest", own_delay_ms=0.12, carries_gbps=6.0, carries_pac
 )
 def test_warning_says_what_the_router_cannot_do(default, expected):
     assert labs.warnings(LAB, Network(default=default)) == expected
+
+
+def test_warning_names_the_congestion_control_that_spaces_packets():
+    (warning,) = labs.warnings(replace(LAB, congestion_control="bbr"), Network(default=Link(1, 1)))
+    assert "BBR, which spaces them: --sysctl net.ipv4.tcp_congestion_control=reno" in warning
 
 
 def test_own_delay_of_the_router_is_taken_off_what_is_asked():

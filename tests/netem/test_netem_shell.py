@@ -45,3 +45,9 @@ def test_refusal_of_tc_says_what_to_do(words, advice):
     with pytest.raises(NetemError, match=rf"`tc qdisc add` failed: {advice}"):
         raise NetemError(explained)
     assert explained.endswith(words)
+
+
+def test_refused_congestion_control_names_the_list_of_those_allowed():
+    words = 'sysctl: setting key "net.ipv4.tcp_congestion_control": Operation not permitted'
+    explained = shell.explain(["ip", "netns", "exec", "host", "sysctl", "-qw", "..."], words)
+    assert "net.ipv4.tcp_allowed_congestion_control lists" in explained
