@@ -7,14 +7,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_source_distribution_has_what_its_build_compiles(tmp_path):
-    """It was without protos, and `python -m build`, which makes the wheel of it, ended with "Missing input file."."""
+def test_source_distribution_has_what_its_build_compiles_and_its_users_name(tmp_path):
+    """It was without protos, and `python -m build`, which makes the wheel of it, ended with "Missing input file."; and
+    without profiles, which README's commands name.
+    """
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in ("protos", "dpipe/wire"):
+    for folder in ("protos", "dpipe/wire", "netem"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, check=True, timeout=60)
     (archive,) = (tmp_path / "dist").iterdir()
     with tarfile.open(archive) as packed:
         names = {str(Path(*Path(name).parts[1:])) for name in packed.getnames()}
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "protos").rglob("*.proto")} <= names
+    wanted = [*(ROOT / "protos").rglob("*.proto"), *(ROOT / "netem/profiles").glob("*.toml")]
+    assert {str(path.relative_to(ROOT)) for path in wanted} <= names

@@ -109,7 +109,7 @@ class Executor:
                 run.do(action)
             except Exception as error:
                 rank = self._parts.global_rank(self._parts.rank)
-                error.add_note(f"rank {rank} was at {action}:\n{draw(schedule, mark=action)}")
+                error.add_note(f"rank {rank} was at {action}:\n{draw(schedule, action, self._parts.row)}")
                 self._parts.transport.fail(error)
                 raise
         run.finish()

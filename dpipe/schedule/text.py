@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Sequence
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, Action, parse_action
@@ -13,14 +14,14 @@ Slots = list[Action | None]
 _AROUND = 6  # slots shown on each side of a mark: the grid of a real run is wider than a screen
 
 
-def draw(schedule: Schedule, mark: Action | None = None) -> str:
+def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = ()) -> str:
     """The grid: one row a rank, one column a unit slot, communication left out; each action as early as it can be.
 
         rank 0 | 0F0 0F1  .   .  0B0 0B1
         rank 1 |  .  1F0 1F1 1B0 1B1  .
 
     With `mark`, that action stands as `>1F1<` wherever it occurs, and columns far from it are cut. What can never
-    start is drawn behind the rest, in program order.
+    start is drawn behind the rest, in program order. `ranks` are the run's, of a schedule that is one replica's.
     """
     rows = _in_slots(schedule)
     length = max(map(len, rows))
@@ -30,9 +31,11 @@ def draw(schedule: Schedule, mark: Action | None = None) -> str:
     cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
     width = max((len(cell) for row in cells for cell in row), default=1)
     before, after = "... " if first else "", " ..." if last < length else ""
+    ranks = ranks or range(len(rows))
+    digits = len(str(max(ranks)))
     return "\n".join(
-        f"rank {rank:>{len(str(len(rows) - 1))}} | {before}{_line(row, width)}{after}".rstrip()
-        for rank, row in enumerate(cells)
+        f"rank {rank:>{digits}} | {before}{_line(row, width)}{after}".rstrip()
+        for rank, row in zip(ranks, cells, strict=True)
     )
 
 

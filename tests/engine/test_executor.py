@@ -176,6 +176,16 @@ def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
     assert "0F2" in note.split("\n", 1)[1]
 
 
+def test_grid_of_a_failed_replica_has_the_ranks_of_the_run() -> None:
+    alone, hub, boundaries = {0: Breaking(last=True)}, LocalHub(1, transfer_timeout_s=10), ()
+    parts = Parts(0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), row=(2,))
+    batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
+    with pytest.raises(ArithmeticError) as failure:
+        Executor(parts).run(lower(generate("gpipe", 1, M)), batch, lambda stage, loss: None)
+    (note,) = failure.value.__notes__
+    assert [line.partition(" |")[0] for line in note.split("\n")] == ["rank 2 was at 0F2:", "rank 2"]
+
+
 def test_neighbour_of_a_failure_loses_its_peer_at_once() -> None:
     results, _ = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
     assert isinstance(results[1], PeerLost)

@@ -29,6 +29,10 @@ def test_draw_aligns_the_labels_of_many_ranks():
     assert [line[:9] for line in draw(gpipe(11, 1)).splitlines()][-2:] == ["rank  9 |", "rank 10 |"]
 
 
+def test_draw_names_the_ranks_of_one_replica():
+    assert [line[:9] for line in draw(gpipe(2, 1), ranks=(4, 10)).splitlines()] == ["rank  4 |", "rank 10 |"]
+
+
 def test_csv_has_one_row_a_rank():
     assert to_csv(lower(zero_bubble(2, 2))) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
