@@ -28,7 +28,7 @@ from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import feed_of
-from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, save_configuration
+from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, opened, save_configuration
 from dpipe.engine.forecast import without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
@@ -142,7 +142,6 @@ def run_rank(
     config = config.with_(node__device=local_device(config.node.device, place.local_rank))
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
-    folder = open_folder(config, resume) if place.rank == 0 else Path(config.run.folder)
     if config.transport.kind == "nccl":
         load_kernels_at_start()
     streams = streams_of(config.node.device)
@@ -150,6 +149,7 @@ def run_rank(
     here = seat(config, place.rank)
     peers = here.peers(blueprint.forecast.schedule, column=direct) | ring_peers(config, here)
     with (
+        opened(config, resume, place.rank) as folder,
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s, streams) as (meeting, transport),
     ):

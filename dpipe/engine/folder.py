@@ -6,12 +6,12 @@ FOLDER/config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkp
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpipe.config import Config, build
 from dpipe.engine.checkpoint import latest
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, InputError
 
 
 def open_folder(config: Config, resume: bool) -> Path:
@@ -32,6 +32,24 @@ def open_folder(config: Config, resume: bool) -> Path:
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
     return folder
+
+
+@contextmanager
+def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
+    """The run's folder, which rank 0 opens; one that was made for ranks which then could not meet is removed again."""
+    folder = Path(config.run.folder)
+    missing = [path for path in folder.parents if not path.exists()]
+    if rank == 0:
+        open_folder(config, resume)
+    try:
+        yield folder
+    except InputError:
+        if rank == 0 and not (folder / "config.json").exists():
+            (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
+            for path in (folder / "logs", folder / "trace", folder, *missing):
+                with suppress(OSError):  # something else is in it
+                    path.rmdir()
+        raise
 
 
 def checkpoint_url(config: Config, folder: Path | None = None) -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.folder import open_folder
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.engine.folder import logging_to, open_folder, opened, save_configuration
+from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
 Make = Callable[..., Config]
 
@@ -28,3 +28,43 @@ def test_folder_that_cannot_be_made_is_named(tiny: Make, tmp_path: Path) -> None
     (tmp_path / "run").write_text("a file of that name")
     with pytest.raises(ConfigError, match="run.folder .*run cannot be written: .*Not a directory"):
         open_folder(tiny(), resume=False)
+
+
+def start_that_fails(config: Config, rank: int, error: Exception) -> None:
+    with pytest.raises(type(error)), opened(config, False, rank) as folder, logging_to(folder, rank):
+        raise error
+
+
+@pytest.fixture
+def deep(tiny: Make, tmp_path: Path) -> Config:
+    return tiny(run__folder=str(tmp_path / "runs" / "first" / "try"))
+
+
+def test_ranks_that_cannot_meet_leave_nothing(deep: Config, tmp_path: Path) -> None:
+    start_that_fails(deep, 0, JoinError("the port is in use"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_logs_of_other_ranks_stay(deep: Config) -> None:
+    logs = open_folder(deep, resume=False) / "logs"
+    (logs / "rank-1.log").touch()
+    start_that_fails(deep, 0, JoinError("rank 1 did not join"))
+    assert list(logs.iterdir()) == [logs / "rank-1.log"]
+
+
+def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
+    folder = open_folder(deep, resume=False)
+    start_that_fails(deep, 1, JoinError("wrong token"))
+    assert (folder / "trace").exists()
+
+
+def test_folder_of_a_run_that_began_stays(deep: Config) -> None:
+    folder = open_folder(deep, resume=False)
+    save_configuration(folder, deep)
+    start_that_fails(deep, 0, JoinError("the port is in use"))
+    assert (folder / "logs" / "rank-0.log").exists()
+
+
+def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
+    start_that_fails(deep, 0, RunError("no memory left"))
+    assert (Path(deep.run.folder) / "logs" / "rank-0.log").exists()
