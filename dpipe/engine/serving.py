@@ -143,7 +143,7 @@ def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, sa
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
     torch.set_num_threads(node.threads)
-    with stop_on_signals() as wants_stop:
+    with stop_on_signals("stopping; every step that workers were told of is kept") as wants_stop:
         server = ParameterServer(bind=host, port=port, security=security, folder=folder, snapshots=FolderSnapshots())
         try:
             kept = "".join(f"; stage {stage} is at step {step}" for stage, step in server.standing.items())

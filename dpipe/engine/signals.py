@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a rank trains: stop after this step, with a checkpoint."""
+"""SIGINT and SIGTERM: a rank that trains stops after this step, with a checkpoint; a server stops."""
 
 import logging
 import signal
@@ -12,8 +12,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yields whether a stop was asked for. A second signal does not wait: it raises `KeyboardInterrupt`.
+def stop_on_signals(then: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
+    """Yields whether a stop was asked for; the log says what happens then. A second signal does not wait: it raises
+    `KeyboardInterrupt`.
 
     Outside the main thread, where Python gives no signals, nothing can be asked for.
     """
@@ -26,7 +27,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        LOG.warning("%s: stopping after this step, with a checkpoint", signal.Signals(signum).name)
+        LOG.warning("%s: %s", signal.Signals(signum).name, then)
 
     before = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:

@@ -15,6 +15,12 @@ def test_first_signal_asks_to_stop(number: signal.Signals) -> None:
         assert wants_stop()
 
 
+def test_log_says_what_a_signal_leads_to(caplog: pytest.LogCaptureFixture) -> None:
+    with stop_on_signals("stopping; all is kept"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caplog.messages == ["SIGTERM: stopping; all is kept"]
+
+
 def test_second_signal_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), stop_on_signals():  # noqa: PT012 - the second of two is the subject
         os.kill(os.getpid(), signal.SIGTERM)
