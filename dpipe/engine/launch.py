@@ -31,6 +31,7 @@ from dpipe.errors import JoinError, RunError
 
 GRACE_S = 10.0
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
+NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 << 10
 
@@ -85,7 +86,7 @@ def launch(
             ranks.kill()
     if failed is None:
         return 0
-    for line in failed.last_words():
+    for line in [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_words():
         on_line(line)
     if failed.exit_code == 2:
         ranks.take_back_logs()
@@ -160,6 +161,10 @@ class _Ranks:
         else:
             self._stop = signal.SIGKILL
         self._signal_all(self._stop)
+
+    def have_stopped(self, rank: _Rank) -> bool:
+        """Whether it ended of the first signal that it was sent: while it trains, it catches that one."""
+        return self._stop is signal.SIGTERM and rank.process.returncode == -signal.SIGTERM
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:

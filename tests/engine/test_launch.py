@@ -229,6 +229,14 @@ def test_first_signal_asks_the_ranks_to_leave(tmp_path, number):
     assert not any(map(_alive, ranks))
 
 
+def test_ranks_that_are_stopped_before_they_train_have_not_failed(tmp_path):
+    with running("", tmp_path) as (process, _):
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=10)
+    assert output.splitlines()[1:] == ["stopped: the ranks were not training, so that there was nothing to save"]
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_second_signal_kills_the_ranks(tmp_path):
     with running(NEVER_LEAVE, tmp_path) as (process, ranks):
         process.send_signal(signal.SIGINT)
