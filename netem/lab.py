@@ -95,7 +95,7 @@ def up(
     where the router does not come up, or where the kernel refuses a setting; nothing is then left behind.
     """
     shell.require_root("a lab")
-    shell.require_programs("ip", "tc", "ping")
+    shell.require_programs("ip", "tc", "ping", *(["sysctl"] if sysctl else []))
     folder = _folder(name)
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")

@@ -10,7 +10,7 @@ from dpipe.errors import InputError
 WITHOUT_ROOT = "without root the `shaped` transport does the same in software"
 TIMEOUT_S = 60.0
 PACKAGES = {"tc": "iproute2", "ip": "iproute2", "ping": "iputils-ping", "linux.uml": "user-mode-linux"}
-PACKAGES |= {"insmod": "kmod", "ethtool": "ethtool"}
+PACKAGES |= {"insmod": "kmod", "ethtool": "ethtool", "sysctl": "procps"}
 
 
 class NetemError(InputError):
