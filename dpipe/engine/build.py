@@ -28,7 +28,7 @@ from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import feed_of
-from dpipe.engine.folder import checkpoint_url, logging_to, open_folder, opened, save_configuration
+from dpipe.engine.folder import absent, checkpoint_url, logging_to, open_folder, opened, save_configuration, take_back
 from dpipe.engine.forecast import without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
@@ -76,13 +76,16 @@ def launch_ranks(
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
     draft(config, choose=without_search)
+    made = absent(folder := Path(config.run.folder))
     open_folder(config, resume is not None)
     given = [item for text in overrides for item in ("-o", text)]
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    logs = Path(config.run.folder) / "logs"
-    return launch(lambda rank: argv, config.world_size, logs=logs, on_line=say)
+    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    if exit_code == InputError.exit_code:
+        take_back(folder, made)
+    return exit_code
 
 
 def train_rank(

@@ -34,21 +34,31 @@ def open_folder(config: Config, resume: bool) -> Path:
     return folder
 
 
+def absent(folder: Path) -> list[Path]:
+    """The folder and those around it that are not there, from within."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def take_back(folder: Path, made: list[Path]) -> None:
+    """Remove what `open_folder` and rank 0's log made for a run that did not begin, in a folder that was not there."""
+    if folder in made:
+        (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
+        for path in (folder / "logs", folder / "trace", *made):
+            with suppress(OSError):  # something else is in it
+                path.rmdir()
+
+
 @contextmanager
 def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
     """The run's folder, which rank 0 opens; one that was made for ranks which then could not meet is removed again."""
     folder = Path(config.run.folder)
-    missing = [path for path in folder.parents if not path.exists()]
+    made = absent(folder) if rank == 0 else []
     if rank == 0:
         open_folder(config, resume)
     try:
         yield folder
     except InputError:
-        if rank == 0 and not (folder / "config.json").exists():
-            (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
-            for path in (folder / "logs", folder / "trace", folder, *missing):
-                with suppress(OSError):  # something else is in it
-                    path.rmdir()
+        take_back(folder, made)
         raise
 
 

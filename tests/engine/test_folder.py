@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.folder import logging_to, open_folder, opened, save_configuration
+from dpipe.engine.folder import absent, logging_to, open_folder, opened, take_back
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
 Make = Callable[..., Config]
@@ -45,11 +45,11 @@ def test_ranks_that_cannot_meet_leave_nothing(deep: Config, tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_logs_of_other_ranks_stay(deep: Config) -> None:
-    logs = open_folder(deep, resume=False) / "logs"
-    (logs / "rank-1.log").touch()
-    start_that_fails(deep, 0, JoinError("rank 1 did not join"))
-    assert list(logs.iterdir()) == [logs / "rank-1.log"]
+def test_folder_that_was_there_stays(deep: Config) -> None:
+    """A launcher made it, which may be reading the logs in it."""
+    folder = open_folder(deep, resume=False)
+    start_that_fails(deep, 0, JoinError("the port is in use"))
+    assert (folder / "logs" / "rank-0.log").exists()
 
 
 def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
@@ -58,11 +58,12 @@ def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
     assert (folder / "trace").exists()
 
 
-def test_folder_of_a_run_that_began_stays(deep: Config) -> None:
-    folder = open_folder(deep, resume=False)
-    save_configuration(folder, deep)
-    start_that_fails(deep, 0, JoinError("the port is in use"))
-    assert (folder / "logs" / "rank-0.log").exists()
+def test_folder_that_holds_more_than_a_start_stays(deep: Config) -> None:
+    folder = Path(deep.run.folder)
+    made = absent(folder)
+    (open_folder(deep, resume=False) / "logs" / "rank-1.log").touch()
+    take_back(folder, made)
+    assert [path.name for path in folder.rglob("*")] == ["logs", "rank-1.log"]
 
 
 def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
