@@ -42,7 +42,7 @@ def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
 
 def explain(argv: Sequence[str], words: str) -> str:
     """What a refusal means, where it is one of those that users meet."""
-    if "sysctl" in argv and "Operation not permitted" in words:
+    if "tcp_congestion_control" in words and "Operation not permitted" in words:
         advice = (
             ": a network namespace takes only the congestion controls that the machine's "
             "net.ipv4.tcp_allowed_congestion_control lists"

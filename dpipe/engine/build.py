@@ -76,7 +76,8 @@ def launch_ranks(
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
     draft(config, choose=without_search)
-    made = absent(folder := Path(config.run.folder))
+    folder = Path(config.run.folder)
+    made = absent(folder)
     open_folder(config, resume is not None)
     given = [item for text in overrides for item in ("-o", text)]
     given += ["--resume", resume] if resume else []

@@ -41,7 +41,7 @@ def absent(folder: Path) -> list[Path]:
 
 def take_back(folder: Path, made: list[Path]) -> None:
     """Remove what `open_folder` and rank 0's log made for a run that did not begin, in a folder that was not there."""
-    if folder in made:
+    if folder in made and not (folder / "config.json").exists():
         (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
         for path in (folder / "logs", folder / "trace", *made):
             with suppress(OSError):  # something else is in it

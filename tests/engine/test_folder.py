@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.folder import absent, logging_to, open_folder, opened, take_back
+from dpipe.engine.folder import absent, logging_to, open_folder, opened, save_configuration, take_back
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
 Make = Callable[..., Config]
@@ -64,6 +64,13 @@ def test_folder_that_holds_more_than_a_start_stays(deep: Config) -> None:
     (open_folder(deep, resume=False) / "logs" / "rank-1.log").touch()
     take_back(folder, made)
     assert [path.name for path in folder.rglob("*")] == ["logs", "rank-1.log"]
+
+
+def test_log_of_a_run_that_began_stays(deep: Config) -> None:
+    with pytest.raises(JoinError), opened(deep, False, 0) as folder, logging_to(folder, 0):  # noqa: PT012 - in this order
+        save_configuration(folder, deep)
+        raise JoinError("the ranks of a stage cannot meet")
+    assert (folder / "logs" / "rank-0.log").exists()
 
 
 def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
