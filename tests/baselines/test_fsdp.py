@@ -22,7 +22,7 @@ def test_torch_learns_what_we_do(overrides, our_losses, their_rows):
     """Two stages, on two replicas each or on one, against one process of ours."""
     rows = their_rows(fsdp, *overrides)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert [row["loss"] for row in rows] == pytest.approx(our_losses(*overrides[1:]), rel=1e-5)
+    assert [row["loss"] for row in rows] == our_losses(*overrides[1:])
     assert all(row["step_s"] > 0 for row in rows)
 
 
