@@ -144,21 +144,20 @@ def _stage(layers: Sequence[LayerMemory]) -> tuple[LayerMemory, ...]:
 def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
     """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed.
 
-    `freed` are its output's bytes where that is not held, and its gradient only until dropout has multiplied it.
+    `freed` are its output's bytes where that is not held, and its gradient only until another is made of it.
     """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * _FLOAT
     noise = r if sizes.dropout else 0  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
-        forward, back = 3 * u if sizes.bert else 2 * u + positions, table
+        forward, early, back = 3 * u if sizes.bert else 2 * u + positions, noise, table
     else:
         inside += sizes.tokens(_LOOKED_UP)
-        forward, back = 3 * u + r * again, max(u + table - noise, 2 * u * again)
+        forward, early, back = 3 * u + r * again, max(noise, u + u * again), u + table - noise
     forward = max(2 * r, forward - noise)
-    given, dropped = 2 * r - freed, freed * sizes.dropout
-    worst = (max(2 * positions, back + kept) for kept in (0, positions))
-    backward, first = (given + max(noise, at_work - dropped) for at_work in worst)
+    given, replaced = 2 * r - freed, freed * (sizes.dropout or sizes.ranks > 1)
+    backward, first = (given + max(early, max(2 * positions, back + kept) - replaced) for kept in (0, positions))
     if recompute == "full":
         backward, first = (inside + max(worst, r + forward) for worst in (backward, first))
         inside = 0
