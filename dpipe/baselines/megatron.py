@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
 from dpipe.config import Config, Train
+from dpipe.engine.arithmetic import vocabulary_of
 from dpipe.engine.blueprint import Blueprint, draft
 from dpipe.engine.executor import Batch
 from dpipe.engine.feed import feed_of
-from dpipe.engine.memory import vocabulary_of
 from dpipe.engine.replicas import Seat, seat
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError

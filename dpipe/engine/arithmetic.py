@@ -1,7 +1,7 @@
 """What the layers of the configured GPT or BERT cost by formula: `stage/flops.py` for a configuration. No torch."""
 
 from dpipe.config import Config
-from dpipe.engine.memory import vocabulary_of
+from dpipe.errors import ConfigError
 from dpipe.stage.flops import bert_layer_flops, bert_layer_parameter_bytes, gpt_layer_flops, gpt_layer_parameter_bytes
 
 
@@ -15,6 +15,23 @@ def layer_parameter_bytes(config: Config) -> tuple[int, ...]:
     """The fp32 parameters of each layer."""
     formula = bert_layer_parameter_bytes if config.model.layers == "bert" else gpt_layer_parameter_bytes
     return formula(**_sizes(config))
+
+
+def vocabulary_of(config: Config) -> int:
+    """Words of the configured model."""
+    return config.model.vocab_size or vocabulary(config.data.tokenizer)
+
+
+def vocabulary(tokenizer: str) -> int:
+    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
+    if tokenizer == "bytes":
+        return 256
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
 
 
 def _sizes(config: Config) -> dict[str, int]:

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from dpipe.config import Config
+from dpipe.engine.arithmetic import vocabulary_of
 from dpipe.engine.checkpoint import check_url
 from dpipe.engine.data import Corpus, open_tokenizer, prepare
 from dpipe.engine.feed import feed_of
 from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, transformer_costs
-from dpipe.engine.memory import layers_memory, of_parameters, vocabulary_of
+from dpipe.engine.memory import layers_memory, of_parameters
 from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
 from dpipe.engine.tensor import boundaries
 from dpipe.errors import ConfigError, DataError

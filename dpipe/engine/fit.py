@@ -21,17 +21,21 @@ def stages_memory(
     config: Config, layers: Sequence[LayerMemory], cut: Sequence[int], servers: Sequence[int] = ()
 ) -> Stages:
     """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`."""
-    if not has_moments(config):
-        layers = [replace(layer, optimizer_bytes=0, update_bytes=0) for layer in layers]
-    if config.data_parallel.kind == "sharded":
-        replicas = config.data_parallel.replicas
-        layers = [replace(layer, optimizer_bytes=layer.optimizer_bytes // replicas) for layer in layers]
     output = config.microbatch_size * config.model.context * config.model.width * _FLOAT
     if config.tensor_parallel.sequence_parallel:
         output //= config.tensor_parallel.size
     stages = stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
+    stages = tuple(tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages)
     held = exchange_bytes(config, [sum(layer.parameter_bytes for layer in stage) for stage in stages], servers)
     return [(replace(stage[0], exchange_bytes=size), *stage[1:]) for stage, size in zip(stages, held, strict=True)]
+
+
+def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
+    """What a rank of this run keeps of the optimizer for it."""
+    if not has_moments(config):
+        return replace(layer, optimizer_bytes=0, update_bytes=0)
+    sharing = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    return replace(layer, optimizer_bytes=layer.optimizer_bytes // sharing)
 
 
 def most_held(schedule: Schedule, stages: Stages) -> int:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from dpipe.config import Config, load
-from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes
+from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes, vocabulary_of
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
-from dpipe.engine.memory import layers_memory, vocabulary_of
+from dpipe.engine.memory import layers_memory
 from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s, ring_us
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check

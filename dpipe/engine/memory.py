@@ -14,11 +14,11 @@ B micro-batch size · T context · D width · N heads · V vocabulary
 u an activation whole · w a rank's part of it between two matrices · r of the one that layers pass on · c its scores
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from dpipe.config import Config
-from dpipe.errors import ConfigError
+from dpipe.engine.arithmetic import vocabulary_of
 from dpipe.timeline.memory import LayerMemory
 
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
@@ -111,27 +111,20 @@ def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
     return transformer_memory(sizes, pipeline.recompute)
 
 
-def vocabulary_of(config: Config) -> int:
-    """Words of the configured model."""
-    return config.model.vocab_size or vocabulary(config.data.tokenizer)
-
-
-def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
-    if tokenizer == "bytes":
-        return 256
-    from tokenizers import Tokenizer
-
-    try:
-        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+_Make = Callable[[TransformerSizes, str, int], LayerMemory]
 
 
 def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMemory, ...]:
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
     head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
-    return (_embedding(sizes, recompute), *(_block(sizes, recompute) for _ in range(sizes.num_layers)), head)
+    embedding, block = (_before_others(make, sizes, recompute) for make in (_embedding, _block))
+    return (embedding, *[block] * sizes.num_layers, head)
+
+
+def _before_others(make: _Make, sizes: TransformerSizes, recompute: str) -> LayerMemory:
+    """Behind it in one graph, another layer is done with its output, and its gradient is let go of in time."""
+    within = None if recompute == "full" else make(sizes, recompute, sizes.stream)
+    return replace(make(sizes, recompute, 0), within=within)
 
 
 def stage_memory(
@@ -140,23 +133,31 @@ def stage_memory(
     """The layers of each stage. `outputs[s]` bytes of stage s's output are held with it, unless it is made again."""
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ends = [LayerMemory(held_bytes=0 if recompute == "full" else size, given_bytes=size) for size in outputs]
-    whole = [tuple(layers[start : start + size]) for start, size in zip(starts, cut, strict=True)]
+    whole = [_stage(layers[start : start + size]) for start, size in zip(starts, cut, strict=True)]
     return (*((*stage, end) for stage, end in zip(whole, ends, strict=False)), whole[-1])
 
 
-def _embedding(sizes: TransformerSizes, recompute: str) -> LayerMemory:
-    """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed."""
+def _stage(layers: Sequence[LayerMemory]) -> tuple[LayerMemory, ...]:
+    return (*(layer.within or layer for layer in layers[:-1]), *layers[-1:])
+
+
+def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
+    """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed.
+
+    `freed` are its output's bytes where that is not held, and its gradient only until another is made of it.
+    """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * _FLOAT
     noise = r if sizes.dropout else 0  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
-        forward, back = 3 * u if sizes.bert else 2 * u + positions, table
+        forward, early, back = 3 * u if sizes.bert else 2 * u + positions, noise, table
     else:
         inside += sizes.tokens(_LOOKED_UP)
-        forward, back = 3 * u + r * again, max(u + table - noise, 2 * u * again)
+        forward, early, back = 3 * u + r * again, max(noise, u + u * again), u + table - noise
     forward = max(2 * r, forward - noise)
-    backward, first = (2 * r + max(2 * positions, back + kept, noise) for kept in (0, positions))
+    given, replaced = 2 * r - freed, freed * (sizes.dropout or sizes.ranks > 1)
+    backward, first = (given + max(early, max(2 * positions, back + kept) - replaced) for kept in (0, positions))
     if recompute == "full":
         backward, first = (inside + max(worst, r + forward) for worst in (backward, first))
         inside = 0
@@ -276,7 +277,8 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     )
 
 
-def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
+def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
+    """`freed` bytes of its output are not held, nor of its gradient once that of the perceptron has been added."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     matrices = 12 * sizes.width**2 // sizes.ranks
     largest = 4 * sizes.width**2 * _FLOAT // sizes.ranks
@@ -289,12 +291,14 @@ def _block(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         dropped += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
     inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + dropped
     moments = _half_moments if half else _moments
-    forward, backward, input_ = moments(sizes, largest, dropped)
+    forward, *moments_back = moments(sizes, largest, dropped)
+    backward, input_ = (moment - freed for moment in moments_back)
     first = backward
     if c:
-        core = _core_moments(sizes, largest, recompute)
-        forward, backward, input_ = (max(pair) for pair in zip((forward, backward, input_), core, strict=True))
-        first = max(backward, core[1] + _other_weights(sizes))
+        forward_core, *core = _core_moments(sizes, largest, recompute)
+        core_back, core_input = (moment - 2 * freed for moment in core)
+        forward, backward, input_ = max(forward, forward_core), max(backward, core_back), max(input_, core_input)
+        first = max(backward, core_back + _other_weights(sizes))
     if recompute == "full":
         backward, first, input_ = (max(r + forward, worst) + inside for worst in (backward, first, input_))
         forward, kept, inside = _alone(sizes), r, 0
@@ -407,5 +411,6 @@ def of_parameters(parameter_bytes: int, *, largest: int, keeps_given: bool = Fal
         optimizer_bytes=_MOMENTS * parameter_bytes,
         update_bytes=2 * largest,
         keeps_given=keeps_given,
+        within=None,
         **moments,
     )

@@ -14,7 +14,7 @@ That is time of the compute lane: nothing else can run meanwhile. Each exchange 
 from dataclasses import dataclass, replace
 
 from dpipe.config import Config
-from dpipe.engine.memory import vocabulary
+from dpipe.engine.arithmetic import vocabulary
 from dpipe.errors import ConfigError
 from dpipe.timeline.simulate import Cost
 from dpipe.topology import Network

@@ -1,10 +1,12 @@
 """A stage: some layers of a model, forward and backward, one micro-batch at a time.
 
-    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2           each layer is a graph of its own, from a leaf that
-    backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2           holds the layer's input, cut from the one before
+    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2           one graph a stage, from a leaf that holds its input
+    backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2
 
-Because a layer never sees in which graph its neighbours live, it computes the same bits in any cut; recomputation is to
-keep the leaf alone and to make the graph again. Nothing here knows of ranks, neighbours or schedules.
+What passes between layers is as it would be over a wire, there and back, so that a layer computes the same bits in any
+cut. To recompute all is to keep each layer's input alone, a leaf then, and to make the layer's graph again; a graph is
+also cut where layers pass on several tensors that learn, as only the cut gives zeros to one that the next does not use.
+Nothing here knows of ranks, neighbours or schedules.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +35,7 @@ _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(slots=True)
 class _Pass:
-    """One layer's part of a micro-batch, between forward and backward; `outputs` is None where it is made again."""
+    """One graph's part of a micro-batch, between forward and backward; `outputs` is None where it is made again."""
 
     run: Callable[[Tensors], Tensors]
     inputs: Tensors
@@ -110,17 +112,20 @@ class Stage:
         self._check_inputs(microbatch, inputs)
         self._refresh()
         targets = None if targets is None else upload(targets, self._device)
-        passes = []
+        passes: list[_Pass] = []
         for index in self._layers:
             number = self._first_microbatch + microbatch
             run = partial(self._run, index, ("draw", self._seed, self._step, number, index), targets)
-            inputs = self._leaves(index, inputs)
+            if passes and self._keeps_graph and _learn_as_one(inputs):
+                _go_on(inputs)
+            else:
+                inputs = self._leaves(index, inputs)
+                passes.append(_Pass(run, inputs, None))
             with torch.set_grad_enabled(self._keeps_graph):
-                outputs = run(inputs)
-            passes.append(_Pass(run, inputs, outputs if self._keeps_graph else None))
-            inputs = tuple(output.detach() for output in outputs)
+                inputs = run(inputs)
+            passes[-1].outputs = inputs if self._keeps_graph else None
         self._passes[microbatch] = passes
-        return inputs
+        return tuple(output.detach() for output in inputs)
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
         """All gradients of one micro-batch: the input's are returned, the parameters' added to `.grad`.
@@ -203,15 +208,15 @@ class Stage:
             assert not grads, "the last stage makes its gradient itself"
             grads = (torch.full((), self._loss_factor, device=self._device),)  # made there: a copy would be waited for
         while passes:
-            grads = self._backward_layer(microbatch, passes.pop(), grads)
+            grads = self._backward_graph(microbatch, passes.pop(), grads)
         del self._passes[microbatch]
         return grads
 
-    def _backward_layer(self, microbatch: int, layer_pass: _Pass, grads: Tensors) -> Tensors:
-        """A call of its own, so that what this layer has made is freed before the next one's is made again."""
-        outputs = layer_pass.run(layer_pass.inputs) if layer_pass.outputs is None else layer_pass.outputs
+    def _backward_graph(self, microbatch: int, graph: _Pass, grads: Tensors) -> Tensors:
+        """A call of its own, so that what this graph has made is freed before the next one's is made again."""
+        outputs = graph.run(graph.inputs) if graph.outputs is None else graph.outputs
         self._differentiate(microbatch, outputs, grads)
-        return tuple(_taken_grad(leaf) for leaf in layer_pass.inputs if leaf.requires_grad)
+        return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
 
     def _refresh(self) -> None:
         if self._masters is not None and self._stale:
@@ -250,7 +255,7 @@ class Stage:
         return tuple((o.float() if o.dtype is self._half else o).contiguous() for o in outputs)
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
-        """What a layer's graph starts from; the inputs of the whole model need no gradient."""
+        """What a graph starts from; the inputs of the whole model need no gradient."""
         moved = [upload(tensor.detach(), self._device) for tensor in inputs]
         return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
 
@@ -288,6 +293,18 @@ def _scalar(loss: torch.Tensor) -> torch.Tensor:
             "model's loss function with .mean()"
         )
     return loss.float()
+
+
+def _learn_as_one(tensors: Tensors) -> bool:
+    """Whether one of them has a gradient: of several, one that a layer does not use would have none, and not zeros."""
+    return sum(tensor.is_floating_point() for tensor in tensors) == 1
+
+
+def _go_on(tensors: Tensors) -> None:
+    """Within a graph a gradient is passed on as `_taken_grad` would give it: products may round by their strides."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(torch.Tensor.contiguous)
 
 
 def _taken_grad(leaf: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,9 @@ class LayerMemory:
     The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
     step, whose gradients stay as they are made), of I, of W (`first_weight_bytes` in the first, beside the gradients),
     and of the optimizer. `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until
-    it is done; that a layer has it while it works is in the layer's working memory, and a layer that `keeps_given` has
-    it among what it defers. `exchange_bytes` are what replicas agree with, always.
+    it is done, as it does its output; that a layer has both while it works is in the layer's working memory, and a
+    layer that `keeps_given` has the gradient among what it defers. `within` is the layer where another one of its stage
+    is behind it, if that differs. `exchange_bytes` are what replicas agree with, always.
     """
 
     parameter_bytes: int = 0
@@ -44,6 +45,7 @@ class LayerMemory:
     given_bytes: int = 0
     keeps_given: bool = False
     exchange_bytes: int = 0
+    within: "LayerMemory | None" = None
 
 
 StageMemory = Sequence[LayerMemory]
@@ -111,12 +113,13 @@ class _Walk:
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):
+            end = layers[-1] if layers[-1].given_bytes else LayerMemory()
             kept = action.op is Op.I and any(layer.keeps_given for layer in layers[-2:-1])
-            given = 0 if kept else layers[-1].given_bytes
+            ends = end.held_bytes + (0 if kept else end.given_bytes)
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
-                self._hold(given * (place == len(layers) - 2))  # by then its last layer is done with it
-            self._hold(-given)
+                self._hold(ends * (place == len(layers) - 2))  # by then its last layer is done with it
+            self._hold(-ends)
         elif action.op is Op.W:
             for place in reversed(range(len(layers))):
                 layer, first = layers[place], self._have_gradients(action.stage, place, layers[place])

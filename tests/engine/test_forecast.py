@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config, build
+from dpipe.engine.arithmetic import vocabulary
 from dpipe.engine.forecast import (
     LayerCosts,
     assumed_network,
@@ -14,7 +15,6 @@ from dpipe.engine.forecast import (
     transformer_costs,
     without_search,
 )
-from dpipe.engine.memory import vocabulary
 from dpipe.errors import ConfigError, ProfileError, ScheduleError
 from dpipe.topology import Link, Network
 

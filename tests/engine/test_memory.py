@@ -239,6 +239,9 @@ SHAPES = """
     gpipe        0   1 1024 1024 8 1 4096   selective  bf16  4-ranks  dropout
     1f1b         2   8 256 512 16 1 512     none       bf16  2-ranks  dropout   sequence
     gpipe        0   1 1024 1024 8 1 4096   none       fp32  4-ranks  sequence
+    1f1b         2   2 128 128 8 7 512      selective  bf16  4-ranks  dropout
+    zero-bubble  2   2 128 128 8 7 512      none       bf16  4-ranks
+    zero-bubble  0   2 512 512 4 4 8192     selective  fp32  4-ranks
 """
 
 

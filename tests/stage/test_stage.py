@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -377,6 +378,36 @@ def test_input_that_a_layer_does_not_use_gets_a_zero_gradient() -> None:
     used, unused = stage.backward(0, ())
     assert used.tolist() == [1.0, 1.0]
     assert unused.tolist() == [0.0, 0.0, 0.0]
+
+
+class Strides(torch.autograd.Function):
+    """Nothing, that sees how the gradient lies which comes back."""
+
+    seen: ClassVar[list[tuple[int, ...]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Strides.seen.append(grad.stride())
+        return grad
+
+
+@pytest.mark.parametrize("cut", [(2,), (1, 1)])
+def test_gradient_lies_between_layers_as_it_comes_over_a_wire(cut: tuple[int, ...]) -> None:
+    class Watched(nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return Strides.apply(ids[:, :4] * torch.ones(1, requires_grad=True))
+
+    class Sum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(1)  # gives a gradient back that repeats one column
+
+    Strides.seen.clear()
+    one_at_a_time(cut_model(LayeredModel((Watched, Sum), squares), cut), 0)
+    assert Strides.seen == [(4, 1)] * MICROBATCHES
 
 
 def test_layers_own_randomness_is_repeated_in_recomputation() -> None:
