@@ -107,7 +107,7 @@ class Transport(Section):
     # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
     kind: Literal["grpc", "tcp", "nccl"] = "grpc"
     connections: Count | Literal["auto"] = "auto"  # TCP connections a link; auto: as many as fill the assumed network's
-    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20  # of a message; tcp writes at most 256 KiB
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20  # of a message; tcp writes at most 512 KiB
     shape: str | None = None  # a network profile whose delay and rate are imitated in software
     buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
 
