@@ -29,7 +29,7 @@ from types import FrameType
 from dpipe.engine import leash
 from dpipe.errors import JoinError, RunError
 
-GRACE_S = 10.0
+GRACE_S = 8.0  # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing themselves
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
 _TAIL_LINES = 20
