@@ -31,7 +31,7 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-ROUNDING = 1e-5  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
 BATCH = 12
 EAGER = {"train__clip_norm": 0.0}
 
@@ -228,7 +228,7 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
         wait_until(lambda: first.standing.get(0, 0) >= 2)
         first.close()
         second = apart(first.port)
-        assert run.result(240) == pytest.approx(alone, rel=ROUNDING)
+        assert run.result(240) == pytest.approx(alone, rel=1e-5)
     assert second.standing == {0: 6}
     for part in (0, 1):
         assert torch.equal(rows[0, part]._values, rows[1, part]._values)
