@@ -189,6 +189,8 @@ class Config(Section):
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
                 'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
             )
+        if self.model.layers == "replay" and self.node.device != "cpu":
+            raise ValueError('model.layers "replay" computes nothing and moves host memory: set node.device = "cpu"')
         if self.model.layers == "bert" and self.run.sample is not None:
             raise ValueError('run.sample is for models that continue a text, and model.layers is "bert"; leave it out')
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches

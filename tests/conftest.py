@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip(f"needs a CUDA GPU, and torch {torch.__version__} sees none")
+        pytest.skip(f"needs a CUDA GPU, and torch {torch.__version__} sees none: scripts/test has a stand-in for some")
 
 
 @pytest.fixture

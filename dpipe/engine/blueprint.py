@@ -73,11 +73,13 @@ def draft(
 
 
 def check_device(device: str) -> None:
-    """Raises `ConfigError` for a device that torch does not know or that is not here."""
+    """Raises `ConfigError` for a device that torch does not know, that dpipe does not, or that is not here."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"node.device {device!r} is no device: {error}") from None
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f'node.device is {device!r}; dpipe computes on "cpu" and on "cuda"')
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch "

@@ -153,7 +153,7 @@ def _join(
         place.rank,
         place.world_size,
         shared=config.shared(),
-        advertised=None if host is None or isinstance(links, NcclTransport) else f"{host}:{links.port}",
+        advertised=None if host is None else f"{host}:{links.port}",
         security=security,
         join_s=join_s,
         heartbeat_s=heartbeat_s,

@@ -193,6 +193,8 @@ class NcclTransport:
     none waits for one that waits for another.
     """
 
+    port = 0  # nothing listens: NCCL finds its own way
+
     def __init__(
         self,
         rank: int,

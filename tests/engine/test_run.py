@@ -61,39 +61,6 @@ def test_losses_are_the_same_bit_for_bit(cut: str, tiny: Make, losses: Losses, t
     assert len(whole) == 3
 
 
-ON_A_GPU: dict[str, tuple[dict[str, Any], float]] = {
-    "fp32 over tcp": ({"transport__kind": "tcp"}, 1e-3),
-    "bf16 parameters over grpc, recomputed": (
-        {"train__precision": "bf16", "train__parameters": "bf16", "pipeline__recompute": "full"},
-        0.05,
-    ),
-    "fp16 by autocast, int8 between": (
-        {"train__precision": "fp16", "pipeline__wire": "int8", "pipeline__schedule": "zero-bubble"},
-        0.05,
-    ),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ON_A_GPU)
-def test_two_stages_on_one_gpu_learn_what_a_cpu_does(way: str, tiny: Make, losses: Losses, tmp_path: Path) -> None:
-    """Checkpoints, held-out losses and metrics with it."""
-    overrides, bound = ON_A_GPU[way]
-    whole = losses(tiny(train__eval_every=1, train__eval_batches=1))
-    gpu = tiny(
-        **overrides,
-        node__device="cuda",
-        pipeline__stages=2,
-        train__eval_every=1,
-        train__eval_batches=1,
-        run__folder=str(tmp_path / "gpu"),
-    )
-    assert losses(gpu) == pytest.approx(whole, rel=bound)
-    rows = read_rows(tmp_path / "gpu")
-    assert all(min(row["gpu_memory_mb"].values()) > 0 for row in rows if "loss" in row)
-    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 1, 2, 3]
-
-
 def test_rows_say_what_a_sample_takes(tiny: Make, losses: Losses, tmp_path: Path) -> None:
     config = tiny(run__folder=str(tmp_path / "run"))
     losses(config)
@@ -211,7 +178,10 @@ def test_text_that_is_too_short_is_refused_before_anything_is_written(tiny: Make
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-@pytest.mark.parametrize(("device", "message"), [("cuda", "sees no CUDA GPU"), ("abacus", "is no device")])
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", "sees no CUDA GPU"), ("abacus", "is no device"), ("mps", 'computes on "cpu" and on "cuda"')],
+)
 def test_device_that_is_not_here_is_refused(device: str, message: str, tiny: Make, run_ranks: Run) -> None:
     (error,) = run_ranks(tiny(node__device=device))
     assert isinstance(error, ConfigError)

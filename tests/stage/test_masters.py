@@ -13,16 +13,17 @@ from dpipe.stage.stage import Stage
 M = 4
 
 
-def stages(cut: list[int], parameters: str = "bf16", **options) -> list[Stage]:
+def stages(cut: list[int], parameters: str = "bf16", device: str = "cpu", **options) -> list[Stage]:
     model = gpt(vocab_size=32, num_layers=2, width=16, num_heads=2, context=8, dropout=0.0, tied=False)
     bounds = [0, *cut, 4]
     return [
         Stage(
             s,
-            {layer: materialise(model, layer, 0, "cpu") for layer in range(*bounds[s : s + 2])},
+            {layer: materialise(model, layer, 0, device) for layer in range(*bounds[s : s + 2])},
             num_microbatches=M,
             loss=model.loss if bounds[s + 1] == 4 else None,
             parameters=parameters,
+            device=device,
             **options,
         )
         for s in range(len(bounds) - 1)

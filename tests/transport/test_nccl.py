@@ -161,7 +161,7 @@ def test_error_names_the_library_that_cupy_does_not_find(monkeypatch: pytest.Mon
         load_nccl()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real="it is about NCCL itself")
 def test_bytes_go_through_nccl_itself() -> None:
     """From one GPU to itself, which is all that NCCL does on one: queued as a link queues them."""
     pytest.importorskip("cupy", reason='needs cupy: pip install "dpipe[cuda]"')
