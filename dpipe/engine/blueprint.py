@@ -14,7 +14,7 @@ from dpipe.engine.checkpoint import check_url
 from dpipe.engine.data import Corpus, open_tokenizer, prepare
 from dpipe.engine.feed import feed_of
 from dpipe.engine.forecast import Choice, Forecast, LayerCosts, choose_schedule, forecast, transformer_costs
-from dpipe.engine.memory import layers_memory, of_parameters
+from dpipe.engine.memory import layers_memory, of_parameters, with_masters
 from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
 from dpipe.engine.tensor import boundaries
 from dpipe.errors import ConfigError, DataError
@@ -159,12 +159,12 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
 
 def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
     """A user's layers: what their graphs keep is counted, working memory is taken to be as much again."""
-    again = config.pipeline.recompute == "full"
+    again, rounded = config.pipeline.recompute == "full", config.train.parameters != "fp32"
     inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
-    return tuple(
+    layers = (
         of_parameters(
-            cost.parameter_bytes,
-            largest=cost.largest_parameter_bytes,
+            cost.parameter_bytes // (1 + rounded),
+            largest=cost.largest_parameter_bytes // (1 + rounded),
             held_bytes=given if again else given + cost.kept_bytes,
             deferred_bytes=given + cost.kept_bytes,
             forward_bytes=cost.kept_bytes,
@@ -174,6 +174,7 @@ def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerM
         )
         for cost, given in zip(probed, inputs, strict=True)
     )
+    return tuple(map(with_masters, layers)) if rounded else tuple(layers)
 
 
 def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
@@ -182,7 +183,15 @@ def measure_layers(blueprint: Blueprint) -> tuple[float, ...]:
     assert corpus is not None
     assert blueprint.model is not None
     batch = feed_of(config, corpus, 0, config.data_parallel.replicas).training(0)
-    return measure(blueprint.model, batch.inputs[0], batch.targets[0], config.train.seed)
+    return measure(
+        blueprint.model,
+        batch.inputs[0],
+        batch.targets[0],
+        config.train.seed,
+        device=config.node.device,
+        precision=config.train.precision,
+        parameters=config.train.parameters,
+    )
 
 
 def _inputs(config: Config) -> tuple[TensorSpec, ...]:

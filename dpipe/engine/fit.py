@@ -13,7 +13,7 @@ from dpipe.timeline.memory import LayerMemory, RankMemory, StageMemory, peak_mem
 
 Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for replay
 
-_FLOAT = 4
+_HALF, _FLOAT = 2, 4
 _SUGGESTIONS = 3
 
 
@@ -21,7 +21,8 @@ def stages_memory(
     config: Config, layers: Sequence[LayerMemory], cut: Sequence[int], servers: Sequence[int] = ()
 ) -> Stages:
     """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`."""
-    output = config.microbatch_size * config.model.context * config.model.width * _FLOAT
+    value_bytes = _FLOAT if config.train.parameters == "fp32" else _HALF
+    output = config.microbatch_size * config.model.context * config.model.width * value_bytes
     if config.tensor_parallel.sequence_parallel:
         output //= config.tensor_parallel.size
     stages = stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)

@@ -4,21 +4,20 @@
       1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
 
 Their 34 s b h bytes are 16 values of 2 bytes and two masks of one; here a value has 4 bytes, or 2 under autocast where
-a product reads it. A fused attention keeps no [T, T] matrix; one with dropout on a CPU keeps three, c bytes each. The
+a product reads it, and everywhere beside fp32 masters. A fused attention keeps no [T, T] matrix; one with dropout on a CPU keeps three, c bytes each. The
 working memory was counted on fake tensors, on which tests/engine/test_memory.py holds the whole to 2 %.
 
 Where R ranks hold a stage together, each has 1 / R of what lies between two matrices (12 u of the 16) and of the
 parameters, and with the sequence split between them 1 / R of all (Korthikanti et al. 2022, section 4).
 
-B micro-batch size · T context · D width · N heads · V vocabulary
 u an activation whole · w a rank's part of it between two matrices · r of the one that layers pass on · c its scores
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dpipe.config import Config
-from dpipe.engine.arithmetic import vocabulary_of
+from dpipe.engine.sizes import TransformerSizes, sizes_of
 from dpipe.timeline.memory import LayerMemory
 
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
@@ -27,88 +26,9 @@ _LOOKED_UP = 9  # bytes a token: its place among a rank's words, and whether it 
 _SPLIT_LOSS_KEEPS, _SPLIT_LOSS_MAKES = 13, 29  # bytes a token
 
 
-@dataclass(frozen=True)
-class TransformerSizes:
-    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits.
-
-    `ranks` hold a layer together; with `sequence` they split the positions between the matrices. `bert` adds token
-    types, and a transform in front of the logits.
-    """
-
-    batch_size: int
-    context: int
-    width: int
-    num_heads: int
-    num_layers: int
-    vocab_size: int
-    dropout: bool = False
-    keeps_matrices: bool = False
-    half: bool = False
-    ranks: int = 1
-    sequence: bool = False
-    bert: bool = False
-
-    @property
-    def unit(self) -> int:
-        """What enters and leaves a matrix, whole: u."""
-        return self.batch_size * self.context * self.width * _FLOAT
-
-    @property
-    def part(self) -> int:
-        """One rank's part of an activation between two matrices."""
-        return self.unit // self.ranks
-
-    @property
-    def stream(self) -> int:
-        """What one rank has of the activation that layers pass on."""
-        return self.part if self.sequence else self.unit
-
-    @property
-    def gathered(self) -> int:
-        """What split positions take when they are put together; nothing where they are not split."""
-        return self.unit if self.sequence else 0
-
-    @property
-    def matrix(self) -> int:
-        """Scores of a rank's heads, which one process makes in fp32 even under autocast."""
-        heads, value_bytes = self.num_heads // self.ranks, _HALF if self.half and self.ranks > 1 else _FLOAT
-        return self.batch_size * heads * self.context**2 * value_bytes if self.keeps_matrices else 0
-
-    @property
-    def logits(self) -> int:
-        return self.batch_size * self.context * self.vocab_size * _FLOAT // self.ranks
-
-    @property
-    def table(self) -> int:
-        """A rank's words."""
-        return self.vocab_size * self.width * _FLOAT // self.ranks
-
-    def tokens(self, value_bytes: int) -> int:
-        return self.batch_size * self.context * value_bytes
-
-    def positions(self, value_bytes: int) -> int:
-        """As `tokens`, of those that one rank has."""
-        return self.tokens(value_bytes) // (self.ranks if self.sequence else 1)
-
-
 def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
-    """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in split heads."""
-    model, pipeline = config.model, config.pipeline
-    sizes = TransformerSizes(
-        config.microbatch_size,
-        model.context,
-        model.width,
-        model.num_heads,
-        model.num_layers,
-        vocabulary_of(config),
-        dropout=model.dropout > 0,
-        keeps_matrices=model.dropout > 0 and (config.node.device == "cpu" or config.tensor_parallel.size > 1),
-        half=config.train.precision != "fp32",
-        ranks=config.tensor_parallel.size,
-        sequence=config.tensor_parallel.sequence_parallel,
-        bert=model.layers == "bert",
-    )
-    return transformer_memory(sizes, pipeline.recompute)
+    """Of the configured transformer."""
+    return transformer_memory(sizes_of(config), config.pipeline.recompute)
 
 
 _Make = Callable[[TransformerSizes, str, int], LayerMemory]
@@ -118,7 +38,24 @@ def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMe
     """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
     head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
     embedding, block = (_before_others(make, sizes, recompute) for make in (_embedding, _block))
-    return (embedding, *[block] * sizes.num_layers, head)
+    layers = (embedding, *[block] * sizes.num_layers, head)
+    return tuple(map(with_masters, layers)) if sizes.rounded else layers
+
+
+def with_masters(layer: LayerMemory) -> LayerMemory:
+    """A layer whose parameters have 16 bits, with masters of 32 that have the gradients and the moments."""
+    return replace(
+        layer,
+        rounded_bytes=layer.parameter_bytes,
+        parameter_bytes=2 * layer.parameter_bytes,
+        gradient_bytes=2 * layer.gradient_bytes,
+        optimizer_bytes=2 * layer.optimizer_bytes,
+        update_bytes=2 * layer.update_bytes,
+        backward_bytes=layer.backward_bytes + layer.first_bytes,  # gradients stay as they are made, each time
+        first_bytes=0,
+        weight_bytes=0,  # what is made is the gradient
+        within=None if layer.within is None else with_masters(layer.within),
+    )
 
 
 def _before_others(make: _Make, sizes: TransformerSizes, recompute: str) -> LayerMemory:
@@ -147,7 +84,7 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
     `freed` are its output's bytes where that is not held, and its gradient only until another is made of it.
     """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
-    positions = sizes.context * sizes.width * _FLOAT
+    positions = sizes.context * sizes.width * sizes.value_bytes
     noise = r if sizes.dropout else 0  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
@@ -162,7 +99,7 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
         backward, first = (inside + max(worst, r + forward) for worst in (backward, first))
         inside = 0
     return of_parameters(
-        table + positions + 2 * sizes.bert * sizes.width * _FLOAT,
+        table + positions + 2 * sizes.bert * sizes.width * sizes.value_bytes,
         largest=max(table, table // 2 + positions),  # AdamW still has one copy of the words' when it makes two of these
         held_bytes=sizes.tokens(_INT64) * (1 + sizes.bert) + inside,
         forward_bytes=forward,
@@ -189,10 +126,10 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         backward, first, input_ = (max(worst, forward) + inside for worst in (backward, first, input_))
         forward, inside = max(_alone_in_front(sizes), forward + logits), 0
     return of_parameters(
-        table + 2 * sizes.width * _FLOAT,
+        table + 2 * sizes.width * sizes.value_bytes,
         largest=table,
         held_bytes=given + inside,
-        deferred_bytes=(u + logits) // (2 if half else 1),
+        deferred_bytes=u + logits // 2 if sizes.rounded else (u + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
         first_bytes=first - backward,
@@ -216,7 +153,7 @@ def _logits_made(sizes: TransformerSizes, later: int) -> int:
     r, logits = sizes.stream, sizes.logits
     working = _of_split_loss(sizes, _SPLIT_LOSS_MAKES)
     if not sizes.half:
-        return logits + working
+        return logits * (3 if sizes.rounded else 2) // 2 + working
     gathering = r + sizes.gathered - (sizes.table + later) // 2 - logits
     return max(logits * 3 // 2 + working, r - logits // 2, gathering)
 
@@ -246,7 +183,7 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     In half precision the pooler is done with, and its gradient made, when the logits' product gives back.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    dense, given = sizes.width**2 * _FLOAT, r + sizes.tokens(_INT64)
+    dense, given = sizes.width**2 * sizes.value_bytes, r + sizes.tokens(_INT64)
     inside = 2 * r + table // 2 + dense if half else 4 * r
     inside += logits + 4 * sizes.positions(_FLOAT) + sizes.tokens(_INT64) + _of_split_loss(sizes, _SPLIT_LOSS_KEEPS)
     forward, weight = _logits_made(sizes, dense), table * 3 // 2 if half else table
@@ -264,10 +201,10 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         forward = max(_alone_in_front(sizes) + (dense // 2 if half else r + sizes.gathered), forward + logits)
         inside = 0
     return of_parameters(
-        table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * _FLOAT,
+        table + 2 * dense + (8 * sizes.width + sizes.vocab_size // sizes.ranks + 2) * sizes.value_bytes,
         largest=table,
         held_bytes=given + inside,
-        deferred_bytes=(u + 2 * r + logits) // (2 if half else 1),
+        deferred_bytes=u + 2 * r + logits // 2 if sizes.rounded else (u + 2 * r + logits) // (2 if half else 1),
         forward_bytes=forward,
         backward_bytes=backward,
         first_bytes=first - backward,
@@ -281,14 +218,15 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
     """`freed` bytes of its output are not held, nor of its gradient once that of the perceptron has been added."""
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     matrices = 12 * sizes.width**2 // sizes.ranks
-    largest = 4 * sizes.width**2 * _FLOAT // sizes.ranks
+    largest = 4 * sizes.width**2 * sizes.value_bytes // sizes.ranks
     heads = sizes.num_heads // sizes.ranks
     normalisers = 0 if c or recompute == "selective" else sizes.tokens(_FLOAT) * heads  # of a fused core
     statistics = 4 * sizes.positions(_FLOAT) + normalisers
     kept = r + statistics  # the input
     dropped = _dropout_bytes(sizes)
     if c and recompute != "selective":
-        dropped += 3 * c + (3 * w // 2 if half and sizes.ranks == 1 else 0)
+        copied = 3 * w if sizes.rounded else 3 * w // 2 * half  # what one process turns to fp32 for it
+        dropped += 3 * c + (copied if sizes.ranks == 1 else 0)
     inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + dropped
     moments = _half_moments if half else _moments
     forward, *moments_back = moments(sizes, largest, dropped)
@@ -303,7 +241,7 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
         backward, first, input_ = (max(r + forward, worst) + inside for worst in (backward, first, input_))
         forward, kept, inside = _alone(sizes), r, 0
     return of_parameters(
-        (matrices + 7 * sizes.width // sizes.ranks + 6 * sizes.width) * _FLOAT,
+        (matrices + 7 * sizes.width // sizes.ranks + 6 * sizes.width) * sizes.value_bytes,
         largest=largest,
         held_bytes=kept + inside,
         deferred_bytes=(4 * u + 12 * w) // (2 if half else 1),
@@ -363,14 +301,15 @@ def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tupl
         back = max(7 * c // 2 + 15 * u // 2, 4 * c + 9 * u // 2) if again else c + 3 * u // 2
     else:
         forward = (3 * c if again else 0) + _mask(sizes) - 12 * u
-        back = 4 * c + 4 * u if again else c + u
+        made_again = max(7 * c // 2 + 15 * u, 4 * c + 9 * u) if sizes.rounded else 4 * c + 4 * u
+        back = made_again if again else c + u
     back -= 4 * w - r // 2 + _other_weights(sizes) // 2 if half else 8 * w + r
     return forward, back, back + (9 * w + 3 * u) // (2 if half else 1)
 
 
 def _other_weights(sizes: TransformerSizes) -> int:
     """Of the matrices behind a block's attention core, in fp32: their gradients are there before the core's is."""
-    return 9 * sizes.width**2 * _FLOAT // sizes.ranks
+    return 9 * sizes.width**2 * sizes.value_bytes // sizes.ranks
 
 
 def _scores(sizes: TransformerSizes) -> int:

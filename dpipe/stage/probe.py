@@ -13,14 +13,19 @@ from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.recompute import attention_cores
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
 from dpipe.wire.spec import TensorSpec
 
 _REPEATS = 3
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its attention cores'."""
+    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its attention cores'.
+
+    Parameters are counted as replicas agree on them and optimizers learn them: in fp32 at least.
+    """
 
     forward_flops: float
     parameter_bytes: int
@@ -56,11 +61,11 @@ def probe(
         costs.append(
             LayerCost(
                 float(counter.get_total_flops()),
-                _bytes(layer.parameters()),
+                sum(map(_num_bytes, layer.parameters())),
                 tuple(map(TensorSpec.of, tensors)),
                 len(attention_cores(layer)),
                 _core_flops(layer, counter),
-                max((parameter.nbytes for parameter in layer.parameters()), default=0),
+                max(map(_num_bytes, layer.parameters()), default=0),
                 kept,
             )
         )
@@ -96,32 +101,51 @@ def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:
     return layer.to("meta")
 
 
-def _bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
+def _num_bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * max(parameter.itemsize, _FLOAT_BYTES)
 
 
 def measure(
-    model: LayeredModel, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor, seed: int
+    model: LayeredModel,
+    inputs: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+    parameters: str = "fp32",
 ) -> tuple[float, ...]:
     """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of three.
 
-    One layer is in memory at a time. The number of threads is the process's.
+    As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The number of threads is the
+    process's.
     """
-    tensors, seconds = inputs, []
+    tensors, seconds, streams = inputs, [], streams_of(device)
     for index in range(len(model.layers)):
         last = index == len(model.layers) - 1
-        layer = {index: materialise(model, index, seed, "cpu")}
-        stage = Stage(index, layer, num_microbatches=1, loss=model.loss if last else None, seed=seed)
-        timed = [_timed(stage, tensors, targets, last) for _ in range(_REPEATS)]
+        stage = Stage(
+            index,
+            {index: materialise(model, index, seed, streams.device)},
+            num_microbatches=1,
+            loss=model.loss if last else None,
+            precision=precision,
+            parameters=parameters,
+            seed=seed,
+            device=streams.device,
+        )
+        timed = [_timed(stage, tensors, targets, last, streams) for _ in range(_REPEATS)]
         seconds.append(min(took for took, _ in timed))
         tensors = timed[0][1]
     return tuple(seconds)
 
 
 def _timed(
-    stage: Stage, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor, last: bool
+    stage: Stage, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor, last: bool, streams: Streams
 ) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """From an idle device to an idle device."""
+    streams.catch_up()
     began = time.perf_counter()
     outputs = stage.forward(0, inputs, targets)
     stage.backward(0, () if last else tuple(torch.ones_like(o) for o in outputs if o.is_floating_point()))
+    streams.catch_up()
     return time.perf_counter() - began, outputs

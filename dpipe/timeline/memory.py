@@ -27,7 +27,9 @@ class LayerMemory:
     and of the optimizer. `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until
     it is done, as it does its output; that a layer has both while it works is in the layer's working memory, and a
     layer that `keeps_given` has the gradient among what it defers. `within` is the layer where another one of its stage
-    is behind it, if that differs. `exchange_bytes` are what replicas agree with, always.
+    is behind it, if that differs. `exchange_bytes` are what replicas agree with, always. `rounded_bytes` are the copies
+    of its parameters in half precision that it computes with, beside their masters, and as much again the gradients of
+    those, from when they are made until the backward pass is done and they are added to the masters'.
     """
 
     parameter_bytes: int = 0
@@ -45,6 +47,7 @@ class LayerMemory:
     given_bytes: int = 0
     keeps_given: bool = False
     exchange_bytes: int = 0
+    rounded_bytes: int = 0
     within: "LayerMemory | None" = None
 
 
@@ -88,9 +91,10 @@ class _Walk:
     def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool) -> None:
         own = [stage for stage, owner in zip(stages, schedule.rank_of_stage, strict=True) if owner == rank]
         self._stages, self._keeps_gradients = stages, keeps_gradients
+        self._rounded: list[tuple[int, int, LayerMemory]] = []  # whose gradients are not with their masters yet
         self._made: set[tuple[int, int]] = set()  # the layers, by stage and place in it, that have gradients
         self._now = RankMemory(
-            parameters=_total(own, "parameter_bytes"),
+            parameters=_total(own, "parameter_bytes") + _total(own, "rounded_bytes"),
             gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,
             optimizer=_total(own, "optimizer_bytes"),
             activations=0,
@@ -120,11 +124,14 @@ class _Walk:
                 self._backward(action, place, layers[place])
                 self._hold(ends * (place == len(layers) - 2))  # by then its last layer is done with it
             self._hold(-ends)
+            self._collect()
         elif action.op is Op.W:
-            for place in reversed(range(len(layers))):
-                layer, first = layers[place], self._have_gradients(action.stage, place, layers[place])
-                self._see(layer.first_weight_bytes if first else layer.weight_bytes)
+            for place, layer in reversed([*enumerate(layers)]):
+                if layer.deferred_bytes:
+                    first = self._make_gradients(action.stage, place, layer)
+                    self._see(layer.first_weight_bytes if first else layer.weight_bytes)
             self._hold(-sum(layer.deferred_bytes for layer in layers))
+            self._collect()
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
         whole = action.op is Op.B or layer.deferred_bytes == 0
@@ -132,7 +139,23 @@ class _Walk:
         self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
         self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
         if whole:
-            self._have_gradients(action.stage, place, layer)
+            self._make_gradients(action.stage, place, layer)
+
+    def _make_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+        """Whether they are the first of the step; of parameters in half precision they stay beside the masters'."""
+        if not layer.rounded_bytes:
+            return self._have_gradients(stage, place, layer)
+        self._hold(layer.rounded_bytes)
+        self._rounded.append((stage, place, layer))
+        return False
+
+    def _collect(self) -> None:
+        """One after the other they go to the masters' gradients."""
+        for stage, place, layer in self._rounded:
+            self._have_gradients(stage, place, layer)
+            self._hold(-layer.rounded_bytes)
+            self._see(0)
+        self._rounded.clear()
 
     def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
         """Allocate them where this is the first micro-batch of a step to give it any; whether it was."""

@@ -33,3 +33,14 @@ def test_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_run(
     """Else a run would train until its first checkpoint is due, and lose it all."""
     with pytest.raises(CheckpointError, match=message):
         draft(tiny(run__checkpoint_url=url.format(tmp_path)))
+
+
+def test_users_layers_in_half_precision_have_masters(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plain_layers.py").write_text(WITHOUT_ATTENTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    half = {"train__precision": "bf16", "train__parameters": "bf16"}
+    (rank,) = draft(tiny(model__layers="plain_layers:layers", **half)).forecast.memory
+    values = 256 * 8 + 8 * 256 + 256
+    assert (rank.parameters, rank.optimizer) == ((2 + 4) * values, 8 * values)

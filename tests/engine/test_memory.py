@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from dpipe.engine.memory import TransformerSizes, stage_memory, transformer_memory
+from dpipe.engine.memory import stage_memory, transformer_memory
+from dpipe.engine.sizes import TransformerSizes
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
@@ -49,6 +50,7 @@ class SilentModules(SimpleNamespace):
 def tracked(stages: dict[int, Stage], *optimizers: torch.optim.Optimizer) -> Iterator[Tracker]:
     tracker = Tracker()
     tracker.track_external(*(layer for stage in stages.values() for layer in stage._layers.values()), *optimizers)
+    tracker.track_external(*(p for stage in stages.values() if stage._masters for p in stage.parameters()))
     with tracker:
         yield tracker
 
@@ -82,18 +84,32 @@ def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: 
         tied=False,
     )
     each = len(model.layers) // schedule.num_stages
-    layers = {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)}
     group: Any = OneOf(sizes) if sizes.ranks > 1 else None
-    return Stage(
-        index,
-        layers,
-        num_microbatches=schedule.num_microbatches,
-        loss=model.loss_on(group) if schedule.is_last(index) else None,
-        recompute=recompute,
-        precision="bf16" if sizes.half else "fp32",
-        splits_backward=schedule.splits,
-        split=None if group is None else Split(group, layers),
-    )
+    with stored(torch.bfloat16 if sizes.rounded else torch.float32):
+        layers = {layer: model.layers[layer]() for layer in range(index * each, (index + 1) * each)}
+        return Stage(
+            index,
+            layers,
+            num_microbatches=schedule.num_microbatches,
+            loss=model.loss_on(group) if schedule.is_last(index) else None,
+            recompute=recompute,
+            precision="bf16" if sizes.half or sizes.rounded else "fp32",
+            parameters="bf16" if sizes.rounded else "fp32",
+            splits_backward=schedule.splits,
+            split=None if group is None else Split(group, layers),
+        )
+
+
+@contextmanager
+def stored(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters are made in `dtype`, and stay: those of fake tensors cannot be turned to another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "to", lambda module, dtype: module)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 class OneOf:
@@ -139,7 +155,8 @@ def tokens(sizes: TransformerSizes) -> Tensors:
 
 
 def activation(sizes: TransformerSizes) -> Tensors:
-    return (torch.zeros(sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width), *lengths(sizes))
+    shape = (sizes.batch_size, sizes.positions(1) // sizes.batch_size, sizes.width)
+    return (torch.zeros(shape, dtype=torch.bfloat16 if sizes.rounded else torch.float32), *lengths(sizes))
 
 
 def lengths(sizes: TransformerSizes) -> Tensors:
@@ -152,7 +169,8 @@ def predicted(schedule: Schedule, sizes: TransformerSizes, recompute: str) -> tu
     return peak_memory(schedule, stage_memory(layers, cut, [sizes.stream] * (len(cut) - 1), recompute))
 
 
-# Every value of size, schedule, strategy, precision and dropout beside several of the others.
+# Every value of size, schedule, strategy, precision and dropout beside several of the others. "masters" are of
+# parameters in bf16.
 CASES = """
     demo  1f1b         none       fp32
     wide  zero-bubble  none       fp32
@@ -179,6 +197,13 @@ CASES = """
     demo  zero-bubble  selective  fp32  4-ranks sequence
     demo  1f1b         full       bf16  dropout  4-ranks
     long  1f1b         none       bf16  dropout  2-ranks sequence bert
+    demo  1f1b         none       masters
+    wide  zero-bubble  selective  masters
+    words 1f1b         full       masters
+    long  interleaved  none       masters  bert
+    demo  gpipe        selective  masters  dropout
+    words gpipe        none       masters  2-ranks sequence
+    words zero-bubble  none       masters  2-ranks bert
 """
 
 
@@ -192,6 +217,7 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
         dropout=draws,
         keeps_matrices=draws,
         half=precision == "bf16",
+        rounded=precision == "masters",
         ranks=ranks,
         sequence="sequence" in more,
         bert="bert" in more,

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,13 @@ def test_probe_counts_parameters() -> None:
     assert head == 16 * 13 + 2 * 16
 
 
+def test_parameters_in_half_precision_count_as_their_masters() -> None:
+    """Which is what replicas exchange."""
+    half, whole = (probe(GPT, TOKENS, seed=0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert [cost.parameter_bytes for cost in half] == [cost.parameter_bytes for cost in whole]
+    assert half[1].outputs[0].dtype is torch.bfloat16
+
+
 def test_probe_needs_no_memory_for_a_model_that_would_not_fit() -> None:
     huge = LayeredModel((lambda: nn.Linear(1 << 20, 1 << 20),), mean)
     (cost,) = probe(huge, [TensorSpec((1, 1 << 20), torch.float32)], seed=0)
@@ -51,6 +60,28 @@ def test_probe_names_the_layer_that_needs_values() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1 cannot take \(int64\[2, 6\]\), or its shapes depend on values"):
         probe(LayeredModel((nn.Identity, Branches), mean), TOKENS, seed=0)
+
+
+def test_layers_are_measured_as_they_will_run() -> None:
+    class Sees(nn.Module):
+        seen: ClassVar[list[str]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x.to(self.linear.weight.dtype))
+            self.seen.append(f"{self.linear.weight.dtype} makes {y.dtype} on {y.device.type}")
+            return y
+
+    tokens = torch.ones(2, 6, dtype=torch.int64)
+    measure(LayeredModel((Sees,), mean), (tokens,), tokens, seed=0, precision="bf16")
+    measure(LayeredModel((Sees,), mean), (tokens,), tokens, seed=0, precision="bf16", parameters="bf16")
+    assert list(dict.fromkeys(Sees.seen)) == [
+        "torch.float32 makes torch.bfloat16 on cpu",
+        "torch.bfloat16 makes torch.bfloat16 on cpu",
+    ]
 
 
 def test_measure_finds_the_dear_layer() -> None:

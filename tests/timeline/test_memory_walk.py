@@ -74,3 +74,11 @@ def test_gradient_that_a_stage_is_given_stays_until_it_is_done() -> None:
 def test_stages_that_do_not_fit_the_schedule_are_refused() -> None:
     with pytest.raises(ScheduleError, match="the schedule has 2 stages, the memory 1"):
         peak_memory(generate("1f1b", 2, 2), [(LAYER,)])
+
+
+def test_gradients_in_half_precision_stay_beside_their_masters_until_the_pass_is_done() -> None:
+    """Worst in the second micro-batch, where the first layer works beside the gradient of the other."""
+    layer = LayerMemory(parameter_bytes=8, gradient_bytes=8, rounded_bytes=4, backward_bytes=5)
+    assert peak_memory(generate("1f1b", 1, 2), [(layer, layer)])[0] == RankMemory(24, 16, 0, 4, 5)
+    split = replace(layer, backward_bytes=0, deferred_bytes=10)
+    assert peak_memory(generate("zero-bubble", 1, 1), [(split, split)])[0].total == 24 + 20 + 8
