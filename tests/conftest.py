@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import cuda_on_cpu
 import hypothesis
 import pytest
 import torch
@@ -24,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip(f"needs a CUDA GPU, and torch {torch.__version__} sees none: scripts/test has a stand-in for some")
+        pytest.skip(f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a stand-in for some")
+    if item.get_closest_marker("stand_in") and cuda_on_cpu.DEVICE is None:
+        pytest.skip("no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p cuda_on_cpu")
 
 
 @pytest.fixture

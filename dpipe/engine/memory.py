@@ -4,8 +4,9 @@
       1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
 
 Their 34 s b h bytes are 16 values of 2 bytes and two masks of one; here a value has 4 bytes, or 2 under autocast where
-a product reads it, and everywhere beside fp32 masters. A fused attention keeps no [T, T] matrix; one with dropout on a CPU keeps three, c bytes each. The
-working memory was counted on fake tensors, on which tests/engine/test_memory.py holds the whole to 2 %.
+a product reads it, and everywhere beside fp32 masters. A fused attention keeps no [T, T] matrix; one with dropout on a
+CPU keeps three, c bytes each. The working memory was counted on fake tensors, on which tests/engine/test_memory.py
+holds the whole to 2 %.
 
 Where R ranks hold a stage together, each has 1 / R of what lies between two matrices (12 u of the 16) and of the
 parameters, and with the sequence split between them 1 / R of all (Korthikanti et al. 2022, section 4).
@@ -85,7 +86,9 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
     """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * sizes.value_bytes
-    noise = r if sizes.dropout else 0  # its product with the gradient is made while it is there, the rest without it
+    noise = (
+        _noise(sizes) if sizes.dropout else 0
+    )  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
         forward, early, back = 3 * u if sizes.bert else 2 * u + positions, noise, table
@@ -333,8 +336,13 @@ def _alone(sizes: TransformerSizes) -> int:
 
 
 def _dropout_bytes(sizes: TransformerSizes) -> int:
-    """The noise of a block's two dropouts, which a CPU keeps as values."""
-    return (sizes.stream if sizes.half else 2 * sizes.stream) if sizes.dropout else 0
+    """The noise of a block's two dropouts, in 16 bits under autocast."""
+    return (_noise(sizes) if sizes.half and not sizes.masks else 2 * _noise(sizes)) if sizes.dropout else 0
+
+
+def _noise(sizes: TransformerSizes) -> int:
+    """Of a dropout between layers, which a CPU keeps as values."""
+    return sizes.stream // sizes.value_bytes if sizes.masks else sizes.stream
 
 
 def _mask(sizes: TransformerSizes) -> int:

@@ -14,7 +14,8 @@ _HALF, _FLOAT = 2, 4
 @dataclass(frozen=True)
 class TransformerSizes:
     """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits;
-    `rounded`: parameters and all that they make have 16 bits, but for logits and chances.
+    `rounded`: parameters and all that they make have 16 bits, but for logits and chances. `masks`: what dropout keeps
+    has a byte a value, as on a GPU.
 
     `ranks` hold a layer together; with `sequence` they split the positions between the matrices. `bert` adds token
     types, and a transform in front of the logits.
@@ -27,6 +28,7 @@ class TransformerSizes:
     num_layers: int
     vocab_size: int
     dropout: bool = False
+    masks: bool = False
     keeps_matrices: bool = False
     half: bool = False
     rounded: bool = False
@@ -93,6 +95,7 @@ def sizes_of(config: Config) -> TransformerSizes:
         model.num_layers,
         vocabulary_of(config),
         dropout=model.dropout > 0,
+        masks=config.node.device != "cpu",
         keeps_matrices=model.dropout > 0 and (config.node.device == "cpu" or split.size > 1),
         half=train.precision != "fp32" and train.parameters == "fp32",
         rounded=train.parameters != "fp32",

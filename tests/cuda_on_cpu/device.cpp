@@ -345,11 +345,12 @@ Tensor view_of(const Tensor& tensor, IntArrayRef sizes, IntArrayRef strides, int
   return view;
 }
 
-Tensor on_gpu(const Tensor& made, DeviceIndex device) {
+Tensor on_gpu(const Tensor& made, DeviceIndex device, const std::string& what) {
   OnDevice guard(Device(DeviceType::CUDA, device));
   Tensor out = at::detail::empty_strided_generic(made.sizes(), made.strides(), &g_device_allocator, kGpu,
                                                  made.scalar_type());
   on_cpu(out).copy_(made);
+  use_all(what, {}, {out});
   return out;
 }
 
@@ -436,7 +437,7 @@ class Call {
   // An out= argument may have been given another size, and then other memory.
   void take_over(const Tensor& gpu, const Tensor& cpu) const {
     if (gpu.sizes() == cpu.sizes() && gpu.storage().data() == cpu.storage().data()) return;
-    Tensor moved = on_gpu(cpu, gpu.device().index());
+    Tensor moved = on_gpu(cpu, gpu.device().index(), name_);
     gpu.unsafeGetTensorImpl()->set_storage_keep_dtype(moved.storage());
     gpu.unsafeGetTensorImpl()->set_sizes_and_strides(moved.sizes(), moved.strides(), 0);
   }
@@ -456,9 +457,7 @@ class Call {
       if (tensor.numel() && cpu.storage().data() == tensor.storage().data())
         return view_of(gpu, tensor.sizes(), tensor.strides(), tensor.storage_offset());
     }
-    Tensor made = on_gpu(tensor, device_);
-    use_all(name_, {}, {made});
-    return made;
+    return on_gpu(tensor, device_, name_);
   }
 
   const FunctionSchema& schema_;
@@ -540,9 +539,34 @@ void record_stream(Tensor& tensor, Stream stream) {
   if (Uses* uses = uses_of(tensor)) uses->recorded.insert(queue_of(stream.device_index(), stream.id()));
 }
 
-int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+// Fused where the CPU can: without dropout.
+int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double dropout, bool,
                          std::optional<double>, bool) {
-  return int64_t(sdp::SDPBackend::math);
+  return int64_t(dropout > 0 ? sdp::SDPBackend::math : sdp::SDPBackend::flash_attention);
+}
+
+using Attended = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+
+Attended attend(const Tensor& q, const Tensor& k, const Tensor& v, double, bool causal, bool,
+                std::optional<double> scale) {
+  use_all("attention", {q, k, v}, {});
+  auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(on_cpu(q), on_cpu(k), on_cpu(v), 0.0, causal,
+                                                                          std::nullopt, scale);
+  DeviceIndex device = q.device().index();
+  auto to_gpu = [&](const Tensor& made) { return on_gpu(made, device, "attention"); };
+  Tensor none, state = to_gpu(at::zeros({2}, at::kLong));
+  return {to_gpu(out), to_gpu(logsumexp), none, none, q.size(2), k.size(2), state, none, none};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                                                   const Tensor&, const Tensor&, SymInt, SymInt, double, bool causal,
+                                                   const Tensor&, const Tensor&, std::optional<double> scale) {
+  use_all("attention backward", {grad, q, k, v, out, logsumexp}, {});
+  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      on_cpu(grad), on_cpu(q), on_cpu(k), on_cpu(v), on_cpu(out), on_cpu(logsumexp), 0.0, causal, std::nullopt, scale);
+  auto to_gpu = [&](const Tensor& made) { return on_gpu(made, q.device().index(), "attention backward"); };
+  return {to_gpu(dq), to_gpu(dk), to_gpu(dv)};
 }
 
 void touch(const Tensor& tensor, bool writes) {
@@ -570,6 +594,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
+  m.impl("_scaled_dot_product_flash_attention", attend);
+  m.impl("_scaled_dot_product_flash_attention_backward", attend_backward);
 }
 
 TORCH_LIBRARY(cuda_on_cpu, m) {

@@ -11,12 +11,6 @@ import cuda_on_cpu
 pytestmark = pytest.mark.stand_in
 
 
-@pytest.fixture(autouse=True)
-def _stand_in() -> None:
-    if cuda_on_cpu.DEVICE is None:
-        pytest.skip("no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p cuda_on_cpu")
-
-
 def races() -> list[str]:
     assert cuda_on_cpu.DEVICE is not None
     return cuda_on_cpu.DEVICE.take_races()[1].splitlines()
