@@ -36,6 +36,7 @@ from dpipe.engine.launch import environment, launch, load_kernels_at_start
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.placement import Placement, placement
 from dpipe.engine.recorder import Recorder
+from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.replayed import Ring, ring_peers
 from dpipe.engine.replicas import Seat, data_parallel, seat
 from dpipe.engine.report import TextScale, show_summary
@@ -56,6 +57,7 @@ from dpipe.stage.tensor_group import TensorGroup
 from dpipe.streams import Streams, streams_of
 from dpipe.topology import Host
 from dpipe.transport.base import Transport
+from dpipe.transport.nccl import NcclTransport
 from dpipe.wire.codec import codec
 
 LOG = logging.getLogger("dpipe")
@@ -143,11 +145,11 @@ def run_rank(
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
     torch.set_num_threads(config.node.threads)
+    if config.transport.kind == "nccl":
+        load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, place.local_rank))
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
-    if config.transport.kind == "nccl":
-        load_kernels_at_start()
     streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
     here = seat(config, place.rank)
@@ -175,6 +177,8 @@ def run_rank(
             group = tensor_group(config, here, meeting)
             around = Surroundings(meeting, transport, streams, servers, group, metrics, wants_stop)
             trainer = assemble(blueprint, place.rank, around, start, stack)
+            if isinstance(transport, NcclTransport):
+                rehearse(trainer.job, transport, first_step)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:

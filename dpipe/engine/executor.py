@@ -12,7 +12,7 @@ only fills (`streams.py`); at STEP it waits until all that was waited for there 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
 import torch
@@ -51,6 +51,19 @@ class Agreement(Protocol):
     def start(self, stage: int) -> None: ...
     def wait(self) -> None: ...
     def finish(self, stage: int) -> None: ...
+
+
+class _Alone:
+    """There is nobody to agree with."""
+
+    def start(self, stage: int) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def finish(self, stage: int) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,10 @@ class Executor:
                 raise
         run.finish()
         return run.loss()
+
+    def alone(self) -> "Executor":
+        """The same for a rank that agrees on nothing with other replicas."""
+        return Executor(replace(self._parts, data_parallel=_Alone()))
 
     def clear(self) -> None:
         """Forget a step that was aborted: what the stages stashed and the gradients."""

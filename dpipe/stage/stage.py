@@ -195,6 +195,10 @@ class Stage:
     def parameters(self) -> Sequence[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
 
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """What layers keep that is not learned, such as running means."""
+        return [buffer for layer in self._layers.values() for buffer in layer.buffers()]
+
     def zero_grad(self) -> None:
         self._stale = True
         if self._masters is not None:

@@ -15,8 +15,8 @@ the death of a peer over a network; within a machine it may not, and the coordin
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -183,6 +183,10 @@ class _Link:
                 self._calling.release()
 
 
+def _nothing(pointer: int, num_bytes: int, byte: int, other: int, stream: int) -> None:
+    """In place of a communicator's call."""
+
+
 class NcclTransport:
     """Made in two steps, since a communicator's id is known to one end only:
 
@@ -210,6 +214,7 @@ class NcclTransport:
         self._nccl = nccl or load_nccl()
         self._links: dict[tuple[int, int], _Link] = {}  # by source and target
         self._stopping, self._closing = Event(), Lock()
+        self._rehearses = False
         self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
         self._opening: tuple[int, int] | None = None
         self._id_type: Callable[[Sequence[int]], Any] = bytes
@@ -255,7 +260,8 @@ class NcclTransport:
             self._streams.wait(made)
             self._streams.keep(tensor)
             what = f"to hand over {tag} to"
-            sending = link.launch(_Sending, what, link.communicator.send, _TARGET, tensor)
+            move = _nothing if self._rehearses else link.communicator.send
+            sending = link.launch(_Sending, what, move, _TARGET, tensor)
         assert isinstance(sending, _Sending)
         return sending
 
@@ -265,10 +271,23 @@ class NcclTransport:
         link.raise_if_broken()
         with self._streams.on(link.stream):
             tensor = like.empty(self._streams.device)
-            receiving = link.launch(_Receiving, f"for {tag} from", link.communicator.recv, _SOURCE, tensor)
+            move = link.communicator.recv
+            if self._rehearses:
+                tensor.zero_()
+                move = _nothing
+            receiving = link.launch(_Receiving, f"for {tag} from", move, _SOURCE, tensor)
         assert isinstance(receiving, _Receiving)
         receiving.tensor = tensor
         return receiving
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, sends and receives take their memory and their places on streams, but move nothing: zeros arrive."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def fail(self, error: Exception) -> None:
         """Every pending and later wait raises `error`; over a network NCCL lets the peers know."""

@@ -101,7 +101,7 @@ def models(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.layers=replay", "train.clip_norm=0"], 'model.layers must be "gpt" or "bert"'),
+        (["model.layers=my.model:layers"], 'model.layers must be "gpt" or "bert"'),
         (["model.dropout=0.1"], "model.dropout must be 0"),
         (["train.precision=bf16"], "train.precision and train.parameters must be the same"),
         (["train.compile=true"], "train.compile must be false"),

@@ -77,6 +77,7 @@ class Device:
         self.see_event = self._function("see_event", None, number)
         self.see_all = self._function("see_all", None)
         self.tell = self._function("tell", number)
+        self.receiving = self._function("receiving", None, where, where)
         self.use_raw = self._function("use_raw", None, ctypes.c_void_p, flag, where, number, ctypes.c_char_p)
         self._take_races = self._function("take_races", number, ctypes.c_char_p, number)
 

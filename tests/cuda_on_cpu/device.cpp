@@ -10,6 +10,8 @@
 //     a race between streams                 an access that nothing puts behind another stream's: no event that the
 //                                            stream, or the host before it queued the access, has waited for
 //     memory reused while it is in use       freed, so that its stream may have it, under another stream's access
+//     an operator's first use while NCCL     CUDA loads its kernel then, for which it may wait for all that runs; and
+//     receives                               the peer may be waiting for what comes behind that operator
 //
 // Order is by vector clocks (Lamport 1978, Mattern 1989): a stream, an event and a host thread each know how far every
 // stream had come. Python tells of events and of what threads tell each other (`__init__.py`).
@@ -87,6 +89,9 @@ std::map<int64_t, Clock> g_events;
 Clock g_seen;              // by any thread of the host
 thread_local Clock t_seen;  // by this one
 std::vector<std::string> g_races;
+
+std::array<int, kDevices> g_receiving{};
+std::array<std::set<std::string>, kDevices> g_loaded;
 
 using Locked = std::lock_guard<std::recursive_mutex>;
 
@@ -234,6 +239,8 @@ DeviceIndex device_of(const std::vector<Tensor>& tensors, DeviceIndex otherwise)
 void use_all(const std::string& what, const std::vector<Tensor>& read, const std::vector<Tensor>& written) {
   Locked lock(g_order);
   DeviceIndex device = device_of(written, device_of(read, t_device));
+  if (g_loaded[device].insert(what).second && g_receiving[device])
+    g_races.push_back(what + " is first used on cuda:" + std::to_string(device) + " while NCCL receives");
   Access now = next_access(queue_of(device, t_streams[device]), what);
   for (auto& tensor : read)
     if (Uses* uses = uses_of(tensor)) use(*uses, now, false);
@@ -645,6 +652,11 @@ int64_t tell() {
   return new_event(t_seen);
 }
 
+void receiving(int device, int more) {
+  Locked lock(g_order);
+  g_receiving[device] += more;
+}
+
 void use_raw(const void* data, bool writes, int device, int64_t stream, const char* what) {
   Locked lock(g_order);
   if (Block* block = block_at(g_blocks, data)) use(block->uses, next_access(queue_of(device, stream), what), writes);
@@ -657,6 +669,7 @@ int64_t take_races(char* text, int64_t size) {  // how many; the first ones a li
   std::strncpy(text, lines.c_str(), size - 1);
   int64_t count = g_races.size();
   g_races.clear();
+  for (auto& loaded : g_loaded) loaded.clear();  // each test is taken for a process of its own
   return count;
 }
 }

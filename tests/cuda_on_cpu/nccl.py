@@ -66,7 +66,7 @@ class Communicator:
     def __init__(self, device: "Device", unique_id: bytes, rank: int) -> None:
         self._device, self._ended, self._lost = device, False, False
         self._to_me, self._to_peer = self._wires[unique_id, rank], self._wires[unique_id, 1 - rank]
-        self._jobs: SimpleQueue[tuple[int, int, threading.Event] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, int, threading.Event, int] | None] = SimpleQueue()
         threading.Thread(target=self._receive_all, daemon=True).start()
 
     def send(self, pointer: int, count: int, datatype: int, peer: int, stream: int) -> None:
@@ -75,9 +75,10 @@ class Communicator:
 
     def recv(self, pointer: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._use(pointer, True, stream)
-        landed = threading.Event()
-        _receives[_where(stream)].append(landed)
-        self._jobs.put((pointer, count, landed))
+        landed, where = threading.Event(), _where(stream)
+        _receives[where].append(landed)
+        self._device.receiving(where[0], 1)
+        self._jobs.put((pointer, count, landed, where[0]))
 
     def check_async_error(self) -> None:
         if self._lost:
@@ -97,13 +98,14 @@ class Communicator:
 
     def _receive_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            pointer, count, landed = job
+            pointer, count, landed, device = job
             message = None if self._lost or self._ended else self._to_me.get()
             if message is None:
                 self._lost = True
             else:
                 assert len(message) == count, "NCCL would hang: the two ends disagree on a size"
                 ctypes.memmove(pointer, message, count)
+            self._device.receiving(device, -1)
             landed.set()
 
 

@@ -1,5 +1,6 @@
 """Whole runs on GPUs learn what they do on CPUs. Where there are none, on a stand-in that looks for races too."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,41 @@ def test_gpus_talk_by_nccl(way: str, same: Callable[[str, Way, float], None]) ->
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
     same("cuda", settings, bound)
+
+
+COUNTING = """
+import torch
+from torch import nn
+
+seen = []
+
+class Counts(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        seen.append(self.calls.clone())
+        return super().forward(x)
+
+def layers():
+    return [nn.Embedding(256, 8), Counts(), nn.Linear(8, 256)], lambda logits, targets: logits.square().mean()
+"""
+
+
+@pytest.mark.gpu
+def test_step_that_is_rehearsed_for_nccl_leaves_nothing_behind(
+    tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers, gradients, random numbers: the first step is as if there had been none before it."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    (tmp_path / "counting_layers.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    losses(tiny(model__layers="counting_layers:layers", **NCCL, node__device="cuda", pipeline__stages=2))
+    calls = [int(count) for count in importlib.import_module("counting_layers").seen if count.is_cuda]
+    assert calls == [*range(1, 5), *range(1, 13)]  # four micro-batches, rehearsed; then three steps
 
 
 @pytest.mark.gpu
