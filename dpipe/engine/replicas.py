@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+import torch
+
 from dpipe.config import Config
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.allreduce import AllReduce
@@ -20,7 +22,7 @@ from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.group import TorchGroup
 from dpipe.dataparallel.layout import StepRule
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
-from dpipe.dataparallel.optimizer import AdamSettings
+from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
@@ -115,7 +117,11 @@ def data_parallel(
         case "none":
             raise AssertionError("the configuration lets no replicas through without a kind")
         case "all-reduce":
-            averaging = torch_group(config, here, meeting) if chosen.group == "torch" else exchange(chosen.wire)
+            averaging = (
+                torch_group(config, here, meeting, stages.values())
+                if chosen.group == "torch"
+                else exchange(chosen.wire)
+            )
             return AllReduce(stages, adam, averaging, lag=lag, uncounted=uncounted)
         case "sharded":
             return Sharded(stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, uncounted=uncounted)
@@ -136,7 +142,7 @@ def data_parallel(
     assert_never(chosen.kind)
 
 
-def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup:
+def torch_group(config: Config, here: Seat, meeting: Coordination, stages: Collection[Layers]) -> TorchGroup:
     """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
     timeout_s, first = config.timeouts.transfer, here.column[0]
     host = _host(meeting.addresses[here.rank], here.rank)
@@ -156,6 +162,10 @@ def torch_group(config: Config, here: Seat, meeting: Coordination) -> TorchGroup
         timeout_s=timeout_s,
     )
     meeting.on_abort(group.fail)
+    if group.device.type == "cuda":  # at its first use NCCL makes a communicator: not in a step, under other receives
+        most = max(sum(p.numel() for _, p in trained(stage)) for stage in stages)
+        piece = torch.zeros(min(most, config.data_parallel.chunk_bytes // 4), device=group.device)
+        group.average(piece, here.place, lambda piece: None)
     return group
 
 

@@ -13,12 +13,7 @@ def open_group(store: Any, rank: int, size: int, *, host: str, device: torch.dev
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        # Its communicator is made at the first use: now, and not in a step, under what other links wait for.
-        first = torch.zeros(1, device=device)
-        group.allreduce([first]).wait()
-        first.item()
-        return group
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

@@ -79,7 +79,7 @@ def test_ranks_of_a_stage_count_among_the_processes_that_are_needed(tmp_path) ->
 def test_torch_group_needs_addresses(tiny) -> None:
     config: Config = tiny(data_parallel__kind="all-reduce", data_parallel__replicas=2, data_parallel__group="torch")
     with pytest.raises(JoinError, match="rank 0 has node.advertise"):
-        torch_group(config, Seat(0, 1, 2), Alone())
+        torch_group(config, Seat(0, 1, 2), Alone(), [])
 
 
 def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_ranks) -> None:
