@@ -160,11 +160,12 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
 def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
     """A user's layers: what their graphs keep is counted, working memory is taken to be as much again."""
     again, rounded = config.pipeline.recompute == "full", config.train.parameters != "fp32"
+    smaller = 2 if rounded else 1  # parameters are counted in fp32
     inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
     layers = (
         of_parameters(
-            cost.parameter_bytes // (1 + rounded),
-            largest=cost.largest_parameter_bytes // (1 + rounded),
+            cost.parameter_bytes // smaller,
+            largest=cost.largest_parameter_bytes // smaller,
             held_bytes=given if again else given + cost.kept_bytes,
             deferred_bytes=given + cost.kept_bytes,
             forward_bytes=cost.kept_bytes,

@@ -17,6 +17,7 @@ from typing import Protocol, assert_never
 
 import torch
 
+from dpipe.dataparallel.single import Single
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
@@ -51,19 +52,6 @@ class Agreement(Protocol):
     def start(self, stage: int) -> None: ...
     def wait(self) -> None: ...
     def finish(self, stage: int) -> None: ...
-
-
-class _Alone:
-    """There is nobody to agree with."""
-
-    def start(self, stage: int) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def finish(self, stage: int) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,7 @@ class Executor:
 
     def alone(self) -> "Executor":
         """The same for a rank that agrees on nothing with other replicas."""
-        return Executor(replace(self._parts, data_parallel=_Alone()))
+        return Executor(replace(self._parts, data_parallel=Single()))
 
     def clear(self) -> None:
         """Forget a step that was aborted: what the stages stashed and the gradients."""

@@ -86,9 +86,7 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
     """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * sizes.value_bytes
-    noise = (
-        _noise(sizes) if sizes.dropout else 0
-    )  # its product with the gradient is made while it is there, the rest without it
+    noise = _noise(sizes)  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
         forward, early, back = 3 * u if sizes.bert else 2 * u + positions, noise, table
@@ -228,8 +226,8 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
     kept = r + statistics  # the input
     dropped = _dropout_bytes(sizes)
     if c and recompute != "selective":
-        copied = 3 * w if sizes.rounded else 3 * w // 2 * half  # what one process turns to fp32 for it
-        dropped += 3 * c + (copied if sizes.ranks == 1 else 0)
+        in_fp32 = 3 * w if sizes.rounded else 3 * w // 2 if half else 0  # one process makes it of fp32 copies
+        dropped += 3 * c + (in_fp32 if sizes.ranks == 1 else 0)
     inside = (6 * w + 2 * r + matrices * 2 if half else 12 * w + 3 * r) + dropped
     moments = _half_moments if half else _moments
     forward, *moments_back = moments(sizes, largest, dropped)
@@ -336,13 +334,14 @@ def _alone(sizes: TransformerSizes) -> int:
 
 
 def _dropout_bytes(sizes: TransformerSizes) -> int:
-    """The noise of a block's two dropouts, in 16 bits under autocast."""
-    return (_noise(sizes) if sizes.half and not sizes.masks else 2 * _noise(sizes)) if sizes.dropout else 0
+    """The noise of a block's two dropouts; values are in 16 bits under autocast."""
+    return _noise(sizes) if sizes.half and not sizes.masks else 2 * _noise(sizes)
 
 
 def _noise(sizes: TransformerSizes) -> int:
-    """Of a dropout between layers, which a CPU keeps as values."""
-    return sizes.stream // sizes.value_bytes if sizes.masks else sizes.stream
+    """What a dropout between layers keeps, if there is one: on a CPU values."""
+    kept = sizes.stream // sizes.value_bytes if sizes.masks else sizes.stream
+    return kept if sizes.dropout else 0
 
 
 def _mask(sizes: TransformerSizes) -> int:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m pytest -p cuda_on_cpu -m "gpu or stand_in"
 
-`device.cpp` makes a CUDA device of host memory and looks for races between streams; this module is `torch.cuda` to it,
+`device.cpp` makes a CUDA device of host memory and looks for races between streams; `cuda.py` is `torch.cuda` to it,
 and `nccl.py` is `cupy.cuda.nccl` and torch's NCCL group. It stands for this process alone: ranks are threads of it.
 Nothing here takes the time that a GPU would, and nothing runs later than it is queued but what NCCL receives.
 
@@ -15,19 +15,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 SOURCE = Path(__file__).with_name("device.cpp")
-HANG_S = 30.0
 _MOST_SHOWN = 1 << 16  # bytes
 
 
@@ -51,8 +45,9 @@ def _built(torch: Path) -> Path:
     options = ["-O1", "-std=c++20", "-shared", "-fPIC", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
     options += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", "-ltorch_cpu", "-lc10"]
     made_of = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + repr(options).encode()
-    library = Path(tempfile.gettempdir()) / f"dpipe-cuda-on-cpu-{os.getuid()}-{hashlib.sha256(made_of).hexdigest()}.so"
+    library = SOURCE.parent / "__pycache__" / f"device-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not library.exists():
+        library.parent.mkdir(exist_ok=True)
         if shutil.which("g++") is None:
             raise pytest.UsageError("the stand-in for GPUs is compiled: install g++")
         own = library.with_suffix(f".{os.getpid()}")
@@ -96,138 +91,6 @@ class Device:
 DEVICE: Device | None = None  # while it stands in
 
 
-def stand_in(device: Device) -> None:
-    """Be `torch.cuda`."""
-    import torch
-
-    from cuda_on_cpu import nccl
-
-    cuda: Any = torch.cuda
-    count = device.num_devices()
-
-    def index(of: Any = None) -> int:
-        if isinstance(of, int):
-            return of
-        found = None if of is None else torch.device(of).index
-        return cuda.current_device() if found is None else found
-
-    class Stream(torch.Stream):
-        def __new__(cls, device: Any = None, of: torch.Stream | None = None) -> "Stream":
-            if of is not None:
-                known = {"stream_id": of.stream_id, "device_index": of.device_index, "device_type": of.device_type}
-                return super().__new__(cls, **known)
-            return super().__new__(cls, torch.device("cuda", index(device)))
-
-        def __init__(self, *given: Any, **named: Any) -> None:
-            self.where = (self.device_index, self.stream_id)
-
-        @property
-        def cuda_stream(self) -> int:
-            return nccl.handle(self.where)
-
-        def wait_event(self, event: "Event") -> None:
-            event.land()
-            device.wait(*self.where, event.number)
-
-    class Event:
-        """What its stream had come to; NCCL's receives may still be under way."""
-
-        def __init__(self, enable_timing: bool = False) -> None:
-            self._timed = enable_timing
-
-        def record(self, stream: Stream | None = None) -> None:
-            where = (stream or cuda.current_stream()).where
-            self.number, self._under_way = device.record(*where), nccl.under_way(where)
-            self._at = time.perf_counter()
-
-        def query(self) -> bool:
-            over = all(receive.is_set() for receive in self._under_way)
-            if over:
-                device.see_event(self.number)
-            return over
-
-        def synchronize(self) -> None:
-            self.land()
-            device.see_event(self.number)
-
-        def land(self) -> None:
-            for receive in self._under_way:
-                assert receive.wait(HANG_S), "NCCL waits for a peer that does not send"
-
-        def elapsed_time(self, other: "Event") -> float:
-            assert self._timed and other._timed, "CUDA would refuse: both events must have enable_timing"
-            return (other._at - self._at) * 1e3
-
-    @contextmanager
-    def on_stream(stream: Stream) -> Iterator[None]:
-        device_before = cuda.current_device()
-        cuda.set_device(stream.device)
-        before = cuda.current_stream()
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            cuda.set_device(device_before)
-
-    def current_stream(of: Any = None) -> Stream:
-        return Stream(of=torch.accelerator.current_stream(index(of)))
-
-    def properties(of: Any = None) -> SimpleNamespace:
-        return SimpleNamespace(
-            name="a CPU that stands in", uuid=f"stand-in-{index(of)}", total_memory=1 << 40, major=9, minor=0
-        )
-
-    def utilization(of: Any = None) -> int:
-        raise ModuleNotFoundError("there is no nvidia-ml-py for a stand-in")
-
-    replaced = {
-        "_lazy_init": lambda: None,
-        "init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: count,
-        "current_device": torch.accelerator.current_device_index,
-        "set_device": lambda of: torch.accelerator.set_device_index(index(of)),
-        "synchronize": lambda of=None: device.see_all(),
-        "Stream": Stream,
-        "Event": Event,
-        "stream": on_stream,
-        "current_stream": current_stream,
-        "memory_allocated": lambda of=None: device.memory_now(index(of)),
-        "max_memory_allocated": lambda of=None: device.memory_peak(index(of)),
-        "reset_peak_memory_stats": lambda of=None: device.reset_peak(index(of)),
-        "get_device_name": lambda of=None: properties(of).name,
-        "get_device_properties": properties,
-        "get_device_capability": lambda of=None: (9, 0),
-        "utilization": utilization,
-        "default_generators": tuple(torch.Generator().manual_seed(n) for n in range(count)),
-        "set_sync_debug_mode": lambda mode: device.refuse_waits(mode == "error"),
-    }
-    for name, value in replaced.items():
-        setattr(cuda, name, value)
-    torch._C._cuda_getCurrentRawStream = lambda of=0: 0  # imported where there is a GPU, and not called
-    _tell_what_futures_tell(device)
-    nccl.stand_in(device)
-
-
-def _tell_what_futures_tell(device: Device) -> None:
-    """Who takes a result knows what the thread knew that gave it."""
-    give, take = Future.set_result, Future.result
-
-    def set_result(self: Any, result: Any) -> None:
-        self.told = device.tell()
-        give(self, result)
-
-    def result(self: Any, timeout: float | None = None) -> Any:
-        found = take(self, timeout)
-        if hasattr(self, "told"):
-            device.see_event(self.told)
-        return found
-
-    Future.set_result, Future.result = set_result, result
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Before anything imports torch. With a build for GPUs these are left as they are."""
@@ -235,7 +98,10 @@ def pytest_load_initial_conftests() -> None:
     folder = _torch_folder()
     if not _is_for_gpus(folder):
         DEVICE = Device(_built(folder))
-        stand_in(DEVICE)
+        from cuda_on_cpu import cuda, nccl
+
+        cuda.stand_in(DEVICE)
+        nccl.stand_in(DEVICE)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -246,7 +112,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test passes if nothing raced."""
+    """A test passes if nothing raced in it."""
+    if DEVICE is not None:
+        DEVICE.take_races()  # of one that has failed before
     yield
     count, races = (0, "") if DEVICE is None else DEVICE.take_races()
     assert not count, f"{count} races, of which\n{races[:4000]}"

@@ -14,7 +14,7 @@
 //     receives                               the peer may be waiting for what comes behind that operator
 //
 // Order is by vector clocks (Lamport 1978, Mattern 1989): a stream, an event and a host thread each know how far every
-// stream had come. Python tells of events and of what threads tell each other (`__init__.py`).
+// stream had come. Python tells of events and of what threads tell each other (`cuda.py`).
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
