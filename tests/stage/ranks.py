@@ -29,7 +29,8 @@ def on_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(timeout_s + 20)
+    assert not any(thread.is_alive() for thread in threads)
     for result in results:
         if isinstance(result, BaseException):
             raise result
