@@ -1,24 +1,27 @@
-"""The folder of a run: opened once, never written over.
+"""The folder of a run: opened by one process at a time, never written over.
 
 FOLDER/config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
 """
 
+import fcntl
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from dpipe.config import Config, build
 from dpipe.engine.checkpoint import latest
 from dpipe.errors import CheckpointError, ConfigError, InputError
 
+LOG = logging.getLogger("dpipe")
+
 
 def open_folder(config: Config, resume: bool) -> Path:
     """The run's folder. Nothing is overwritten, nor made for a run that is not there.
 
-    Raises `ConfigError` where it holds another run or cannot be written, `CheckpointError` where a run that is to be
-    resumed has no checkpoint.
+    Raises `ConfigError` where it holds another run, which may be under way, or cannot be written, `CheckpointError`
+    where a run that is to be resumed has no checkpoint.
     """
     folder, url = Path(config.run.folder), checkpoint_url(config)
     if resume and latest(url) is None:
@@ -29,9 +32,29 @@ def open_folder(config: Config, resume: bool) -> Path:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
+        with _held(folder):
+            return folder
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
-    return folder
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """No other process of this machine, nor of one that shares the file system, opens the run meanwhile.
+
+    Raises `ConfigError` where one has it open. It ends with the process, however that ends.
+    """
+    with (folder / "logs" / "rank-0.log").open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process has the run in {folder} open (its logs/rank-0.log says how far it is): stop it, or "
+                "wait until it has ended"
+            ) from None
+        except OSError as error:
+            LOG.warning("%s has no locks (%s): nothing keeps two processes from the run in it", folder, error)
+        yield
 
 
 def absent(folder: Path) -> list[Path]:
@@ -55,11 +78,12 @@ def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
     made = absent(folder) if rank == 0 else []
     if rank == 0:
         open_folder(config, resume)
-    try:
-        yield folder
-    except InputError:
-        take_back(folder, made)
-        raise
+    with _held(folder) if rank == 0 else nullcontext():
+        try:
+            yield folder
+        except InputError:
+            take_back(folder, made)
+            raise
 
 
 def checkpoint_url(config: Config, folder: Path | None = None) -> str:

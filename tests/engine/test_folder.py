@@ -1,3 +1,5 @@
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,33 @@ def test_folder_that_cannot_be_made_is_named(tiny: Make, tmp_path: Path) -> None
     (tmp_path / "run").write_text("a file of that name")
     with pytest.raises(ConfigError, match="run.folder .*run cannot be written: .*Not a directory"):
         open_folder(tiny(), resume=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool) -> None:
+    """Such as one whose launcher was killed and whose ranks still write a checkpoint."""
+    config = tiny()
+    checkpoint = Path(config.run.folder) / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "index.json").touch()
+    with opened(config, False, 0), opened(config, False, 1):
+        with pytest.raises(ConfigError, match="another process has the run in .* open"), opened(config, resume, 0):
+            pass
+        with pytest.raises(ConfigError, match="another process has the run in .* open"):  # as a launcher looks
+            open_folder(config, resume)
+    with opened(config, resume, 0):
+        pass
+
+
+def test_folder_without_locks_is_said_to_be_so(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with opened(tiny(), False, 0):
+        assert "nothing keeps two processes from the run in it" in caplog.text
 
 
 def start_that_fails(config: Config, rank: int, error: Exception) -> None:
