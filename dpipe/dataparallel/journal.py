@@ -54,9 +54,23 @@ class Journal:
 
     def begin(self, master: Master) -> None:
         """A run begins here, or goes on here from elsewhere: what was in the folder is of no use any more."""
-        for path in self._folder.glob("average-*"):
+        for path in (*self._folder.glob("average-*"), *self._folder.glob("left-*")):
             path.unlink()
         self._snapshot(master)
+
+    def who_left(self) -> set[int]:
+        """The replicas that are done: they will not say so again."""
+        return {int(path.name.removeprefix("left-")) for path in self._folder.glob("left-*")}
+
+    def leave(self, replica: int) -> None:
+        """It is on the disk when this returns."""
+        (self._folder / f"left-{replica}").touch()
+        _sync(self._folder)
+
+    def forget_who_left(self) -> None:
+        """All have: who comes now goes on with another run."""
+        for path in self._folder.glob("left-*"):
+            path.unlink()
 
     def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
         """Keep what `Master.replay` needs of a step; it is on the disk when this returns."""

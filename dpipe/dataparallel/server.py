@@ -133,11 +133,14 @@ class ParameterServer:
             self._changed.notify_all()
         stopped = self._server.stop(_STOP_S)  # an answer that is on its way, to the last worker's Leave, arrives
         self._close_shelves(_Restarted("the parameter server was closed"))
+        if self._all_left():
+            for shelf in self._in_use():
+                shelf.forget_who_left()
         stopped.wait(2 * _STOP_S)
 
     def _all_left(self) -> bool:
         shelves = self._in_use()
-        return bool(shelves) and all(len(s.left) == s.master.rule.num_replicas for s in shelves)
+        return bool(shelves) and all(shelf.is_left_by_all for shelf in shelves)
 
     def _in_use(self) -> list[Shelf]:
         """Those of the last run to attend: one before it, cut into more stages or parts, may have left some behind."""

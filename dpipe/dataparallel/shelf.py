@@ -57,7 +57,7 @@ class Shelf:
 
     def __init__(self, session: Session, master: Master, journal: Journal | None) -> None:
         self.session, self.master = session, master
-        self.left: set[int] = set()
+        self.left = set() if journal is None else journal.who_left()
         self._journal = journal
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -72,6 +72,8 @@ class Shelf:
         self._do(lambda: self.master.decide(step, replica, verdict))
 
     def leave(self, replica: int) -> None:
+        if self._journal is not None:
+            self._journal.leave(replica)
         self._do(lambda: self.left.add(replica))
 
     def norms(self, step: int, caller: Caller) -> Mapping[int, float]:
@@ -102,6 +104,10 @@ class Shelf:
             lambda: {n: r.clone() for n, r in self.master.now.rows().items()} if self.master.step >= step else None,
         )
 
+    @property
+    def is_left_by_all(self) -> bool:
+        return len(self.left) == self.master.rule.num_replicas
+
     def close(self, why: Exception) -> None:
         """Whoever waits raises `why`. What was committed is on the disk."""
         with self._changed:
@@ -110,6 +116,10 @@ class Shelf:
         self._thread.join(_STOP_S)
         if self._journal is not None:
             self._journal.close()
+
+    def forget_who_left(self) -> None:
+        if self._journal is not None:
+            self._journal.forget_who_left()
 
     def wake(self) -> None:
         """A caller may have gone."""

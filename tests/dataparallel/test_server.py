@@ -15,6 +15,7 @@ from dpipe.dataparallel.client import ParameterLine, Worker, reach
 from dpipe.dataparallel.layout import ParameterSpec, RowSpec, StepRule
 from dpipe.dataparallel.master import Verdict
 from dpipe.dataparallel.server import ParameterServer
+from dpipe.engine.serving import FolderSnapshots
 from dpipe.errors import JoinError, NumericError, PeerLost, RunAborted, TransferError, TransferTimeout
 from dpipe.wire.v1 import parameters_pb2 as pb
 
@@ -302,6 +303,30 @@ def test_server_that_is_left_by_all_says_so(serving: ParameterServer, dial: Dial
     assert not serving.wait_until_left(0.1)
     lines[1].leave()
     assert serving.wait_until_left(5)
+
+
+def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_path: Path) -> None:
+    """Who has left does not come again; when all have, the folder is for whoever comes next."""
+
+    def started(port: int = 0) -> ParameterServer:
+        return ParameterServer(port=port, folder=tmp_path, snapshots=FolderSnapshots())
+
+    first = started()
+    address = f"127.0.0.1:{first.port}"
+    lines = [ParameterLine(Worker(address, "run 1", replica, replica), 0, ROW, RULE) for replica in (0, 1)]
+    both(*(lambda line=line: line.open(0, 0, rows) for line in lines))
+    lines[0].leave()
+    first.close()
+    second = started(first.port)
+    assert not second.wait_until_left(0.1)
+    lines[1].leave()
+    assert second.wait_until_left(5)
+    second.close()
+    third = started(first.port)
+    assert not third.wait_until_left(0.1)
+    third.close()
+    for line in lines:
+        line.close()
 
 
 def test_folder_needs_somebody_who_can_read_it(tmp_path: Path) -> None:
