@@ -177,6 +177,7 @@ def run_rank(
             group = tensor_group(config, here, meeting)
             around = Surroundings(meeting, transport, streams, servers, group, metrics, wants_stop)
             trainer = assemble(blueprint, place.rank, around, start, stack)
+            start = None  # as large as the model and its moments
             if isinstance(transport, NcclTransport):
                 rehearse(trainer.job, transport, first_step)
             stopped = trainer.run()

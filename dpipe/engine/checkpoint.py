@@ -32,7 +32,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dpipe.errors import CheckpointError, RunError
+from dpipe.errors import CheckpointError, NumericError, RunError
 from dpipe.stage.tensor_parallel import Shard
 
 LOG = logging.getLogger("dpipe")
@@ -84,12 +84,17 @@ def save(
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
-    Raises `RunError` where it cannot be written.
+    Raises `RunError` where it cannot be written, and `NumericError` where one of `tensors` is not finite: nobody can
+    go on from such a one.
     """
-    store = _Store(url)
-    part = {kind: _write_part(store, step, rank, kind, t) for kind, t in zip(_KINDS, (tensors, optimizer), strict=True)}
+    store, part = _Store(url), dict[str, Any]()
+    part["bad"] = next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
+    if part["bad"] is None:
+        for kind, content in zip(_KINDS, (tensors, optimizer), strict=True):
+            part[kind] = _write_part(store, step, rank, kind, content)
     part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
     parts = [json.loads(payload) for payload in gather(json.dumps(part).encode())]
+    _refuse(parts, step)
     index = {
         "step": step,
         "state": dict(state),
@@ -236,6 +241,15 @@ def _write_part(
     template = f"{kind}-{rank:05d}-{{}}.safetensors"
     file, facts = store.write(step, template, rank, lambda path: save_file(content, path, {"format": "pt"}))
     return {"names": dict.fromkeys(tensors, file), "files": {file: facts}}
+
+
+def _refuse(parts: Sequence[dict[str, Any]], step: int) -> None:
+    for rank, part in enumerate(parts):
+        if part["bad"] is not None:
+            raise NumericError(
+                f"{part['bad']} on rank {rank} is not finite before step {step}, which was not saved; lower "
+                "train.learning_rate, clip with train.clip_norm, or resume from the last checkpoint"
+            )
 
 
 def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, Any]:

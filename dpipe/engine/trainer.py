@@ -94,9 +94,8 @@ class Trainer:
             if ended or (self._is_due(job.train.eval_every) and not stopped):
                 self._evaluate()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
+                stopped = self._catch_up() or stopped  # first: a step that was not finite is not to be saved
                 self._save()
-        for verdict in job.update.drain():
-            self._tell(verdict)
         if self._traces:
             job.meeting.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
@@ -118,6 +117,13 @@ class Trainer:
         verdict = job.update.end()
         self._tell(verdict)
         return verdict is not None and verdict.stop
+
+    def _catch_up(self) -> bool:
+        """Hear the verdicts that nobody has waited for yet; returns whether the ranks have agreed to stop."""
+        verdicts = self.job.update.drain()
+        for verdict in verdicts:
+            self._tell(verdict)
+        return any(verdict.stop for verdict in verdicts)
 
     def _record_exchange(self) -> None:
         """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""

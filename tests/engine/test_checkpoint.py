@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ import torch
 
 from dpipe.engine import checkpoint
 from dpipe.engine.checkpoint import latest, load, save
-from dpipe.errors import CheckpointError, RunError
+from dpipe.errors import CheckpointError, NumericError, RunError
 
 LAYERS = 4
 TIMEOUT_S = 30.0
@@ -400,3 +401,12 @@ def test_disk_that_takes_no_more_is_named(folder: str) -> None:
             save_alone(folder, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_parameters_that_are_not_finite_are_not_saved(url: str) -> None:
+    """A step may break them with gradients that nobody has measured."""
+    save_alone(url, 1)
+    broken = parameters(range(LAYERS), 2) | {"layers.1.weight": torch.tensor([1.0, math.inf])}
+    with pytest.raises(NumericError, match=r"layers\.1\.weight on rank 0 is not finite before step 2"):
+        save(url, 2, 0, broken, moments(range(LAYERS), 2), {}, alone, 1)
+    assert load(url, ["layers.1.weight"]).step == 1

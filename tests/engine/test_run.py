@@ -1,5 +1,6 @@
 """The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
 
+import gc
 import json
 import shutil
 import threading
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from dpipe.config import Config
+from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import draft
 from dpipe.engine.build import written_by
 from dpipe.engine.checkpoint import latest
@@ -22,7 +24,8 @@ from dpipe.engine.folder import checkpoint_url
 from dpipe.engine.generate import generate_text
 from dpipe.engine.metrics import read_rows
 from dpipe.engine.trace import load_plan, load_trace, write_chrome
-from dpipe.errors import CheckpointError, ConfigError, DataError
+from dpipe.engine.trainer import Trainer
+from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, RunAborted
 from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
 from dpipe.timeline.span import Lane
@@ -272,6 +275,30 @@ def damage(folder: Path) -> None:
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     file = next(newest.glob("model-*"))
     file.write_bytes(file.read_bytes()[:-8] + b"garbage!")
+
+
+def test_step_that_was_not_finite_is_not_saved(tiny: Make, run_ranks: Run) -> None:
+    """Nobody waits for the verdict on a step without clipping, but who saves what it made."""
+    far_too_high = {"train__learning_rate": 1e30, "train__clip_norm": 0.0, "run__checkpoint_every": 1}
+    config = tiny(pipeline__stages=2, **far_too_high)
+    assert {type(error) for error in run_ranks(config)} <= {NumericError, RunAborted}
+    kept = checkpoint.load(checkpoint_url(config), lambda name: True)
+    assert all(bool(tensor.isfinite().all()) for tensor in kept.tensors.values())
+
+
+def test_resumed_run_keeps_nothing_of_what_it_has_loaded(
+    tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(tiny(run__checkpoint_every=2))
+    train, held = Trainer.run, list[checkpoint.Loaded]()
+
+    def looking(trainer: Trainer) -> bool:
+        held.extend(found for found in gc.get_objects() if type(found) is checkpoint.Loaded)
+        return train(trainer)
+
+    monkeypatch.setattr(Trainer, "run", looking)
+    losses(tiny(train__steps=4), resume=True)
+    assert not held
 
 
 def test_damaged_checkpoint_is_named_and_nothing_is_lost(tiny: Make, losses: Losses, run_ranks: Run) -> None:
