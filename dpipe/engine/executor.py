@@ -144,7 +144,7 @@ class _Run:
         self._due: deque[tuple[int, list[Pending[None]]]] = deque()  # stages to agree on, once these have left
         self._losses: list[torch.Tensor] = []
         self._loss: float | None = None
-        self._tied_added = False
+        self._tied_added = self._completed = False
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
@@ -298,8 +298,7 @@ class _Run:
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "a schedule that steps needs on_step"
         reduce = Action(action.stage, Op.REDUCE_GRAD)
-        if reduce not in self._schedule.index:
-            self._parts.stages[action.stage].complete()
+        self._complete()
         self._exchange_tied(action)
         self._settle()
         if reduce in self._schedule.index:
@@ -308,6 +307,14 @@ class _Run:
                 self._parts.data_parallel.wait()
         with self._parts.recorder.span(Lane.UPDATE, action):
             self._on_step(action.stage, self.loss())
+
+    def _complete(self) -> None:
+        """Of all stages that have no exchange between replicas to do it: the first STEP measures every gradient."""
+        if not self._completed:
+            for index, stage in self._parts.stages.items():
+                if Action(index, Op.REDUCE_GRAD) not in self._schedule.index:
+                    stage.complete()
+            self._completed = True
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:

@@ -23,6 +23,7 @@ Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order
+TWO_STAGES_A_RANK = {"pipeline__stages": 2, "pipeline__stages_per_rank": 2, "pipeline__schedule": "interleaved"}
 
 
 @pytest.fixture
@@ -46,13 +47,15 @@ def column(config: Config, key: str) -> list[float]:
         (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "pipeline__schedule": "zero-bubble"}),
         (4, {"tensor_parallel__sequence_parallel": True, "pipeline__recompute": "full", "train__clip_norm": 0.1}),
         (2, {"pipeline__stages": 2, "tensor_parallel__scatter_gather": False, "pipeline__recompute": "selective"}),
+        (2, {"tensor_parallel__sequence_parallel": True, "train__clip_norm": 0.1, **TWO_STAGES_A_RANK}),
     ],
 )
 def test_stages_on_several_ranks_learn_as_one_process_does(
     size: int, overrides: dict[str, Any], split: Make, losses: Losses
 ) -> None:
     dropout = 0.0 if overrides.get("pipeline__recompute") == "selective" else 0.1  # torch's checkpoint seeds a process
-    one = {"pipeline__stages": 1, "pipeline__schedule": "1f1b", "tensor_parallel__sequence_parallel": False}
+    one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
+    one |= {"tensor_parallel__sequence_parallel": False}
     always = {"train__eval_every": 2, "model__dropout": dropout}
     alone = split(1, "alone", **overrides | one | always)
     shared = split(size, **overrides | always)
