@@ -94,7 +94,7 @@ def parameter_servers(
         for stage in {address: stage for stage, address in enumerate(addresses)}.values():
             reach(servers.worker(config, stage, 0, rank))
         yield servers
-        if server is not None:
+        if server is not None and server.standing:  # nobody comes where no step was left to do
             server.wait_until_left(config.timeouts.transfer)
     finally:
         if server is not None:

@@ -83,6 +83,14 @@ class LossScale:
         elif self.good_steps == GROWTH_INTERVAL:
             self.value, self.good_steps = self.value * 2, 0
 
+    def state(self) -> dict[str, Any]:
+        return {"loss_scale": self.value if self.dynamic else None, "good_steps": self.good_steps}
+
+    def restore(self, numbers: Mapping[str, Any]) -> None:
+        """A run of another precision has had no scale, or has one that this run does not need."""
+        if self.dynamic and numbers["loss_scale"] is not None:
+            self.value, self.good_steps = numbers["loss_scale"], numbers["good_steps"]
+
 
 class Update:
     """The optimizer steps of one rank, in step with all other ranks.
@@ -137,7 +145,7 @@ class Update:
         return verdict
 
     def drain(self) -> list[Verdict]:
-        """After the last step: the verdicts that nobody has waited for yet."""
+        """Between steps: the verdicts that nobody has waited for yet."""
         return [self._collect() for _ in range(len(self._pending))]
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -147,13 +155,11 @@ class Update:
         """
         for stage in self._stages:
             self._data_parallel.finish(stage)
-        scale = self.loss_scale
-        numbers = {"num_updates": self.num_updates, "loss_scale": scale.value, "good_steps": scale.good_steps}
-        return numbers, self._data_parallel.state()
+        return {"num_updates": self.num_updates, **self.loss_scale.state()}, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         self.num_updates = numbers["num_updates"]
-        self.loss_scale.value, self.loss_scale.good_steps = numbers["loss_scale"], numbers["good_steps"]
+        self.loss_scale.restore(numbers)
         self._data_parallel.restore(self.num_updates, moments)
 
     def _settle(self, loss: float | None) -> float | None:

@@ -102,6 +102,14 @@ def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses)
     assert equal(parameters(first), parameters(second))
 
 
+def test_embedded_server_waits_for_nobody_where_no_step_is_left(served: Make, losses: Losses) -> None:
+    config = served(2, timeouts__transfer=20)
+    losses(config)
+    began = time.monotonic()
+    losses(config, resume=True)
+    assert time.monotonic() - began < 15
+
+
 def test_server_by_itself_learns_what_an_embedded_one_does(served: Make, losses: Losses, apart: Any) -> None:
     server = apart()
     address = {"data_parallel__address": (f"127.0.0.1:{server.port}",)}

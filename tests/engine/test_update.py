@@ -12,7 +12,7 @@ from dpipe.config import Train
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.single import Single
 from dpipe.engine.replicas import Seat
-from dpipe.engine.update import Update, count, learning_rate
+from dpipe.engine.update import LossScale, Update, count, learning_rate
 from dpipe.errors import NumericError
 
 
@@ -146,6 +146,18 @@ def test_loss_scale_halves_and_the_step_is_skipped_on_overflow() -> None:
     assert update.loss_scale.value == before / 2
     assert update.num_updates == 0
     assert torch.equal(stage.weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on_at"), [("fp16", "fp16", 8.0), ("fp32", "fp16", None), ("fp16", "fp32", None)]
+)
+def test_loss_scale_goes_on_in_the_precision_that_it_is_of(before: str, after: str, goes_on_at: float | None) -> None:
+    told, taken = LossScale(before == "fp16"), LossScale(after == "fp16")
+    if told.dynamic:
+        told.value, told.good_steps = 8.0, 5
+    began = taken.value
+    taken.restore(told.state())
+    assert taken.value == (goes_on_at or began)
 
 
 def test_loss_scale_is_taken_out_of_the_gradient() -> None:
