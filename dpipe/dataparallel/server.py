@@ -167,7 +167,8 @@ class ParameterServer:
             raise JoinError(f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version of dpipe")
         session, known = _session(place), _Known(*row_and_rule(told), told.num_updates)
         with self._changed:
-            self._run = session.name
+            if not told.again or self._has(session):  # else it only looks whether this server can be reached
+                self._run = session.name
             if not told.again:
                 self._make_room(session, known)
             self._check_same(session, known)

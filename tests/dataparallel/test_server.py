@@ -219,6 +219,15 @@ def test_server_does_not_wait_for_what_an_older_run_left_behind(serving: Paramet
     assert serving.standing == {0: 0}
 
 
+def test_run_that_has_only_looked_is_not_waited_for(serving: ParameterServer, dial: Dial) -> None:
+    """It may have ended before its first step."""
+    lines = opened(dial)
+    reach(Worker(f"127.0.0.1:{serving.port}", "run 2", 0, 0))
+    for line in lines:
+        line.leave()
+    assert serving.wait_until_left(5)
+
+
 def test_new_run_takes_all_parts_of_a_stage(serving: ParameterServer, dial: Dial) -> None:
     _, (old, _) = opened(dial), opened(dial, part=1)
     dial(0, session="run 2").open(0, 0, rows)
