@@ -12,7 +12,7 @@ from dpipe.engine.blueprint import make_model, read_text
 from dpipe.engine.data import Corpus
 from dpipe.engine.folder import checkpoint_url, load_configuration
 from dpipe.errors import CheckpointError, ConfigError
-from dpipe.stage.model import materialise
+from dpipe.stage.model import materialise, saved_buffers
 
 
 def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False) -> str:
@@ -58,22 +58,23 @@ def _continue(
 def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list[nn.Module]:
     model = make_model(config)
     layers = [materialise(model, index, config.train.seed, "cpu").eval() for index in range(len(model.layers))]
-    named = {f"layers.{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    saved = [(*layer.named_parameters(), *saved_buffers(layer)) for layer in layers]
+    named = {f"layers.{i}.{name}": tensor for i, of_layer in enumerate(saved) for name, tensor in of_layer}
     loaded = checkpoint.load(url, named, fallback=fallback)
     fill(named.items(), loaded)
     return layers
 
 
 @torch.no_grad()
-def fill(named: Iterable[tuple[str, nn.Parameter]], loaded: checkpoint.Loaded) -> None:
-    """Copy the checkpoint's values into the parameters; raises `CheckpointError` where one has another shape."""
-    for name, parameter in named:
+def fill(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
+    """Copy the checkpoint's values into the tensors; raises `CheckpointError` where one has another shape."""
+    for name, tensor in named:
         saved = loaded.tensors[name]
-        if saved.shape != parameter.shape:
+        if saved.shape != tensor.shape:
             raise CheckpointError(
-                f"{name} is {list(saved.shape)} in the checkpoint and {list(parameter.shape)} here; check [model]"
+                f"{name} is {list(saved.shape)} in the checkpoint and {list(tensor.shape)} here; check [model]"
             )
-        parameter.copy_(saved)
+        tensor.copy_(saved)
 
 
 @torch.no_grad()

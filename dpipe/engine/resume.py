@@ -60,5 +60,5 @@ def restore(
     for tensors in (start.tensors, start.optimizer):
         take_parts(tensors, stages, here)
     for stage in stages.values():
-        fill(stage.named_parameters(), start)
+        fill((*stage.named_parameters(), *stage.named_buffers()), start)
     update.restore(start.state, start.optimizer)

@@ -4,7 +4,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,18 @@ def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.
     return layer.to(device)
 
 
+def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of a layer beside its parameters, by name."""
+    persistent = layer.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in layer.named_buffers() if name in persistent)
+
+
 def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredModel:
     """The model that the user's function `package.module:function` returns for `options`: `(layers, loss)`.
 
     `layers` is a list of modules, or of functions of no arguments that make one (then each rank makes its own alone).
-    Parameters are what is trained and saved, each of one layer alone; buffers must not change. Modules in the working
+    Parameters are what is trained, each of one layer alone. They are saved, and buffers that are persistent, such as
+    running means: those of the first replica, because nothing makes replicas agree on them. Modules in the working
     folder are found.
 
     Raises `ConfigError` naming what is missing or of the wrong kind.

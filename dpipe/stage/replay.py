@@ -97,6 +97,9 @@ class ReplayStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"layers.{self.index}.weight", p) for p in self.parameters())
 
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
     def parameters(self) -> Sequence[nn.Parameter]:
         return (self._parameter,) if self._parameter.numel() else ()
 

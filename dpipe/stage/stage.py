@@ -20,7 +20,7 @@ from torch import nn
 from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.masters import Masters
-from dpipe.stage.model import Loss
+from dpipe.stage.model import Loss, saved_buffers
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_parallel import Split, leave_uncompiled
@@ -198,6 +198,11 @@ class Stage:
     def buffers(self) -> Sequence[torch.Tensor]:
         """What layers keep that is not learned, such as running means."""
         return [buffer for layer in self._layers.values() for buffer in layer.buffers()]
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of `buffers` that a checkpoint holds, named as parameters are."""
+        for index, layer in self._layers.items():
+            yield from ((f"layers.{index}.{name}", buffer) for name, buffer in saved_buffers(layer))
 
     def zero_grad(self) -> None:
         self._stale = True
