@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,16 @@ from dpipe.engine.data import Corpus
 from dpipe.engine.display import Display
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import feed_of
-from dpipe.engine.folder import absent, checkpoint_url, logging_to, open_folder, opened, save_configuration, take_back
+from dpipe.engine.folder import (
+    absent,
+    checkpoint_url,
+    logging_to,
+    open_folder,
+    opened,
+    refuse_folder,
+    save_configuration,
+    take_back,
+)
 from dpipe.engine.forecast import without_search
 from dpipe.engine.generate import sample
 from dpipe.engine.join import joined, listening_on, security_of
@@ -77,6 +86,7 @@ def launch_ranks(
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
+    refuse_folder(config, resume is not None)  # before a draft, which leaves the text that it has read in a cache
     draft(config, choose=without_search)
     folder = Path(config.run.folder)
     made = absent(folder)
@@ -148,6 +158,8 @@ def run_rank(
     if config.transport.kind == "nccl":
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    if place.rank == 0:
+        refuse_folder(config, resume)
     blueprint = draft(config, choose=without_search)
     start = find_start(config, blueprint, place.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
@@ -167,19 +179,20 @@ def run_rank(
         with ExitStack() as stack:
             listening = listening_on(config, place), security_of(config, place)
             servers = stack.enter_context(parameter_servers(config, blueprint.forecast.schedule, meeting, *listening))
-            metrics = None
+            wants_stop = stack.enter_context(stop_on_signals())
+            around = Surroundings(meeting, transport, streams, servers, tensor_group(config, here, meeting), wants_stop)
+            job = assemble(blueprint, place.rank, around, start, stack)
+            start = None  # as large as the model and its moments
+            meeting.gather("assembled", b"").wait(config.timeouts.transfer)  # none has refused: now the folder changes
             if place.rank == 0:
                 save_configuration(folder, config)
                 show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
-            wants_stop = stack.enter_context(stop_on_signals())
-            group = tensor_group(config, here, meeting)
-            around = Surroundings(meeting, transport, streams, servers, group, metrics, wants_stop)
-            trainer = assemble(blueprint, place.rank, around, start, stack)
-            start = None  # as large as the model and its moments
+                job = replace(job, metrics=metrics)
             if isinstance(transport, NcclTransport):
-                rehearse(trainer.job, transport, first_step)
+                rehearse(job, transport, first_step)
+            trainer = Trainer(job, first_step)
             stopped = trainer.run()
             hosts = crowded_hosts(config, meeting)
         if place.rank == 0:
@@ -204,14 +217,13 @@ def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rank finds when it has joined; `metrics` on rank 0."""
+    """What a rank finds when it has joined."""
 
     meeting: Coordination
     transport: Transport
     streams: Streams
     servers: Servers | None
     group: TensorGroup | None  # the ranks that hold a stage together, where there are several
-    metrics: Metrics | None
     wants_stop: Callable[[], bool]
 
 
@@ -221,7 +233,7 @@ def assemble(
     around: Surroundings,
     start: checkpoint.Loaded | None,
     stack: ExitStack,
-) -> Trainer:
+) -> Job:
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
     meeting, transport, streams = around.meeting, around.transport, around.streams
     config, schedule, here = blueprint.config, blueprint.forecast.schedule, seat(blueprint.config, rank)
@@ -252,7 +264,7 @@ def assemble(
     )
     restore(start, stages, update, here)
     corpus = blueprint.corpus if {0, schedule.num_stages - 1} & set(stages) else None
-    job = Job(
+    return Job(
         here=here,
         train=config.train,
         run=config.run,
@@ -270,11 +282,9 @@ def assemble(
         timeout_s=config.timeouts.transfer,
         checkpoint_url=None if blueprint.model is None else checkpoint_url(config),
         wants_stop=around.wants_stop,
-        metrics=around.metrics,
         streams=streams,
         utilisation=partial(utilisation, config, streams.device),
     )
-    return Trainer(job, 0 if start is None else start.step)
 
 
 def recorder_of(rank: int, around: Surroundings) -> Recorder:

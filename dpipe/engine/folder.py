@@ -7,7 +7,7 @@ import fcntl
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from dpipe.config import Config, build
@@ -17,43 +17,51 @@ from dpipe.errors import CheckpointError, ConfigError, InputError
 LOG = logging.getLogger("dpipe")
 
 
-def open_folder(config: Config, resume: bool) -> Path:
-    """The run's folder. Nothing is overwritten, nor made for a run that is not there.
-
-    Raises `ConfigError` where it holds another run, which may be under way, or cannot be written, `CheckpointError`
-    where a run that is to be resumed has no checkpoint.
-    """
+def refuse_folder(config: Config, resume: bool) -> None:
+    """Raises `ConfigError` where the run's folder holds another run, `CheckpointError` where a run that is to be
+    resumed has no checkpoint."""
     folder, url = Path(config.run.folder), checkpoint_url(config)
     if resume and latest(url) is None:
         raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
     if (folder / "metrics.jsonl").exists() and not resume:
         way_on = f"or continue it: --resume {folder}" if latest(url) is not None else "or delete it: it saved nothing"
         raise ConfigError(f"{folder} already holds a run; choose another run.folder, {way_on}")
+
+
+def open_folder(config: Config, resume: bool) -> Path:
+    """The run's folder. Nothing is overwritten, nor made for a run that is not there.
+
+    Raises as `refuse_folder` does, and `ConfigError` where the run is under way or the folder cannot be written.
+    """
+    refuse_folder(config, resume)
+    folder = Path(config.run.folder)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
-        with _held(folder):
+        with _run_held(folder):
             return folder
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
 
 
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """No other process of this machine, nor of one that shares the file system, opens the run meanwhile.
+def _run_held(folder: Path) -> AbstractContextManager[None]:
+    log = folder / "logs" / "rank-0.log"
+    return held(log, f"another process has the run in {folder} open ({log} says how far it is)")
 
-    Raises `ConfigError` where one has it open. It ends with the process, however that ends.
+
+@contextmanager
+def held(path: Path, refusal: str) -> Iterator[None]:
+    """`path`, made if need be, is for no other process of this machine, nor of one that shares the file system.
+
+    Raises `ConfigError` with `refusal` where one has it. It ends with the process, however that ends.
     """
-    with (folder / "logs" / "rank-0.log").open("ab") as log:
+    with path.open("ab") as file:
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"another process has the run in {folder} open (its logs/rank-0.log says how far it is): stop it, or "
-                "wait until it has ended"
-            ) from None
+            raise ConfigError(f"{refusal}: stop it, or wait until it has ended") from None
         except OSError as error:
-            LOG.warning("%s has no locks (%s): nothing keeps two processes from the run in it", folder, error)
+            LOG.warning("%s cannot be locked (%s): nothing keeps a second process from it", path, error)
         yield
 
 
@@ -78,7 +86,7 @@ def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
     made = absent(folder) if rank == 0 else []
     if rank == 0:
         open_folder(config, resume)
-    with _held(folder) if rank == 0 else nullcontext():
+    with _run_held(folder) if rank == 0 else nullcontext():
         try:
             yield folder
         except InputError:

@@ -24,11 +24,12 @@ from dpipe.dataparallel.client import Worker, reach
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
+from dpipe.engine.folder import absent, held
 from dpipe.engine.forecast import connections_of
 from dpipe.engine.join import address_toward
 from dpipe.engine.launch import environment
 from dpipe.engine.signals import stop_on_signals
-from dpipe.errors import ConfigError
+from dpipe.errors import ConfigError, InputError
 from dpipe.schedule.plan import Schedule
 from dpipe.wire.rpc import Security
 
@@ -143,7 +144,8 @@ def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, sa
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
     torch.set_num_threads(node.threads)
-    with stop_on_signals("stopping; every step that workers were told of is kept") as wants_stop:
+    stopping = stop_on_signals("stopping; every step that workers were told of is kept")
+    with _state_held(folder), stopping as wants_stop:
         server = ParameterServer(bind=host, port=port, security=security, folder=folder, snapshots=FolderSnapshots())
         try:
             kept = "".join(f"; stage {stage} is at step {step}" for stage, step in server.standing.items())
@@ -160,6 +162,21 @@ def _state_folder(config: Config, host: str, port: int) -> Path:
     when it is started again, and wait for workers that never come to it."""
     folder = Path(config.run.folder) / "server"
     return folder if config.data_parallel.servers == "one" else folder / f"{host}-{port}"
+
+
+@contextmanager
+def _state_held(folder: Path) -> Iterator[None]:
+    """Two servers would remove each other's steps. What was made for one that cannot start is removed again."""
+    made, lock = absent(folder), folder / "lock"
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(lock, f"another parameter server has its state in {folder}; give this one a run.folder of its own"):
+        try:
+            yield
+        except InputError:
+            lock.unlink()
+            for path in made:
+                path.rmdir()
+            raise
 
 
 def _bind(config: Config, bind: str | None) -> tuple[str, int]:

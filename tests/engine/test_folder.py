@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.config import Config
+from dpipe.engine.build import launch_ranks
 from dpipe.engine.folder import absent, logging_to, open_folder, opened, save_configuration, take_back
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
@@ -56,7 +57,7 @@ def test_folder_without_locks_is_said_to_be_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with opened(tiny(), False, 0):
-        assert "nothing keeps two processes from the run in it" in caplog.text
+        assert "nothing keeps a second process from it" in caplog.text
 
 
 def start_that_fails(config: Config, rank: int, error: Exception) -> None:
@@ -105,3 +106,13 @@ def test_log_of_a_run_that_began_stays(deep: Config) -> None:
 def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
     start_that_fails(deep, 0, RunError("no memory left"))
     assert (Path(deep.run.folder) / "logs" / "rank-0.log").exists()
+
+
+def test_refused_folder_leaves_no_cache_behind(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of the text is kept in the working folder, unless told otherwise."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text("[model]\nnum_layers = 2\n[data]\nfiles = ['text.txt']\n")
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        launch_ranks("job.toml", (), num_ranks=None, resume="elsewhere", fallback=False, say=print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "text.txt"]

@@ -375,6 +375,51 @@ def test_checkpoint_of_a_model_of_another_width_is_refused(tiny: Make, losses: L
     assert "in the checkpoint and" in str(error)
 
 
+def test_refused_resume_leaves_the_run_as_it_was(tiny: Make, losses: Losses, run_ranks: Run) -> None:
+    """Only one rank has the layer that does not fit; the other hears of it before it writes."""
+    config = tiny(pipeline__stages=2, run__checkpoint_every=2)
+    losses(config)
+    folder = Path(config.run.folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000003")
+    before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
+    errors = run_ranks(config.with_(model__vocab_size=300, model__tie_embeddings=False, train__steps=5), resume=True)
+    assert any(isinstance(error, CheckpointError) for error in errors)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+
+
+AVERAGING = """
+import torch.nn.functional as F
+from torch import nn
+
+class Averages(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+def layers():
+    def loss(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return [nn.Embedding(256, 8), Averages(8), nn.Linear(8, 256)], loss
+"""
+
+
+def test_running_means_go_on_where_they_were(
+    tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "averaging_layers.py").write_text(AVERAGING)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = {"model__layers": "averaging_layers:layers", "train__decay": "none", "train__eval_every": 2}
+    whole, part = (tiny(**mine, train__steps=4, run__folder=str(tmp_path / name)) for name in ("whole", "part"))
+    losses(whole)
+    losses(part.with_(train__steps=2))
+    losses(part, resume=True)
+    assert held_out(part)[-1] == held_out(whole)[-1]
+
+
+def held_out(config: Config) -> list[float]:
+    return [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
+
+
 def test_checkpoints_may_go_to_any_url(tiny: Make, losses: Losses, tmp_path: Path) -> None:
     whole = losses(tiny(train__decay="none", train__steps=5, run__folder=str(tmp_path / "whole")))
     away = {"run__checkpoint_url": f"memory://{tmp_path.name}", "train__decay": "none"}

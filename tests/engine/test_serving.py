@@ -1,6 +1,8 @@
 """Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads over real links."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -335,6 +337,24 @@ def test_server_that_comes_back_without_its_state_is_refused(served: Make, run_r
     worker.join(60)
     assert all(isinstance(error, RunError) for error in errors)
     assert any("without the state of this run" in str(error) for error in errors)
+
+
+def test_second_server_of_one_folder_is_refused(serve: Any, tmp_path: Path) -> None:
+    serve(free_port())
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'kept'))}",)
+    with pytest.raises(ConfigError, match="another parameter server has its state in .*kept/server"):
+        serve_parameters(str(tmp_path / "job.toml"), overrides, "127.0.0.1:0", lambda line: None)
+
+
+def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'run'))}",)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(JoinError, match="cannot listen"):
+            serve_parameters(str(tmp_path / "job.toml"), overrides, f"127.0.0.1:{taken.getsockname()[1]}", print)
+    assert not (tmp_path / "run").exists()
 
 
 def test_serve_needs_an_address(tmp_path: Path) -> None:
