@@ -200,6 +200,8 @@ class Config(Section):
                 + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
             )
         self._check_servers()
+        if self.transport.shape is not None and replicas > 1:
+            self._check_shaped_replicas()
         return self
 
     def _check_servers(self) -> None:
@@ -220,6 +222,19 @@ class Config(Section):
                 'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
+
+    def _check_shaped_replicas(self) -> None:
+        """What is not sent over the links would be as fast as it is, and predicted to be as slow as they are."""
+        for key, wrong, instead in (
+            ("kind", "parameter-server", 'data_parallel.kind "all-reduce", "sharded" or "local-sgd"'),
+            ("group", "torch", 'data_parallel.group "dpipe"'),
+        ):
+            if getattr(self.data_parallel, key) == wrong:
+                raise ValueError(
+                    f'transport.shape slows the links of the ranks, and data_parallel.{key} "{wrong}" has connections '
+                    f"of its own: take {instead}, or leave transport.shape out and shape the hosts instead (netem, or "
+                    "a lab)"
+                )
 
     def _check_tensor_parallel(self) -> None:
         """What must be cut into equal parts, and what cannot be cut."""

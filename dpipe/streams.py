@@ -181,10 +181,11 @@ class CudaStreams:
 
     def ns(self, mark: Mark) -> int:
         # Asked both ways, because CUDA does not promise a negative time for an event that was first.
-        since_ms = self._anchor.event.elapsed_time(mark)
+        anchor = self._anchor  # once: the thread that computes may take another meanwhile
+        since_ms = anchor.event.elapsed_time(mark)
         if since_ms <= 0:
-            since_ms = -mark.elapsed_time(self._anchor.event)
-        return self._anchor.ns + int(since_ms * 1e6)
+            since_ms = -mark.elapsed_time(anchor.event)
+        return anchor.ns + int(since_ms * 1e6)
 
     def peak_bytes(self) -> int | None:
         return int(self._cuda.max_memory_allocated(self.device))

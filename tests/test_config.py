@@ -243,6 +243,21 @@ def test_one_address_of_a_server_may_be_a_string() -> None:
     assert build({"data_parallel": {**SERVED, "address": "10.0.0.1:7100"}}).data_parallel.address == ("10.0.0.1:7100",)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"kind": "parameter-server"}, 'data_parallel.kind "parameter-server" .* take data_parallel.kind "all-reduce"'),
+        ({"kind": "all-reduce", "group": "torch"}, 'data_parallel.group "torch" .* take data_parallel.group "dpipe"'),
+    ],
+)
+def test_shape_is_refused_where_replicas_have_connections_of_their_own(chosen: dict[str, Any], words: str) -> None:
+    """They were as fast as the machine is, and predicted to be as slow as the shape."""
+    table = {"data_parallel": {**chosen, "replicas": 2}}
+    build(table)
+    with pytest.raises(ConfigError, match=f"transport.shape slows the links of the ranks, and {words}"):
+        build({**table, "transport": {"shape": "slow.toml"}})
+
+
 def test_half_parameters_need_half_precision() -> None:
     with pytest.raises(ConfigError, match="train.parameters 'bf16' computes in bf16, but train.precision is 'fp32'"):
         build({"train": {"parameters": "bf16"}})

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, ThreadedStreams
+from fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 
 from dpipe.streams import HOST, CudaStreams, streams_of
 
@@ -85,6 +85,21 @@ def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
     second = streams.mark()
     streams.catch_up()
     assert streams.ns(second) - streams.ns(first) >= 0.02e9
+
+
+def test_time_of_a_mark_is_told_from_one_look_at_the_clock() -> None:
+    """The watcher of NCCL asks while the thread that computes takes another: it was out by the time between the two."""
+    streams = ThreadedStreams(FakeCuda())
+    mark, at_ns, event = streams.mark(), time.perf_counter_ns(), streams._anchor.event
+    tell = event.elapsed_time
+
+    def overtaken(end: FakeEvent) -> float:
+        time.sleep(0.1)
+        streams.catch_up()
+        return tell(end)
+
+    event.elapsed_time = overtaken
+    assert abs(streams.ns(mark) - at_ns) < 0.05e9
 
 
 @pytest.mark.gpu(real="a stand-in has no kernels that a profiler could see")

@@ -52,7 +52,7 @@ def joined(
         security = security_of(config, place)
         links = _links(config, place, security, streams)
         stack.callback(links.close)
-        transport = shaped(config, links)
+        transport = shaped(config, links, streams)
         stack.callback(transport.close)
         meeting = _join(config, place, security, join_s or timeouts.join, stack, links)
         meeting.on_abort(transport.fail)
@@ -115,13 +115,13 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
             )
 
 
-def shaped(config: Config, links: Transport) -> Transport:
+def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
     """`links`, behind the network that `transport.shape` asks for."""
     if config.transport.shape is None:
         return links
     network = assumed_network(config.transport.shape, config.transport.connections)
     network = network.shared_by(config.ranks_per_machine)
-    return ShapedTransport(links, network, transfer_timeout_s=config.timeouts.transfer)
+    return ShapedTransport(links, network, transfer_timeout_s=config.timeouts.transfer, streams=streams)
 
 
 def _join(

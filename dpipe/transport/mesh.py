@@ -167,6 +167,8 @@ class Mesh(ABC, Generic[ConnectionT]):
             "streams": streams,
         }
         self._links: dict[int, Link[ConnectionT]] = {}
+        self._failing = Lock()  # an abort may come before there are links
+        self._failed: Exception | None = None
         self._known = Event()  # set once it is known who may dial this rank
         self._claiming = Lock()
         self._closing = Lock()
@@ -190,13 +192,15 @@ class Mesh(ABC, Generic[ConnectionT]):
 
         The lower rank dials the higher one, unless that has no address (it is behind a NAT): then the other way round.
         All ranks call this at about the same time. Raises `JoinError` naming each peer that cannot be reached, its
-        address, and what to check.
+        address, and what to check; or what this rank was told to `fail` with, before or meanwhile.
         """
         dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
-        for peer in peers:
-            end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
-            count = self._num_connections
-            self._links[peer] = Link(end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)])
+        with self._failing:
+            self._raise_if_failed()
+            for peer in peers:
+                end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
+                count = self._num_connections
+                self._links[peer] = Link(end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)])
         self._known.set()
         deadline = time.monotonic() + self._connect_timeout_s
         for peer in dialled:
@@ -206,6 +210,7 @@ class Mesh(ABC, Generic[ConnectionT]):
             for peer, link in self._links.items()
             if not link.wait_open(max(0.0, deadline - time.monotonic()))
         ]
+        self._raise_if_failed()
         if blocked:
             raise JoinError("\n  ".join([f"rank {self.rank} cannot open every link:", *blocked]))
 
@@ -221,7 +226,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         return sum(connection.bytes_sent for connection in self._links[peer].connections)
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`; peers get `PeerLost`. Close all the same."""
+        """Every pending and later wait raises `error`, `connect` too; peers get `PeerLost`. Close all the same."""
+        with self._failing:  # from here on there are all links, or there will be none
+            self._failed = error
         for link in self._links.values():
             link.end.break_off(error, failed=True)
 
@@ -246,6 +253,10 @@ class Mesh(ABC, Generic[ConnectionT]):
             connection = self._links[hello.from_rank].connections[hello.connection]
             connection.claimed = True
             return connection
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _dial_all(self, peer: int, address: str | None, deadline: float) -> None:
         assert address is not None

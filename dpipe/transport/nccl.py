@@ -213,6 +213,9 @@ class NcclTransport:
         self._transfer_timeout_s, self._connect_timeout_s = transfer_timeout_s, connect_timeout_s
         self._nccl = nccl or load_nccl()
         self._links: dict[tuple[int, int], _Link] = {}  # by source and target
+        self._failing = Lock()  # an abort may come before there are links
+        self._failed: Exception | None = None
+        self._opened = Event()  # or given up
         self._stopping, self._closing = Event(), Lock()
         self._rehearses = False
         self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
@@ -231,7 +234,9 @@ class NcclTransport:
         return {peer: list(unique_id) for peer, unique_id in ids.items()}
 
     def connect(self, offers: Mapping[int, Offer]) -> None:
-        """Open and check every link from and to this rank. Raises `JoinError` naming the peer that does not answer."""
+        """Open and check every link from and to this rank. Raises `JoinError` naming the peer that does not answer, or
+        what this rank was told to `fail` with, before or meanwhile."""
+        self._raise_if_failed()
         pairs = sorted((source, target) for source, offer in offers.items() for target in offer)
         mine = [pair for pair in pairs if self.rank in pair]
         errors: list[Exception] = []
@@ -239,8 +244,9 @@ class NcclTransport:
             target=self._open_all, args=(mine, offers, errors), name=f"dpipe-nccl-open-{self.rank}", daemon=True
         )
         opener.start()
-        opener.join(self._connect_timeout_s)
-        if opener.is_alive() or errors:
+        in_time = self._opened.wait(self._connect_timeout_s)
+        self._raise_if_failed()
+        if errors or not in_time:
             assert self._opening is not None
             (peer,) = set(self._opening) - {self.rank}
             why = errors[0] if errors else f"no answer within {self._connect_timeout_s:g} s"
@@ -290,7 +296,10 @@ class NcclTransport:
             self._rehearses = False
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`; over a network NCCL lets the peers know."""
+        """Every pending and later wait raises `error`, `connect` too; over a network NCCL lets the peers know."""
+        with self._failing:  # from here on there are no more links
+            self._failed = error
+        self._opened.set()
         for link in self._links.values():
             link.break_off(error, failed=True)
 
@@ -317,6 +326,7 @@ class NcclTransport:
         """Open the links one after the other. In a thread, because NCCL has no deadline for it."""
         try:
             for source, target in pairs:
+                self._raise_if_failed()
                 self._opening = source, target
                 peer = target if source == self.rank else source
                 link = _Link(self.rank, peer, self._streams, self._nccl.NCCL_UINT8, self._transfer_timeout_s)
@@ -324,10 +334,25 @@ class NcclTransport:
                 with self._streams.on(link.stream):
                     unique_id = self._id_type(offers[source][target])
                     link.communicator = self._nccl.NcclCommunicator(2, unique_id, end)
-                self._links[source, target] = link
+                self._keep(source, target, link)
                 self._check(link, end)
         except Exception as error:
             errors.append(error)
+        finally:
+            self._opened.set()
+
+    def _keep(self, source: int, target: int, link: _Link) -> None:
+        """Take a link that is open among the others; end it and raise where this rank has failed meanwhile."""
+        with self._failing:
+            if self._failed is None:
+                self._links[source, target] = link
+                return
+        link.break_off(self._failed, failed=True)
+        raise self._failed
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _check(self, link: _Link, end: int) -> None:
         """One byte through the link: NCCL opens the way at the first use, and that must not be in the first step."""

@@ -7,7 +7,8 @@
 
 The sender holds a tensor for its slot and the delay, then hands it to the transport below, which must be faster than
 what is imitated: its own time comes on top. Slots follow one another on paper (`topology.Egress`, the simulator's), so
-a thread that wakes late makes one tensor late, and not all behind it.
+a thread that wakes late makes one tensor late, and not all behind it. What a GPU makes is copied to the host as it is
+sent, and its slot begins when it is there: the caller's streams are not this thread's.
 """
 
 import heapq
@@ -22,12 +23,15 @@ from typing import Generic, TypeVar
 import torch
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
+from dpipe.streams import HOST, Mark, Streams
 from dpipe.topology import Egress, Network, Sent
 from dpipe.transport.base import Moved, Pending, Transport
+from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 
 _CLOSE_S = 5.0  # for what was sent before closing to be handed over
 _WAKE_S = 5.0  # an idle shaper looks around this often
+_LOOK_S = 0.5e-3  # and one that waits for a device, which wakes nobody
 
 
 Item = TypeVar("Item")
@@ -74,13 +78,17 @@ class ShapedTransport:
     Raises `ProfileError` for a profile with jitter or loss: they cannot be had without `tc`.
     """
 
-    def __init__(self, inner: Transport, network: Network, *, transfer_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, inner: Transport, network: Network, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
+    ) -> None:
         _refuse_what_needs_tc(network)
         self.rank = inner.rank
         self.timeout_s = transfer_timeout_s
         self.changed = Condition()
         self._inner = inner
         self._flight = Flight[_Held](network, inner.rank)
+        self._staging = Staging(streams)
+        self._unready: list[_Held] = []  # sent, and no slot asked for yet
         self._num_held = 0
         self._broken: dict[int, Exception] = {}
         self._failed: Exception | None = None
@@ -89,11 +97,12 @@ class ShapedTransport:
         self._thread.start()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> "_Held":
-        held = _Held(self, tensor, peer, tag)
+        held = _Held(self, *self._staging.fetch(tensor), peer, tag)
         with self.changed:
             if (error := self.error_of(peer)) is not None:
                 raise error
-            self._flight.offer(peer, held, held.num_bytes, _now_us())
+            self._unready.append(held)
+            self._offer_ready(_now_us())
             self._num_held += 1
             self.changed.notify_all()
         return held
@@ -147,22 +156,35 @@ class ShapedTransport:
         with self.changed:
             while not self._stopped:
                 now_us = _now_us()
+                self._offer_ready(now_us)
                 if (sent := self._flight.arrived(now_us)) is not None:
                     sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes)
                     return sent.item
-                self.changed.wait(min(_WAKE_S, (self._flight.due_us - now_us) / 1e6))
+                most_s = _LOOK_S if self._unready else _WAKE_S
+                self.changed.wait(min(most_s, (self._flight.due_us - now_us) / 1e6))
         return None
+
+    def _offer_ready(self, now_us: float) -> None:
+        """Let what is in host memory queue for its slot; a tensor that is not holds up its own link, and no other."""
+        held_up: set[int] = set()
+        for held in tuple(self._unready):
+            if held.peer not in held_up and self._staging.done(held.ready):
+                self._unready.remove(held)
+                self._flight.offer(held.peer, held, held.num_bytes, now_us)
+            else:
+                held_up.add(held.peer)
 
 
 class _Held:
-    """A tensor on its way out: held by the shaper, then a transfer of the transport below."""
+    """A tensor on its way out, in host memory from `ready` on: held by the shaper, then a transfer of the transport
+    below."""
 
-    def __init__(self, shaper: ShapedTransport, tensor: torch.Tensor, peer: int, tag: str) -> None:
-        self.peer, self.tag, self.num_bytes = peer, tag, tensor.nbytes
+    def __init__(self, shaper: ShapedTransport, tensor: torch.Tensor, ready: Mark, peer: int, tag: str) -> None:
+        self.peer, self.tag, self.num_bytes, self.ready = peer, tag, tensor.nbytes, ready
         self.slot: Moved | None = None
         self.inner: Pending[None] | None = None
         self._shaper = shaper
-        self._tensor: torch.Tensor | None = tensor.detach()
+        self._tensor: torch.Tensor | None = tensor
 
     def hand_over(self, transport: Transport) -> None:
         assert self._tensor is not None

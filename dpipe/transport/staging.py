@@ -39,6 +39,10 @@ class Staging:
         host.copy_(tensor, non_blocking=True)
         return host, self._streams.mark()
 
+    def done(self, mark: Mark) -> bool:
+        """Whether what `fetch` gave is there."""
+        return mark is None or self._streams.done(mark)
+
     def block(self, mark: Mark, timeout_s: float) -> None:
         """Wait for what `fetch` gave; raises `TimeoutError`."""
         if mark is not None:

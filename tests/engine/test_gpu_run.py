@@ -16,10 +16,13 @@ Losses = Callable[..., list[float]]
 Way = dict[str, Any]
 
 HALF: Way = {"train__precision": "bf16", "train__parameters": "bf16"}
+SHAPED: Way = {"transport__shape": str(Path(__file__).parents[2] / "netem/profiles/0.1ms-10gbps.toml")}
 EXACT, ROUNDED = 1e-3, 0.02  # of a loss
 
 ON_ONE_GPU: dict[str, tuple[Way, float]] = {
     "over tcp": ({"transport__kind": "tcp"}, EXACT),
+    "shaped, bf16 between": ({"transport__kind": "tcp", "pipeline__wire": "bf16"} | SHAPED, ROUNDED),
+    "shaped, int8 between": ({"transport__kind": "tcp", "pipeline__wire": "int8"} | SHAPED, ROUNDED),
     "bf16 parameters, recomputed": ({**HALF, "pipeline__recompute": "full"}, ROUNDED),
     "bf16 by autocast, attention recomputed": (
         {"train__precision": "bf16", "pipeline__recompute": "selective"},

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
 from ends import SCALAR, End, Make, address, assert_link_works, connect
 
-from dpipe.errors import JoinError, PeerLost
+from dpipe.errors import JoinError, PeerLost, RunAborted
 from dpipe.transport.mesh import CLOSE_S
 from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
@@ -76,6 +77,30 @@ def test_connect_names_a_peer_that_does_not_dial(make: Make) -> None:
     end = make(1, connect_timeout_s=0.2)
     with pytest.raises(JoinError, match=r"rank 0 \(10.0.0.1:1\) has not dialled 10.0.0.2:2 within 0.2 s"):
         end.connect({0: "10.0.0.1:1", 1: "10.0.0.2:2"}, [0])
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a peer that takes calls and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_abort_before_links_are_opened_is_raised_in_their_place(make: Make, silent: str) -> None:
+    """It was forgotten: after timeouts.connect a peer was blamed that had done nothing wrong."""
+    end = make(0, connect_timeout_s=2.0)
+    end.fail(RunAborted("rank 2 failed"))
+    with pytest.raises(RunAborted, match="rank 2 failed"):
+        end.connect({0: None, 1: silent}, [1])
+
+
+def test_abort_while_links_are_opened_ends_the_wait_and_is_raised(make: Make, silent: str) -> None:
+    end = make(0)
+    threading.Timer(0.2, end.fail, [RunAborted("rank 2 failed")]).start()
+    start = time.monotonic()
+    with pytest.raises(RunAborted, match="rank 2 failed"):
+        end.connect({0: None, 1: silent}, [1])
+    assert time.monotonic() - start < 10  # and not the 20 s in which links must open
 
 
 def test_port_in_use_is_refused(make: Make) -> None:

@@ -4,14 +4,14 @@ import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
 import pytest
 import torch
 from fake_cuda import FakeCuda, ThreadedStreams
 from fake_nccl import FakeNccl
 
-from dpipe.errors import ConfigError, JoinError, PeerLost
+from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted
 from dpipe.streams import CudaStreams
 from dpipe.transport.nccl import NcclTransport, load_nccl
 from dpipe.wire.spec import TensorSpec
@@ -138,6 +138,27 @@ def test_rank_that_does_not_come_is_named() -> None:
     offers = {0: end.offer([1]), 1: absent.offer([0])}
     with pytest.raises(JoinError, match="rank 0 cannot open its NCCL link with rank 1: no answer within 0.2 s"):
         end.connect(offers)
+
+
+def test_abort_before_links_are_opened_is_raised_in_their_place() -> None:
+    (end, absent), _ = transports(2, connect_timeout_s=0.2)
+    end.fail(RunAborted("rank 2 failed"))
+    with pytest.raises(RunAborted, match="rank 2 failed"):
+        end.connect({0: end.offer([1]), 1: absent.offer([0])})
+
+
+def test_abort_while_links_are_opened_is_raised_and_ends_the_one_that_opens_late() -> None:
+    (end, absent), nccl = transports(2)
+    offers = {0: end.offer([1]), 1: absent.offer([0])}
+    Timer(0.2, end.fail, [RunAborted("rank 2 failed")]).start()
+    start = time.monotonic()
+    with pytest.raises(RunAborted, match="rank 2 failed"):
+        end.connect(offers)
+    assert time.monotonic() - start < 10  # and not the 20 s in which links must open
+    nccl.NcclCommunicator(2, bytes(offers[0][1]), 1)
+    channel = nccl.channels[bytes(offers[0][1])]
+    with channel.changed:
+        assert channel.changed.wait_for(lambda: 0 in channel.ended, 5)
 
 
 def test_communicator_that_cannot_be_made_is_an_error_that_says_why() -> None:

@@ -4,9 +4,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
@@ -14,6 +16,7 @@ from dpipe.topology import Link, Network
 from dpipe.transport.base import Moved
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
+from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 
 MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s
@@ -26,7 +29,7 @@ Make = Callable[..., list[ShapedTransport]]
 def make() -> Iterator[Make]:
     made: list[ShapedTransport] = []
 
-    def make_ranks(network: Network, num_ranks: int = 2, **options: float) -> list[ShapedTransport]:
+    def make_ranks(network: Network, num_ranks: int = 2, **options: Any) -> list[ShapedTransport]:
         hub = LocalHub(num_ranks)
         made.extend(ShapedTransport(hub.transport(rank), network, **options) for rank in range(num_ranks))
         return made
@@ -122,6 +125,37 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
         return pending.done(), pending.moved
 
     assert settled(look, (False, None).__eq__) == (False, None)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
+    """An event that a device has not come to: until it has, tensors of more than one value are not on the host."""
+    event = FakeEvent(enable_timing=True)
+    monkeypatch.setattr(Staging, "fetch", lambda staging, t: (t, event if t.numel() > 1 else None))
+    return event
+
+
+def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, made: FakeEvent) -> None:
+    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)), streams=ThreadedStreams(FakeCuda()))
+    pending = ranks[0].send(MEGABIT, 1, "x")
+    time.sleep(0.05)
+    assert not pending.done()
+    made_ns = time.perf_counter_ns()
+    made._fire()
+    pending.wait()
+    assert pending.moved is not None and pending.moved.start_ns >= made_ns
+
+
+def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(make: Make, made: FakeEvent) -> None:
+    network = Network(default=Link(delay_ms=0, bandwidth_gbps=0.1))
+    ranks = make(network, num_ranks=3, transfer_timeout_s=5, streams=ThreadedStreams(FakeCuda()))
+    one, late = TensorSpec((), torch.float32), ranks[0].send(MEGABIT, 1, "late")
+    behind, beside = (ranks[0].send(torch.tensor(7.0), peer, "x") for peer in (1, 2))
+    beside.wait()
+    assert ranks[2].recv(one, 0, "x").wait() == 7 and not (late.done() or behind.done())
+    made._fire()
+    assert ranks[1].recv(TensorSpec.of(MEGABIT), 0, "late").wait().shape == MEGABIT.shape
+    assert ranks[1].recv(one, 0, "x").wait() == 7
 
 
 def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make) -> None:
