@@ -68,6 +68,32 @@ def test_replicas_learn_as_one_process_does_on_their_batch(
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
 
+LOCAL = {"data_parallel__inner_steps": 4}
+
+
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("all-reduce", {}),
+        ("all-reduce", {"data_parallel__delay": True}),
+        ("sharded", {}),
+        ("parameter-server", {}),
+        ("local-sgd", LOCAL),
+    ],
+)
+def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
+    kind: str, settings: dict[str, Any], wire: str, split: Make, losses: Losses
+) -> None:
+    """They lie at different places of the rows of two stages."""
+    tied = {"model__tie_embeddings": True, "pipeline__stages": 2, "train__steps": 12, "data_parallel__wire": wire}
+    config = split(3, kind, train__num_microbatches=2, **tied, **settings)
+    losses(config)
+    reached = parameters(config)
+    first, last = (reached[name] for name in ("layers.0.tokens.weight", "layers.3.output.weight"))
+    assert torch.equal(first, last)
+
+
 def test_local_sgd_goes_on_in_the_middle_as_if_nothing_had_been(split: Make, losses: Losses) -> None:
     """Between two outer steps replicas differ: the checkpoint has each of them."""
     settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
