@@ -80,6 +80,7 @@ LOCAL = {"data_parallel__inner_steps": 4}
         ("sharded", {}),
         ("parameter-server", {}),
         ("local-sgd", LOCAL),
+        ("local-sgd", {**LOCAL, "data_parallel__fragments": 3, "data_parallel__overlap": True}),
     ],
 )
 def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
