@@ -172,6 +172,45 @@ def test_fp16_overflow_on_one_replica_skips_the_step_on_all(split: Make, losses:
     assert [row["loss_scale"] for row in read_rows(Path(config.run.folder)) if "loss" in row] == [2.0**16] * 3
 
 
+UNUSED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 256)
+        self.unused = nn.Parameter(torch.ones(3, 3))
+
+
+def layers():
+    return [nn.Embedding(256, 8), Head()], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_run_with_a_parameter_that_nothing_uses_goes_on(
+    stored: str, replicas: int, split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no gradient, also where its gradient is collected on a master."""
+    (tmp_path / "unused_parameter.py").write_text(UNUSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model__layers": "unused_parameter:layers", "train__decay": "none"}
+    own |= {"train__precision": stored, "train__parameters": stored}
+    whole = split(replicas, folder="whole", train__steps=4, **own)
+    expected = losses(whole)
+    losses(split(replicas, folder="part", train__steps=2, **own))
+    after = split(replicas, folder="part", train__steps=4, **own)
+    assert losses(after, resume=True) == expected
+    assert torch.equal(parameters(after)["layers.1.unused"], parameters(whole)["layers.1.unused"])
+
+
 EXPLODING = """
 import torch
 from torch import nn
