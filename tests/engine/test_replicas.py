@@ -211,6 +211,32 @@ def test_run_with_a_parameter_that_nothing_uses_goes_on(
     assert torch.equal(parameters(after)["layers.1.unused"], parameters(whole)["layers.1.unused"])
 
 
+TRANSPOSED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+def layers():
+    head = nn.Linear(8, 256)
+    head.weight = nn.Parameter(torch.randn(8, 256).t())
+    return [nn.Embedding(256, 8), head], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_sharded_replicas_learn_a_parameter_that_lies_transposed(
+    split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transposed_weight.py").write_text(TRANSPOSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model__layers": "transposed_weight:layers"}
+    assert losses(split(2, "sharded", **own)) == pytest.approx(losses(split(1, folder="alone", **own)), rel=ROUNDING)
+
+
 EXPLODING = """
 import torch
 from torch import nn
