@@ -222,6 +222,13 @@ class Config(Section):
                 'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
+        adds_rounded = chosen.group == "torch" and chosen.wire != "none"
+        if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
+            raise ValueError(
+                f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to {chosen.wire} each time '
+                "that it adds, in another order for either copy of a tied embedding; set data_parallel.wire = "
+                '"none", leave data_parallel.group out, or set model.tie_embeddings = false'
+            )
 
     def _check_shaped_replicas(self) -> None:
         """What is not sent over the links would be as fast as it is, and predicted to be as slow as they are."""

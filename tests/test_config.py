@@ -239,6 +239,15 @@ def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], wor
         build(table)
 
 
+def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_replicas_on() -> None:
+    """Of two there is one order to add in."""
+    given = {"kind": "all-reduce", "group": "torch", "wire": "bf16"}
+    table = {"model": {"tie_embeddings": True}, "train": {"batch_size": 24}}
+    build({**table, "data_parallel": {**given, "replicas": 2}})
+    with pytest.raises(ConfigError, match='set data_parallel.wire = "none", leave data_parallel.group out'):
+        build({**table, "data_parallel": {**given, "replicas": 3}})
+
+
 def test_one_address_of_a_server_may_be_a_string() -> None:
     assert build({"data_parallel": {**SERVED, "address": "10.0.0.1:7100"}}).data_parallel.address == ("10.0.0.1:7100",)
 

@@ -9,7 +9,8 @@ A ring (Patarasuk and Yuan 2009) moves the same bytes in 2 (R - 1) steps one beh
 a link's delay; this takes two. A ring also adds in an order that differs from piece to piece, and a lossy wire rounds
 once a hop. Here the owner adds in replica order, so that the same inputs give the same bits, and each number is rounded
 once on its way in and once on its way out. The owner uses what it sent, rounded, itself: replicas stay equal to the
-last bit whatever the wire.
+last bit whatever the wire. It rounds its own share as those of the others come rounded, so that a mean is the same
+whoever owns it: the two copies of a tied weight lie at different places of their rows, and have to step alike.
 """
 
 from collections import deque
@@ -172,7 +173,7 @@ class _UnderWay:
         received = {replica: self._share(part, replica) for replica in self._plan.others if mine.numel()}
         for replica in sorted({*received, self._ends.replica}):
             wire = received.get(replica)
-            share = mine if wire is None else self._wire.decode(wire, own.values)
+            share = self._wire.rounded(mine) if wire is None else self._wire.decode(wire, own.values)
             total = share if total is None else total.add_(share)  # a buffer of this exchange, or `mine` itself
         assert total is not None
         torch.div(total, len(self._ends.ranks), out=mine)

@@ -25,6 +25,9 @@ class Wire(Protocol):
     def lossy(self) -> bool: ...
     def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor: ...
     def decode(self, wire: torch.Tensor, like: TensorSpec) -> torch.Tensor: ...
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """What of this end's own is added to what came from others."""
+
     def wire_spec(self, like: TensorSpec) -> TensorSpec: ...
 
 
@@ -37,6 +40,10 @@ class PlainWire:
 
     def decode(self, wire: torch.Tensor, like: TensorSpec) -> torch.Tensor:
         return self._codec.decode(wire, like)
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """As the others would get it; `values` itself where the wire loses nothing."""
+        return self._codec.decode(self._codec.encode(values), TensorSpec.of(values))
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         return self._codec.wire_spec(like)
@@ -57,6 +64,10 @@ class FeedbackWire(PlainWire):
         if residual.sum().isfinite():  # else the step will be skipped, and what was owed before still is
             self._residuals[key] = residual
         return wire
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """As it is: nothing is lost that would have to be made good."""
+        return values
 
 
 def wire(name: str) -> Wire:

@@ -161,7 +161,8 @@ def _named(row: RowSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.T
 
 
 def _joined(row: RowSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
-    return torch.cat([tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in row.parameters])
+    parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in row.parameters]
+    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 def _sync(path: Path) -> None:

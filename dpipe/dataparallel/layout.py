@@ -74,7 +74,8 @@ class RowSpec:
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.length // self.chunk_values)
+        """One at least: also a row without values is spoken of, so that the other end knows that it has come."""
+        return max(1, -(-self.length // self.chunk_values))
 
     def chunk(self, index: int) -> slice:
         return slice(index * self.chunk_values, min(self.length, (index + 1) * self.chunk_values))

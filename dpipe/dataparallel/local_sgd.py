@@ -40,7 +40,8 @@ class LocalSgd:
     """`averaging[f]` is that of fragment f: each remembers what its wire has rounded off.
 
     A checkpoint has the parameters and moments of every replica under names such as `layers.3.qkv.weight.exp_avg@1`.
-    A replica that it does not know begins at the anchor, with the moments of replica 0.
+    A replica that it does not know begins at the anchor, with the moments of replica 0. Of a weight with copies in two
+    stages, `tied` names those that are here.
     """
 
     independent = True
@@ -53,12 +54,13 @@ class LocalSgd:
         averaging: Sequence[Averaging],
         *,
         uncounted: Collection[str] = (),
+        tied: Collection[str] = (),
     ) -> None:
         self._outer, self._averaging, self._replica = outer, averaging, averaging[0].replica
         self._single = Single(stages, settings, uncounted)
         self._named = [named for stage in stages.values() for named in trained(stage)]
         self._fragments = {
-            index: [Fragment(part) for part in fragments(trained(stage), len(averaging))]
+            index: [Fragment(part) for part in fragments(trained(stage), len(averaging), tied)]
             for index, stage in stages.items()
         }
         self._thread = Flights({}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}")
@@ -205,12 +207,16 @@ class Fragment:
         return True
 
 
-def fragments(named: Sequence[Named], count: int) -> list[list[Named]]:
-    """`named` in `count` runs of about the same number of values; there may be empty ones."""
+def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) -> list[list[Named]]:
+    """`named` in `count` runs of about the same number of values; there may be empty ones.
+
+    What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree at the same steps.
+    """
     total, before = sum(p.numel() for _, p in named), 0
     runs: list[list[Named]] = [[] for _ in range(count)]
-    for name, parameter in named:
+    for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
         middle = before + parameter.numel() / 2
-        runs[min(count - 1, int(middle * count / total))].append((name, parameter))
+        turn = 0 if name in tied else min(count - 1, int(middle * count / total))
+        runs[turn].append((name, parameter))
         before += parameter.numel()
     return runs

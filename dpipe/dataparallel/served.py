@@ -9,6 +9,7 @@ ones are still on their way out. What comes back is laid into the parameters by 
 then nothing that must last has changed.
 """
 
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -44,20 +45,28 @@ class _Pushed:
         self._stage, self._spec, self._row, self._wire, self._buffer = stage, spec, row, wire, buffer
         self._factor, self._gradients = factor, row.gradients()
         self._encoded: dict[int, torch.Tensor] = {}
+        self._locks = [threading.Lock() for _ in range(spec.num_chunks)]  # connections encode beside each other
         self.bad: str | None = None  # a parameter whose gradient is not finite
 
     def encode(self, chunk: int) -> torch.Tensor:
-        """Put the chunk together when its turn comes; the same bytes each time, also where an error is fed back."""
-        if chunk not in self._encoded:
-            part = self._spec.chunk(chunk)
-            self._row.fill(self._buffer, part, self._gradients, self._factor)
-            values = self._buffer[part]
-            if not values.sum().isfinite() and not values.isfinite().all():
-                self.bad = self._spec.name_at(part.start + int((~values.isfinite()).nonzero()[0]))
-            self._encoded[chunk] = self._wire.encode(values, (self._stage, chunk))
-            if len(self._encoded) == self._spec.num_chunks:
-                self._gradients = []
+        """Put the chunk together when its turn comes; the same bytes each time, also where an error is fed back.
+
+        gRPC's thread of a push that broke may still be at it when the next push asks for the same chunk.
+        """
+        with self._locks[chunk]:
+            if chunk not in self._encoded:
+                self._encoded[chunk] = self._encode(chunk)
+        if len(self._encoded) == self._spec.num_chunks:
+            self._gradients = []
         return self._encoded[chunk]
+
+    def _encode(self, chunk: int) -> torch.Tensor:
+        part = self._spec.chunk(chunk)
+        self._row.fill(self._buffer, part, self._gradients, self._factor)
+        values = self._buffer[part]
+        if not values.sum().isfinite() and not values.isfinite().all():
+            self.bad = self._spec.name_at(part.start + int((~values.isfinite()).nonzero()[0]))
+        return self._wire.encode(values, (self._stage, chunk))
 
 
 class _Column:

@@ -9,7 +9,11 @@ from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 
 
 class Single:
-    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which another rank counts."""
+    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which another rank counts.
+
+    A parameter that no backward pass has reached steps as by zeros, which are what the other kinds exchange of it:
+    its moments fade and its weights decay, and it has taken as many updates as any other.
+    """
 
     independent = False
 
@@ -49,8 +53,10 @@ class Single:
         if factor is None:
             return False
         factor /= self._loss_scale
-        for _, parameter in trained(self._stages[stage]) if factor != 1.0 else ():
-            if parameter.grad is not None:
+        for _, parameter in trained(self._stages[stage]):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif factor != 1.0:
                 parameter.grad.mul_(factor)
         self.optimizers[stage].step(self._rate)
         return True

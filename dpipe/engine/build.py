@@ -242,8 +242,8 @@ def assemble(
     made = partial(make_stage, blueprint, replica=here.replica, group=around.group, timed=recorder.part)
     stages = {s: made(s, exchange=exchange) for s in stages_at(schedule, here.place)}
     tied = tied_weights(blueprint, stages)
-    elsewhere = counted_elsewhere(stages, tied, here)
-    agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers)
+    elsewhere, copies = counted_elsewhere(stages, tied, here), [name for name, _ in tied.values()]
+    agreement = data_parallel(config, here, stages, transport, meeting, elsewhere, around.servers, copies)
     stack.callback(agreement.close)
     stack.push(partial(fail_links, around.group))
     stack.push(partial(fail_links, transport))  # before that, or a thread may wait for a peer until its deadline

@@ -101,8 +101,10 @@ def data_parallel(
     meeting: Coordination,
     uncounted: Collection[str],
     servers: Servers | None = None,
+    tied: Collection[str] = (),
 ) -> DataParallel:
-    """What the configuration asks for; `uncounted` names parameters that a norm counts on another rank."""
+    """What the configuration asks for; `uncounted` names parameters that a norm counts on another rank, `tied` the
+    copies of a shared weight."""
     train, chosen = config.train, config.data_parallel
     replayed = config.model.layers == "replay"
     adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
@@ -136,9 +138,8 @@ def data_parallel(
             outer = OuterSettings(
                 chosen.inner_steps, chosen.outer_learning_rate, chosen.outer_momentum, overlap=chosen.overlap
             )
-            return LocalSgd(
-                stages, adam, outer, [exchange(chosen.wire) for _ in range(chosen.fragments)], uncounted=uncounted
-            )
+            averagings = [exchange(chosen.wire) for _ in range(chosen.fragments)]
+            return LocalSgd(stages, adam, outer, averagings, uncounted=uncounted, tied=tied)
     assert_never(chosen.kind)
 
 

@@ -43,13 +43,18 @@ class LayeredModel:
 
 
 def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:
-    """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU."""
+    """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU.
+
+    Parameters become contiguous where they are not: a transposed one, or one in another memory format.
+    """
     with seeded("layer", seed, layer_index):
         layer = model.layers[layer_index]()
     if model.tied is not None and layer_index == len(model.layers) - 1:
         first = materialise(model, 0, seed, "cpu")
         with torch.no_grad():
             layer.get_parameter(model.tied[1]).copy_(first.get_parameter(model.tied[0]))
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.contiguous()  # replicas own runs of a parameter's elements, in its memory
     return layer.to(device)
 
 
@@ -64,8 +69,8 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
 
     `layers` is a list of modules, or of functions of no arguments that make one (then each rank makes its own alone).
     Parameters are what is trained, each of one layer alone. They are saved, and buffers that are persistent, such as
-    running means: those of the first replica, because nothing makes replicas agree on them. Modules in the working
-    folder are found.
+    running means: those of the first replica, because nothing makes replicas agree on them. A memory format of
+    parameters, such as channels_last, is not kept. Modules in the working folder are found.
 
     Raises `ConfigError` naming what is missing or of the wrong kind.
     """

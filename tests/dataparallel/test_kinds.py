@@ -85,6 +85,22 @@ def test_replicas_step_by_the_mean_gradient_to_the_last_bit(kind: str, replicas:
     assert equal(train(of_kind(kind, replicas), replicas)[0], alone(replicas, steps=3))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_steps_a_parameter_without_gradient_as_replicas_do(kind: str) -> None:
+    """In the second of three steps: its moments fade and its weights decay."""
+
+    def run(kind: DataParallel, stage: Layered, replica: int) -> Layered:
+        for step in range(3):
+            stage.set_gradients(step, 0)
+            if step == 1:
+                stage.parameters[0].grad = None
+            one_step(kind, stage, step)
+        return stage
+
+    stage = Layered()
+    assert equal(with_replicas(of_kind(kind, 2), 2, run)[0], run(Single({0: stage}, ADAM), stage, 0))
+
+
 @pytest.mark.parametrize("kind", DELAYABLE)
 def test_delayed_replicas_step_by_the_mean_gradient_of_the_step_before(kind: str) -> None:
     assert equal(train(of_kind(kind, 3, lag=1), 3, steps=4)[0], alone(3, steps=3))

@@ -225,3 +225,8 @@ def test_fragments_are_runs_of_about_the_same_size() -> None:
     named = [(str(size), nn.Parameter(torch.zeros(size))) for size in (50, 30, 20, 40, 60)]
     assert [[name for name, _ in run] for run in fragments(named, 2)] == [["50", "30", "20"], ["40", "60"]]
     assert [[name for name, _ in run] for run in fragments(named[:1], 3)] == [[], ["50"], []]
+
+
+def test_tied_weight_is_in_the_first_fragment_of_whatever_stage() -> None:
+    named = [(str(size), nn.Parameter(torch.zeros(size))) for size in (50, 30, 20, 40, 60)]
+    assert [[name for name, _ in run] for run in fragments(named, 2, tied={"60"})] == [["60", "50"], ["30", "20", "40"]]

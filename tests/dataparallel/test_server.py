@@ -338,6 +338,20 @@ def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_pa
         line.close()
 
 
+def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"folder": tmp_path, "snapshots": FolderSnapshots()}
+    first, empty = ParameterServer(**kept), RowSpec((), 16)
+    line = ParameterLine(Worker(f"127.0.0.1:{first.port}", "run 1", 0, 0), 0, empty, replace(RULE, ranks=(0,)))
+    line.open(0, 0, lambda: rows(empty))
+    line.push(0, lambda chunk: torch.zeros(0))
+    line.pull(0, GO, lambda chunk, whole, body: None)
+    first.close()
+    second = ParameterServer(**kept)
+    assert second.standing == {0: 1}
+    second.close()
+    line.close()
+
+
 def test_folder_needs_somebody_who_can_read_it(tmp_path: Path) -> None:
     (tmp_path / "stage-0").mkdir()
     with pytest.raises(AssertionError, match="a folder needs"):

@@ -68,6 +68,27 @@ def test_replicas_learn_as_one_process_does_on_their_batch(
     assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("all-reduce", {"data_parallel__delay": True}),
+        ("sharded", {}),
+        ("local-sgd", {"data_parallel__inner_steps": 3}),
+        ("local-sgd", {"data_parallel__inner_steps": 3, "data_parallel__fragments": 3, "data_parallel__overlap": True}),
+    ],
+)
+def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
+    kind: str, settings: dict[str, Any], split: Make, losses: Losses
+) -> None:
+    """They lie at different places of the rows of two stages."""
+    tied = {"model__tie_embeddings": True, "pipeline__stages": 2, "train__steps": 6, "data_parallel__wire": "bf16"}
+    config = split(3, kind, train__num_microbatches=2, **tied, **settings)
+    losses(config)
+    reached = parameters(config)
+    first, last = (reached[name] for name in ("layers.0.tokens.weight", "layers.3.output.weight"))
+    assert torch.equal(first, last)
+
+
 def test_local_sgd_goes_on_in_the_middle_as_if_nothing_had_been(split: Make, losses: Losses) -> None:
     """Between two outer steps replicas differ: the checkpoint has each of them."""
     settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
@@ -143,6 +164,71 @@ def test_fp16_overflow_on_one_replica_skips_the_step_on_all(split: Make, losses:
     half = losses(config)
     assert half == pytest.approx(losses(split(2, folder="full", pipeline__stages=2)), rel=0.02)
     assert [row["loss_scale"] for row in read_rows(Path(config.run.folder)) if "loss" in row] == [2.0**16] * 3
+
+
+UNUSED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 256)
+        self.unused = nn.Parameter(torch.ones(3, 3))
+
+
+def layers():
+    return [nn.Embedding(256, 8), Head()], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_run_with_a_parameter_that_nothing_uses_goes_on(
+    stored: str, replicas: int, split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no gradient, also where its gradient is collected on a master."""
+    (tmp_path / "unused_parameter.py").write_text(UNUSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model__layers": "unused_parameter:layers", "train__decay": "none"}
+    own |= {"train__precision": stored, "train__parameters": stored}
+    whole = split(replicas, folder="whole", train__steps=4, **own)
+    expected = losses(whole)
+    losses(split(replicas, folder="part", train__steps=2, **own))
+    after = split(replicas, folder="part", train__steps=4, **own)
+    assert losses(after, resume=True) == expected
+    assert torch.equal(parameters(after)["layers.1.unused"], parameters(whole)["layers.1.unused"])
+
+
+TRANSPOSED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+def layers():
+    head = nn.Linear(8, 256)
+    head.weight = nn.Parameter(torch.randn(8, 256).t())
+    return [nn.Embedding(256, 8), head], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_sharded_replicas_learn_a_parameter_that_lies_transposed(
+    split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transposed_weight.py").write_text(TRANSPOSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model__layers": "transposed_weight:layers"}
+    assert losses(split(2, "sharded", **own)) == pytest.approx(losses(split(1, folder="alone", **own)), rel=ROUNDING)
 
 
 EXPLODING = """

@@ -96,6 +96,34 @@ def held_out(config: Config) -> list[float]:
     return [row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row]
 
 
+ACTIVATION = """
+from torch import nn
+import torch.nn.functional as F
+
+
+def layers():
+    return [nn.Embedding(256, 8), nn.ReLU(), nn.Linear(8, 256)], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_stage_without_parameters_is_served_like_any_other(
+    wire: str, layers: str, served: Make, losses: Losses, apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that keeps what it has."""
+    (tmp_path / "activation_alone.py").write_text(ACTIVATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    server = apart()
+    address = {"data_parallel__address": (f"127.0.0.1:{server.port}",), "data_parallel__wire": wire}
+    losses(served(2, model__layers=layers, pipeline__stages=3, **address))
+    assert server.standing == {0: 3, 1: 3, 2: 3}
+
+
 @pytest.mark.parametrize("wire", ["none", "int8"])
 def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses) -> None:
     again = {"pipeline__stages": 2, "data_parallel__wire": wire, **EAGER}
