@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from dpipe.dataparallel.base import Layers, Moments, Named
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPSILON = 1e-8  # torch's default
 
 
@@ -71,7 +71,7 @@ class Optimizer:
         assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
             state, decay = self._state_of(s), settings.weight_decay if s.decays else 0.0
-            avg, avg_sq = (state[key].clone() if state else torch.zeros_like(s.values) for key in MOMENTS)
+            avg, avg_sq = (state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS)
             updates = float(state["step"]) if state else 0.0
             gradient = gradient.to(s.values)
             adamw_step(s.values, gradient, avg, avg_sq, updates, settings.betas, learning_rate, decay)
@@ -85,7 +85,7 @@ class Optimizer:
         return {
             f"{s.name}.{key}{self.range_of(s)}": self._state_of(s)[key]
             for s in self.slices
-            for key in MOMENTS
+            for key in _MOMENTS
             if key in self._state_of(s)
         }
 
@@ -93,12 +93,12 @@ class Optimizer:
         for s in self.slices if num_updates else ():
             self._state_of(s).update(
                 {"step": torch.tensor(float(num_updates), device=s.values.device if self._fused else "cpu")}
-                | {key: s.cut(moments[f"{s.name}.{key}"]).to(s.values.device, copy=True) for key in MOMENTS}
+                | {key: s.cut(moments[f"{s.name}.{key}"]).to(s.values.device, copy=True) for key in _MOMENTS}
             )
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._state_of(s)[key].nbytes for s in self.slices for key in MOMENTS if self._state_of(s))
+        return sum(self._state_of(s)[key].nbytes for s in self.slices for key in _MOMENTS if self._state_of(s))
 
     def _state_of(self, s: Slice) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {} if self._adamw is None else self._adamw.state[s.values]

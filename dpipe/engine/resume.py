@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from dpipe.config import Config
 from dpipe.coordinator.base import Coordination
-from dpipe.dataparallel.optimizer import MOMENTS, trained
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint
 from dpipe.engine.folder import checkpoint_url
@@ -64,11 +61,4 @@ def restore(
         take_parts(tensors, stages, here)
     for stage in stages.values():
         fill((*stage.named_parameters(), *stage.named_buffers()), start)
-        _fill_in_moments(start.optimizer, stage)
     update.restore(start.state, start.optimizer)
-
-
-def _fill_in_moments(moments: checkpoint.Tensors, stage: Stage | ReplayStage) -> None:
-    """Zeros where there are none: one replica alone once kept no moments of a parameter that never had a gradient."""
-    missing = [(f"{n}.{key}", p) for n, p in trained(stage) for key in MOMENTS if f"{n}.{key}" not in moments]
-    moments.update({name: torch.zeros(parameter.shape) for name, parameter in missing})
