@@ -389,7 +389,7 @@ def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | N
     the run itself has then gone well.
     """
     try:
-        return sample(config, corpus, url, prompt, _SAMPLE_TOKENS)
+        return sample(config, corpus.tokenizer, url, prompt, _SAMPLE_TOKENS)
     except InputError as error:
         LOG.warning("run.sample is left out: %s", error)
         return None

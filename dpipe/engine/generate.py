@@ -8,8 +8,8 @@ from torch import nn
 
 from dpipe.config import Config
 from dpipe.engine import checkpoint
-from dpipe.engine.blueprint import make_model, read_text
-from dpipe.engine.data import Corpus
+from dpipe.engine.blueprint import make_model
+from dpipe.engine.data import Tokenizer, open_tokenizer
 from dpipe.engine.folder import checkpoint_url, load_configuration
 from dpipe.errors import CheckpointError, ConfigError
 from dpipe.stage.model import materialise, saved_buffers
@@ -24,29 +24,29 @@ def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, se
             'a run of "gpt"'
         )
     layers = load_all_layers(config, checkpoint_url(config, run), fallback=fallback)
-    return _continue(config, layers, read_text(config), prompt, tokens, temperature, seed)
+    return _continue(config, layers, open_tokenizer(config.data.tokenizer), prompt, tokens, temperature, seed)
 
 
-def sample(config: Config, corpus: Corpus, url: str, prompt: str, num_tokens: int) -> str:
+def sample(config: Config, tokenizer: Tokenizer, url: str, prompt: str, num_tokens: int) -> str:
     """`prompt` and what the model of the newest checkpoint makes of it."""
-    return _continue(config, load_all_layers(config, url), corpus, prompt, num_tokens, temperature=0.8, seed=0)
+    return _continue(config, load_all_layers(config, url), tokenizer, prompt, num_tokens, temperature=0.8, seed=0)
 
 
 def _continue(
     config: Config,
     layers: list[nn.Module],
-    corpus: Corpus,
+    tokenizer: Tokenizer,
     prompt: str,
     num_tokens: int,
     temperature: float,
     seed: int,
 ) -> str:
-    ids = corpus.encode(prompt)
+    ids = tokenizer.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
     try:
-        return corpus.decode(
-            continue_ids(layers, ids, num_tokens, config.model.context, corpus.vocab_size, temperature, seed)
+        return tokenizer.decode(
+            continue_ids(layers, ids, num_tokens, config.model.context, tokenizer.vocab_size, temperature, seed)
         )
     except Exception as error:  # whatever a user's own layers raise
         raise ConfigError(

@@ -330,6 +330,14 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
     assert len(text) > len("The quick")
 
 
+def test_prompt_is_continued_where_the_text_is_not(tiny: Make, losses: Losses) -> None:
+    config = tiny(pipeline__stages=2)
+    losses(config)
+    for name in config.data.files:
+        Path(name).unlink()
+    assert generate_text(Path(config.run.folder), "The", tokens=3, temperature=0, seed=0).startswith("The")
+
+
 def test_sample_is_left_out_where_a_part_of_the_model_is_on_another_machine(
     tiny: Make, losses: Losses, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
