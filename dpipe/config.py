@@ -16,7 +16,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from dpipe.errors import ConfigError
-from dpipe.parallelism import Count, DataParallel, Fraction, NotNegative, Pipeline, Positive, Section, TensorParallel
+from dpipe.parallelism import (
+    Count,
+    DataParallel,
+    Fraction,
+    NotNegative,
+    Pipeline,
+    Positive,
+    Seconds,
+    Section,
+    TensorParallel,
+)
 from dpipe.presets import TRANSFORMERS, filled
 
 
@@ -115,10 +125,10 @@ class Transport(Section):
 class Timeouts(Section):
     """One hierarchy, in seconds: transfer < step; a rank that is silent for `heartbeat` is lost."""
 
-    join: Positive = 120.0
-    connect: Positive = 20.0
-    transfer: Positive = 300.0
-    heartbeat: Positive = 8.0
+    join: Seconds = 120.0
+    connect: Seconds = 20.0
+    transfer: Seconds = 300.0
+    heartbeat: Seconds = 8.0
 
 
 class Predict(Section):

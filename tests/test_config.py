@@ -81,6 +81,19 @@ def test_mistake_is_named(table: dict[str, object], message: str) -> None:
         build(table)
 
 
+@pytest.mark.parametrize("wait", ["join", "connect", "transfer", "heartbeat"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e12, 0, -1])
+def test_wait_that_no_clock_counts_is_refused(wait: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^timeouts\.{wait}: Input should be [^\n]*$"):
+        build({"timeouts": {wait: seconds}})
+
+
+@pytest.mark.parametrize("key", ["predict.gflops", "predict.machine_delay_ms", "train.learning_rate"])
+def test_number_that_is_not_finite_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: Input should be a finite number, got inf"):
+        load(written(tmp_path, ""), (f"{key}=inf",))
+
+
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match="steps(.|\n)*learning_rate"):
         build({"train": {"steps": 0, "learning_rate": -1}})
