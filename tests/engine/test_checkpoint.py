@@ -330,6 +330,27 @@ def test_fallback_takes_the_one_before_and_says_so(
     assert "skipping the checkpoint of step 6" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: {},
+        lambda index: [],
+        lambda index: index | {"weight_map": []},
+        lambda index: index | {"files": {}},
+        lambda index: index | {"files": {name: {} for name in index["files"]}},
+    ],
+    ids=["{}", "[]", "map", "no files", "no digest"],
+)
+def test_json_that_is_no_index_is_damage_as_any_other(folder: str, change: Callable[[Any], object]) -> None:
+    for step in (3, 6):
+        save_alone(folder, step)
+    index = Path(folder) / "step-00000006" / "index.json"
+    index.write_text(json.dumps(change(json.loads(index.read_text()))))
+    with pytest.raises(CheckpointError, match=r"00006/index.json is damaged: it is JSON.*uses the one of step 3"):
+        load(folder, everything)
+    assert load(folder, everything, fallback=True).step == 3
+
+
 def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
     for step in (5, 6):
         save_alone(folder, step)
