@@ -53,7 +53,9 @@ class Model(Section):
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in (*TRANSFORMERS, "replay") and ":" not in self.layers:
+        module, _, function = self.layers.partition(":")
+        users_own = module and function and not module.startswith(".")
+        if self.layers not in (*TRANSFORMERS, "replay") and not users_own:
             known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
             raise ValueError(f'model.layers {self.layers!r} must be {known} or "package.module:function"')
         return self

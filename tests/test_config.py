@@ -36,7 +36,10 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             'group "torch" goes with data_parallel.kind "all-reduce".*not \'sharded\'',
         ),
         ({"model": {"width": 100, "num_heads": 3}}, "model.width 100 must be a multiple of model.num_heads 3"),
-        ({"model": {"layers": "mine"}}, 'must be "gpt", "bert", "replay" or "package.module:function"'),
+        *(
+            ({"model": {"layers": name}}, 'must be "gpt", "bert", "replay" or "package.module:function"')
+            for name in ("mine", ":", "mine:", ":layers", ".mine:layers")
+        ),
         ({"pipeline": {"stages": 3, "stages_per_rank": 2}}, "stages 3 is not a multiple of"),
         ({"pipeline": {"stages": 2, "split": [3]}}, "split lists 1 stages, but pipeline.stages is 2"),
         ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),

@@ -20,7 +20,7 @@ from torch import nn
 from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.masters import Masters
-from dpipe.stage.model import Loss
+from dpipe.stage.model import Loss, given_by
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_parallel import Split, leave_uncompiled
@@ -243,7 +243,7 @@ class Stage:
         try:
             with drawing, self._autocast():
                 returned = layer(*inputs)
-            outputs = self._canonical(returned if isinstance(returned, tuple) else (returned,))
+            outputs = self._canonical(given_by(index, layer, returned))
             if self._loss is not None and index == self._last:
                 outputs = (_scalar(self._loss(*map(_single, outputs), targets)),)
         except Exception as error:
@@ -290,7 +290,12 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _scalar(loss: torch.Tensor) -> torch.Tensor:
+def _scalar(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise RunError(
+            f"the model's loss function returned {type(loss).__name__}; it must return a scalar tensor, the mean over "
+            "the micro-batch"
+        )
     if loss.dim():
         raise RunError(
             f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the micro-batch: end the "

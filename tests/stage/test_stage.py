@@ -465,3 +465,9 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
     stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2)
     with pytest.raises(RunError, match=r"the loss is of shape \[3, 2\]; it must be a scalar"):
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
+
+
+def test_loss_that_is_no_tensor_is_refused() -> None:
+    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item())
+    with pytest.raises(RunError, match="the model's loss function returned float; it must return a scalar tensor"):
+        stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
