@@ -245,11 +245,24 @@ class Stage:
                 returned = layer(*inputs)
             outputs = self._canonical(given_by(index, layer, returned))
             if self._loss is not None and index == self._last:
-                outputs = (_scalar(self._loss(*map(_single, outputs), targets)),)
+                outputs = (self._learnable(_scalar(self._loss(*map(_single, outputs), targets)), inputs),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
         return outputs
+
+    def _learnable(self, loss: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+        """Raises `RunError` for a training step's loss without a graph: it would go on, and teach nobody anything.
+
+        Where there is nothing to learn, as every parameter is frozen, none is asked for.
+        """
+        learners = [*inputs, *(parameter for layer in self._layers.values() for parameter in layer.parameters())]
+        if torch.is_grad_enabled() and not loss.requires_grad and any(learner.requires_grad for learner in learners):
+            raise RunError(
+                "the loss has no gradient, so that nothing would learn: let the last layers and the model's loss "
+                "function go without .detach(), .item() and torch.no_grad()"
+            )
+        return loss
 
     def _autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
