@@ -363,7 +363,7 @@ def _value(text: str) -> Any:
 
 def _explain(error: Any) -> str:
     where = [str(part) for part in error["loc"]]
-    name = ".".join(where[:2])
+    name = ".".join(where[:2]) or "the configuration"
     if error["type"] == "extra_forbidden":
         return f"unknown key {name!r}{_did_you_mean(where)}"
     message = str(error["msg"]).removeprefix("Value error, ").replace("a valid tuple", "a list")
