@@ -197,7 +197,7 @@ def trace(run: str) -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to add.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=_Range(min=0),
     default=0.8,
     show_default=True,
     help="0 always takes the likeliest token.",

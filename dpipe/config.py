@@ -9,11 +9,12 @@ Everything under `[node]` belongs to one process (addresses, certificates, devic
 import difflib
 import hashlib
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dpipe.errors import ConfigError
 from dpipe.parallelism import (
@@ -28,6 +29,8 @@ from dpipe.parallelism import (
     TensorParallel,
 )
 from dpipe.presets import TRANSFORMERS, filled
+
+_MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
 
 class Model(Section):
@@ -151,6 +154,18 @@ class Run(Section):
     keep: Count = 2
     tensorboard: bool = True
     sample: str | None = None  # a prompt that the finished model continues in the summary
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        if not folder:
+            raise ValueError("run.folder is empty, perhaps of a shell variable that is not set; name a folder")
+        if "\0" in folder or any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts):
+            raise ValueError(
+                f"run.folder {folder!r:.80} is no name of a folder: it holds a NUL, or a name of more than "
+                f"{_MAX_NAME_BYTES} bytes"
+            )
+        return folder
 
 
 class Node(Section):

@@ -56,6 +56,13 @@ def test_wait_that_no_clock_counts_is_refused(seconds: str) -> None:
     assert "Invalid value for '--timeout'" in result.output
 
 
+@pytest.mark.parametrize("temperature", ["nan", "-1"])
+def test_temperature_that_is_none_is_refused(temperature: str) -> None:
+    result = run("generate", "run", "--prompt", "The", "--temperature", temperature)
+    assert result.exit_code == 2
+    assert "Invalid value for '--temperature'" in result.output
+
+
 def test_wait_is_bounded_on_the_command_line_as_in_the_configuration() -> None:
     assert build({"timeouts": {"join": MAX_WAIT_S}}).timeouts.join == MAX_WAIT_S
 

@@ -129,6 +129,12 @@ def test_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None
     assert load(path, ()).train.steps == 7
 
 
+@pytest.mark.parametrize("folder", ["", "runs/" + "x" * 300, "runs/" + "ü" * 150, "a\0b"])
+def test_folder_that_no_run_can_have_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.folder [^\0]*$"):
+        build({"run": {"folder": folder}})
+
+
 def test_text_where_a_list_belongs_is_called_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.files: Input should be a list, got 'x.txt'"):
         load(written(tmp_path, "data = { files = 'x.txt' }"), ())
