@@ -97,6 +97,12 @@ def test_number_that_is_not_finite_is_refused(tmp_path: Path, key: str) -> None:
         load(written(tmp_path, ""), (f"{key}=inf",))
 
 
+@pytest.mark.parametrize("override", ["train.steps=true", "train.betas=[true, 0.9]", "train.eval_every=false"])
+def test_truth_is_no_number(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: Input should not be true or false, got "):
+        load(written(tmp_path, ""), (override,))
+
+
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match="steps(.|\n)*learning_rate"):
         build({"train": {"steps": 0, "learning_rate": -1}})

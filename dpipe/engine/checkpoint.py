@@ -182,15 +182,18 @@ class _Store:
             self._fs.makedirs(self.path(step), exist_ok=True)
             with self._scratch(step) as folder:
                 temporary = folder / f".{rank}.tmp"
+                temporary.unlink(missing_ok=True)
+                temporary.touch()
+                mode = temporary.stat().st_mode  # as the user wants files to be; safetensors makes its own private
                 fill(temporary)
+                temporary.chmod(mode)
                 digest = _digest(temporary)
                 facts = {"size": temporary.stat().st_size, "sha256": digest}
                 name = name.format(digest[:16])
                 self._place(temporary, self.path(step, name))
         except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
-            raise RunError(
-                f"cannot write {self.path(step, name)}: {error}; make room, or set run.checkpoint_url"
-            ) from error
+            path = self.path(step, name.replace("{}", "*"))
+            raise RunError(f"cannot write {path}: {error}; make room, or set run.checkpoint_url") from error
         return name, facts
 
     @contextmanager

@@ -413,12 +413,19 @@ def test_nothing_is_unpickled(folder: str) -> None:
         load(folder, everything)
 
 
+def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
+    save_alone(folder, 5)
+    modes = {path.name: path.stat().st_mode for path in (Path(folder) / "step-00000005").iterdir()}
+    assert len(modes) == 3
+    assert set(modes.values()) == {modes["index.json"]}
+
+
 def test_disk_that_takes_no_more_is_named(folder: str) -> None:
     """safetensors raises an error of its own where the system says so."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
-        with pytest.raises(RunError, match=r"cannot write .*File too large.*; make room"):
+        with pytest.raises(RunError, match=r"cannot write .*/model-00000-\*.safetensors.*File too large.*; make room"):
             save_alone(folder, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
