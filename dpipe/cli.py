@@ -1,5 +1,6 @@
 """The front door: each command parses, then calls one function. Torch is imported by the commands that need it."""
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from dpipe.errors import DpipeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+MAX_WAIT_S = 30 * 86_400  # as of what [timeouts] gives; pydantic, which knows it, loads slowly
 BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 
 
@@ -28,6 +30,16 @@ class _Commands(click.Group):
             for note in getattr(error, "__notes__", ()):
                 click.echo(note, err=True)
             sys.exit(error.exit_code)
+
+
+class _Range(click.FloatRange):
+    """A range of numbers, and nan is none: it would pass every comparison that refuses."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 @click.group(cls=_Commands)
@@ -52,7 +64,11 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 @click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
 @click.option("--world-size", type=click.IntRange(min=1), help="The number of ranks.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
-@click.option("--timeout", type=float, help="Seconds to wait for the other ranks; default timeouts.join.")
+@click.option(
+    "--timeout",
+    type=_Range(min=0, min_open=True, max=MAX_WAIT_S),
+    help="Seconds to wait for the other ranks; default timeouts.join.",
+)
 @click.option("--resume", metavar="RUN", help="Continue the run in this folder from its newest checkpoint.")
 @click.option(
     "--fallback", is_flag=True, help="With --resume: if the newest checkpoint is damaged, use the one before."
@@ -181,7 +197,7 @@ def trace(run: str) -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to add.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=_Range(min=0),
     default=0.8,
     show_default=True,
     help="0 always takes the likeliest token.",

@@ -9,15 +9,28 @@ Everything under `[node]` belongs to one process (addresses, certificates, devic
 import difflib
 import hashlib
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dpipe.errors import ConfigError
-from dpipe.parallelism import Count, DataParallel, Fraction, NotNegative, Pipeline, Positive, Section, TensorParallel
+from dpipe.parallelism import (
+    Count,
+    DataParallel,
+    Fraction,
+    NotNegative,
+    Pipeline,
+    Positive,
+    Seconds,
+    Section,
+    TensorParallel,
+)
 from dpipe.presets import TRANSFORMERS, filled
+
+_MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
 
 class Model(Section):
@@ -43,7 +56,9 @@ class Model(Section):
     def _check(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}")
-        if self.layers not in (*TRANSFORMERS, "replay") and ":" not in self.layers:
+        module, _, function = self.layers.partition(":")
+        users_own = module and function and not module.startswith(".")
+        if self.layers not in (*TRANSFORMERS, "replay") and not users_own:
             known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
             raise ValueError(f'model.layers {self.layers!r} must be {known} or "package.module:function"')
         return self
@@ -115,10 +130,10 @@ class Transport(Section):
 class Timeouts(Section):
     """One hierarchy, in seconds: transfer < step; a rank that is silent for `heartbeat` is lost."""
 
-    join: Positive = 120.0
-    connect: Positive = 20.0
-    transfer: Positive = 300.0
-    heartbeat: Positive = 8.0
+    join: Seconds = 120.0
+    connect: Seconds = 20.0
+    transfer: Seconds = 300.0
+    heartbeat: Seconds = 8.0
 
 
 class Predict(Section):
@@ -139,6 +154,18 @@ class Run(Section):
     keep: Count = 2
     tensorboard: bool = True
     sample: str | None = None  # a prompt that the finished model continues in the summary
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        if not folder:
+            raise ValueError("run.folder is empty, perhaps of a shell variable that is not set; name a folder")
+        if "\0" in folder or any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts):
+            raise ValueError(
+                f"run.folder {folder!r:.80} is no name of a folder: it holds a NUL, or a name of more than "
+                f"{_MAX_NAME_BYTES} bytes"
+            )
+        return folder
 
 
 class Node(Section):
@@ -373,7 +400,7 @@ def _value(text: str) -> Any:
 
 def _explain(error: Any) -> str:
     where = [str(part) for part in error["loc"]]
-    name = ".".join(where[:2])
+    name = ".".join(where[:2]) or "the configuration"
     if error["type"] == "extra_forbidden":
         return f"unknown key {name!r}{_did_you_mean(where)}"
     message = str(error["msg"]).removeprefix("Value error, ").replace("a valid tuple", "a list")

@@ -8,16 +8,28 @@ The order of ranks, innermost first: those of a stage, the stages, the replicas.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]  # a wait: far longer ones do not fit what clocks count in
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for the number 1."""
+        assert info.field_name is not None
+        given = value if isinstance(value, list | tuple) else [value]
+        if cls.model_fields[info.field_name].annotation is not bool and any(isinstance(each, bool) for each in given):
+            raise PydanticCustomError("truth", "Input should not be true or false")
+        return value
 
 
 class Pipeline(Section):

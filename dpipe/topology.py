@@ -34,6 +34,8 @@ class Link:
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < math.inf:
             raise ProfileError(f"delay_ms must be a number that is not negative, got {self.delay_ms}")
+        if self.delay_ms > MAX_DELAY_MS:
+            raise ProfileError(f"delay_ms must be at most {MAX_DELAY_MS}, an hour, got {self.delay_ms}")
         if not 0 < self.bandwidth_gbps < math.inf:
             raise ProfileError(f"bandwidth_gbps must be a positive number, got {self.bandwidth_gbps}")
         if not 0 <= self.jitter_ms <= self.delay_ms:
@@ -61,13 +63,14 @@ class Link:
         """How many TCP connections fill the link: what is under way in a round trip, a window each."""
         under_way = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
         window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
-        return max(1, min(MAX_CONNECTIONS, math.ceil(under_way / window)))
+        return max(1, math.ceil(min(MAX_CONNECTIONS, under_way / window)))  # the quotient may be infinite
 
 
 # Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1 Gbit/s one
 # connection was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can be counted on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
+MAX_DELAY_MS = 3_600_000
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame that carries TCP with its timestamps
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
@@ -308,11 +311,13 @@ def load_network(path: str | Path) -> Network:
     Raises `ProfileError` naming the file and the key.
     """
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
         return parse_network(table, default_name=Path(path).stem)
     except FileNotFoundError:
         raise ProfileError(f"network profile {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ProfileError) as error:
+    except OSError as error:
+        raise ProfileError(f"network profile {path} cannot be read: {error.strerror}") from None
+    except (ValueError, ProfileError) as error:  # TOML, UTF-8, or a path that no file can have
         raise ProfileError(f"network profile {path}: {error}") from None
 
 

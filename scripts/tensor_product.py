@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+import click
 from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
@@ -113,7 +114,8 @@ def losses(config: Config) -> list[float]:
     return [row["loss"] for row in read_rows(Path(config.run.folder)) if "loss" in row]
 
 
-def main() -> int:
+@click.command(help=__doc__)
+def main() -> None:
     logging.disable()
     worst, alone = 0.0, dict[tuple[str, float], list[float]]()
     with tempfile.TemporaryDirectory() as name:
@@ -130,8 +132,8 @@ def main() -> int:
             worst = max(worst, apart)
             print(f"{arrangement}  {apart:.1e}", flush=True)
     print(f"furthest apart: {worst:.1e}, bound {BOUND:.0e}")
-    return int(worst > BOUND)
+    sys.exit(int(worst > BOUND))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,16 +17,16 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._cert = _sign("authority", self._key.public_key(), "authority", self._key, authority=True)
 
-    def security(self, token: str = "") -> Security:
+    def security(self, token: str = "", valid_hours: float = 1.0) -> Security:
         key = ec.generate_private_key(ec.SECP256R1())
-        cert = _sign(TLS_NAME, key.public_key(), "authority", self._key, authority=False)
+        cert = _sign(TLS_NAME, key.public_key(), "authority", self._key, valid_hours, authority=False)
         pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         return Security(token, _pem(cert), pem, _pem(self._cert))
 
 
-def _sign(name, public_key, issuer, issuer_key, *, authority: bool) -> x509.Certificate:
+def _sign(name, public_key, issuer, issuer_key, valid_hours: float = 1.0, *, authority: bool) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -35,7 +35,7 @@ def _sign(name, public_key, issuer, issuer_key, *, authority: bool) -> x509.Cert
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=valid_hours))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .sign(issuer_key, hashes.SHA256())

@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dpipe.cli import main
+from dpipe.cli import MAX_WAIT_S, main
+from dpipe.config import build
 
 
 def run(*words: str) -> Result:
@@ -46,6 +47,24 @@ def test_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     result = run("simulate", str(config))
     assert result.exit_code == 2
     assert result.output == "dpipe: unknown key 'train.stps'; did you mean 'steps'?\n"
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e9", "0", "-1"])
+def test_wait_that_no_clock_counts_is_refused(seconds: str) -> None:
+    result = run("train", "job.toml", "--timeout", seconds)
+    assert result.exit_code == 2
+    assert "Invalid value for '--timeout'" in result.output
+
+
+@pytest.mark.parametrize("temperature", ["nan", "-1"])
+def test_temperature_that_is_none_is_refused(temperature: str) -> None:
+    result = run("generate", "run", "--prompt", "The", "--temperature", temperature)
+    assert result.exit_code == 2
+    assert "Invalid value for '--temperature'" in result.output
+
+
+def test_wait_is_bounded_on_the_command_line_as_in_the_configuration() -> None:
+    assert build({"timeouts": {"join": MAX_WAIT_S}}).timeouts.join == MAX_WAIT_S
 
 
 def test_simulate_answers_without_torch(tmp_path: Path) -> None:

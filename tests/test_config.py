@@ -36,7 +36,10 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             'group "torch" goes with data_parallel.kind "all-reduce".*not \'sharded\'',
         ),
         ({"model": {"width": 100, "num_heads": 3}}, "model.width 100 must be a multiple of model.num_heads 3"),
-        ({"model": {"layers": "mine"}}, 'must be "gpt", "bert", "replay" or "package.module:function"'),
+        *(
+            ({"model": {"layers": name}}, 'must be "gpt", "bert", "replay" or "package.module:function"')
+            for name in ("mine", ":", "mine:", ":layers", ".mine:layers")
+        ),
         ({"pipeline": {"stages": 3, "stages_per_rank": 2}}, "stages 3 is not a multiple of"),
         ({"pipeline": {"stages": 2, "split": [3]}}, "split lists 1 stages, but pipeline.stages is 2"),
         ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
@@ -81,6 +84,25 @@ def test_mistake_is_named(table: dict[str, object], message: str) -> None:
         build(table)
 
 
+@pytest.mark.parametrize("wait", ["join", "connect", "transfer", "heartbeat"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e12, 0, -1])
+def test_wait_that_no_clock_counts_is_refused(wait: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^timeouts\.{wait}: Input should be [^\n]*$"):
+        build({"timeouts": {wait: seconds}})
+
+
+@pytest.mark.parametrize("key", ["predict.gflops", "predict.machine_delay_ms", "train.learning_rate"])
+def test_number_that_is_not_finite_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: Input should be a finite number, got inf"):
+        load(written(tmp_path, ""), (f"{key}=inf",))
+
+
+@pytest.mark.parametrize("override", ["train.steps=true", "train.betas=[true, 0.9]", "train.eval_every=false"])
+def test_truth_is_no_number(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: Input should not be true or false, got "):
+        load(written(tmp_path, ""), (override,))
+
+
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match="steps(.|\n)*learning_rate"):
         build({"train": {"steps": 0, "learning_rate": -1}})
@@ -111,6 +133,12 @@ def test_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None
     path = tmp_path / "job.toml"
     path.write_text("train = { steps = 7 }", encoding="utf-8-sig")
     assert load(path, ()).train.steps == 7
+
+
+@pytest.mark.parametrize("folder", ["", "runs/" + "x" * 300, "runs/" + "ü" * 150, "a\0b"])
+def test_folder_that_no_run_can_have_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.folder [^\0]*$"):
+        build({"run": {"folder": folder}})
 
 
 def test_text_where_a_list_belongs_is_called_so(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_network_without_a_profile_is_loopback():
         ("delay_ms = true\nbandwidth_gbps = 1", "the profile needs delay_ms, a number; got True"),
         ("delay_ms = -1\nbandwidth_gbps = 1", "delay_ms must be a number that is not negative, got -1"),
         ("delay_ms = nan\nbandwidth_gbps = 1", "delay_ms must be a number that is not negative, got nan"),
+        ("delay_ms = 1e300\nbandwidth_gbps = 1", r"delay_ms must be at most 3600000, an hour, got 1e\+300"),
         ("delay_ms = 1\nbandwidth_gbps = inf", "bandwidth_gbps must be a positive number, got inf"),
         ("delay_ms = 1\nbandwidth_gbps = 1\n[link]\nfrom = 0", r"links are written as \[\[link\]\] in double brackets"),
         ("delay_ms = 1\nbandwidth_gbps = 1\nlink = [3]", r"links are written as \[\[link\]\] in double brackets"),
@@ -186,6 +187,15 @@ def test_profile_must_exist(tmp_path):
         load_network(tmp_path / "nowhere.toml")
 
 
+def test_profile_that_is_a_folder_is_named(tmp_path):
+    with pytest.raises(ProfileError, match=f"network profile {tmp_path} cannot be read: Is a directory"):
+        load_network(tmp_path)
+
+
+def test_profile_may_begin_with_a_byte_order_mark(load):
+    assert load(b"\xef\xbb\xbf" + PROFILE.encode()).name == "two sites"
+
+
 @pytest.mark.parametrize(
     ("link", "connections"),
     [
@@ -195,6 +205,7 @@ def test_profile_must_exist(tmp_path):
         (Link(50, 1, window_bytes=9_700_000), 6),  # what a window may reach is not what can be counted on
         (Link(10, 1, window_bytes=500_000), 5),
         (Link(100, 10), 16),
+        (Link(100, 1e300), 16),
     ],
 )
 def test_connections_of_a_link_hold_what_is_under_way(link: Link, connections: int) -> None:

@@ -127,7 +127,7 @@ def train_rank(
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
-    return load(path, (*overrides, f"run.folder={json.dumps(resume)}") if resume else overrides)
+    return load(path, (*overrides, f"run.folder={json.dumps(resume)}") if resume is not None else overrides)
 
 
 def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:

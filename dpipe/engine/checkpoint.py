@@ -41,6 +41,7 @@ _INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")  # elements of a flattened tensor of which several ranks hold parts
 _KINDS = ("model", "optimizer")
+_TABLES = ("state", "weight_map", "optimizer_map", "files")  # that every index has
 
 _Names = Callable[[str], bool] | frozenset[str]
 
@@ -181,15 +182,18 @@ class _Store:
             self._fs.makedirs(self.path(step), exist_ok=True)
             with self._scratch(step) as folder:
                 temporary = folder / f".{rank}.tmp"
+                temporary.unlink(missing_ok=True)
+                temporary.touch()
+                mode = temporary.stat().st_mode  # as the user wants files to be; safetensors makes its own private
                 fill(temporary)
+                temporary.chmod(mode)
                 digest = _digest(temporary)
                 facts = {"size": temporary.stat().st_size, "sha256": digest}
                 name = name.format(digest[:16])
                 self._place(temporary, self.path(step, name))
         except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
-            raise RunError(
-                f"cannot write {self.path(step, name)}: {error}; make room, or set run.checkpoint_url"
-            ) from error
+            path = self.path(step, name.replace("{}", "*"))
+            raise RunError(f"cannot write {path}: {error}; make room, or set run.checkpoint_url") from error
         return name, facts
 
     @contextmanager
@@ -306,7 +310,20 @@ def _read_index(store: _Store, step: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not _is_index(index):
+        raise CheckpointError(f"{path} is damaged: it is JSON, but not the index of a checkpoint")
     return dict(index)
+
+
+def _is_index(found: object) -> bool:
+    """Whether it has what `save` writes, as far as loading relies on it."""
+    if not (isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in _TABLES)):
+        return False
+    files = found["files"]
+    named = [*found["weight_map"].values(), *found["optimizer_map"].values()]
+    return all(isinstance(file, str) and file in files for file in named) and all(
+        isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in files.values()
+    )
 
 
 def _read_tensors(store: _Store, step: int, index: Mapping[str, Any], names: Mapping[str, str]) -> Tensors:

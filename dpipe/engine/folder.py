@@ -107,9 +107,13 @@ def save_configuration(folder: Path, config: Config) -> None:
 def load_configuration(folder: Path) -> Config:
     """Raises `ConfigError` where `folder` is no run's."""
     try:
-        return build(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        table = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no folder of a run: {error}") from None
+    try:
+        return build(table)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}/config.json is not what a run writes: {error}") from None
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:

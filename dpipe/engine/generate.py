@@ -11,8 +11,10 @@ from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import make_model
 from dpipe.engine.data import Tokenizer, open_tokenizer
 from dpipe.engine.folder import checkpoint_url, load_configuration
-from dpipe.errors import CheckpointError, ConfigError
+from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.stage.model import materialise, saved_buffers
+
+_COLD = 1e-6  # below it the likeliest token has all of the distribution, and a quotient may leave fp32
 
 
 def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False) -> str:
@@ -41,6 +43,10 @@ def _continue(
     temperature: float,
     seed: int,
 ) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"the prompt {prompt!a} is not UTF-8; check the terminal's encoding") from None
     ids = tokenizer.encode(prompt)
     if not ids:
         raise CheckpointError("the prompt is empty; give at least one character")
@@ -89,9 +95,10 @@ def continue_ids(
 ) -> list[int]:
     """`num_tokens` more ids after `ids`, each drawn from the model's distribution over the last `context` ones.
 
-    A model's vocabulary may be larger than the `vocab_size` of its tokenizer: what is behind that is no text.
+    A model's vocabulary may be larger than the `vocab_size` of its tokenizer: what is behind that is no text. Every
+    whole number is a `seed`.
     """
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed % 2**64)
     out = list(ids)
     for _ in range(num_tokens):
         x: tuple[torch.Tensor, ...] = (torch.tensor([out[-context:]]),)
@@ -99,7 +106,7 @@ def continue_ids(
             returned = layer(*x)
             x = returned if isinstance(returned, tuple) else (returned,)
         logits_V = x[0][0, -1, :vocab_size].float()  # noqa: N806 - V: vocabulary
-        if temperature == 0:
+        if temperature < _COLD:
             out.append(int(logits_V.argmax()))
         else:
             chances = torch.softmax(logits_V / temperature, dim=-1)

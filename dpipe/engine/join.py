@@ -54,7 +54,7 @@ def joined(
         stack.callback(links.close)
         transport = shaped(config, links, streams)
         stack.callback(transport.close)
-        meeting = _join(config, place, security, join_s or timeouts.join, stack, links)
+        meeting = _join(config, place, security, timeouts.join if join_s is None else join_s, stack, links)
         meeting.on_abort(transport.fail)
         try:
             if isinstance(links, NcclTransport):

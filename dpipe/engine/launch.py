@@ -25,9 +25,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from dpipe.engine import leash
-from dpipe.errors import JoinError, RunError
+from dpipe.errors import ConfigError, JoinError, RunError
 
 GRACE_S = 8.0  # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing themselves
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
@@ -63,7 +64,8 @@ def launch(
 ) -> int:
     """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
 
-    Raises `RunError` where they have not ended after `timeout_s`; they are killed. With `quiet` rank 0 has a log, too.
+    Raises `RunError` where they have not ended after `timeout_s`; they are killed. Raises `ConfigError` where a log
+    cannot be written. With `quiet` rank 0 has a log, too.
 
     Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment. `on_line` hears what the
     launcher itself has to say, such as the last lines of the rank that failed first. Exit code 2 promises that nothing
@@ -137,6 +139,14 @@ def _tail(log: Path, start: int) -> list[str]:
         return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
+def _open_log(log: Path) -> BinaryIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written: {error.strerror}; make it writable, or move it away") from None
+
+
 class _Ranks:
     """The local processes of one run."""
 
@@ -174,9 +184,7 @@ class _Ranks:
         log = logs / f"rank-{number}.log" if number or self._quiet else None
         if shutil.which(argv[0], path=environ.get("PATH")) is None:
             raise FileNotFoundError(errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0])
-        if log:
-            logs.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") if log else nullcontext() as file:
+        with _open_log(log) if log else nullcontext() as file:
             process = subprocess.Popen(  # noqa: S603 - the caller's own command line
                 [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
                 env=environ,

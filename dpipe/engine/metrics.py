@@ -44,19 +44,19 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def keep_rows_before(path: Path, step: int) -> None:
-    """Rewrite the file without the rows of `step` and later, and without a last line that was cut short."""
+    """Rewrite the file without the rows of `step` and later, and without lines that are none: one was cut short."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < step]
+    kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]
     whole = path.with_suffix(".tmp")
-    whole.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    whole.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(whole, path)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
-    except ValueError:  # torn by a crash in the middle of a write: the last line
+    except (ValueError, LookupError, TypeError):  # torn by a crash in the middle of a write, or no row of a run
         return math.inf
 
 

@@ -132,7 +132,7 @@ def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # else a restart finds the last one
         return Placement(here.rank, world_size, here.local_rank, store=AgentStore(host, port, key), token=token)
-    return Placement(here.rank, world_size, here.local_rank, f"{host}:{port}", token=token)
+    return Placement(here.rank, world_size, here.local_rank, f"{_bracketed(host)}:{port}", token=token)
 
 
 def _from_slurm(environ: Mapping[str, str], token: str) -> Placement:
@@ -157,6 +157,13 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError(f"coordinator {address!r} must be HOST:PORT, such as 10.0.0.5:4000")
+    if host != _bracketed(host):
+        raise ConfigError(f"coordinator {address!r}: write an IPv6 address in brackets, {_bracketed(host)}:{port}")
+
+
+def _bracketed(host: str) -> str:
+    """As it stands before a port: an IPv6 address has colons of its own."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _any(environ: Mapping[str, str], *names: str) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import mean
 from typing import Any
 
@@ -143,9 +144,9 @@ def _places(run: Path, checkpoint_url: str | None, *, generates: bool) -> list[t
     if checkpoint_url is not None:
         places.append(("checkpoints", checkpoint_url))
     if generates:
-        places.append(("generate", f'dpipe generate {run} --prompt "..."'))
+        places.append(("generate", f'dpipe generate {quote(str(run))} --prompt "..."'))
     if (run / "tensorboard").exists():
-        places.append(("TensorBoard", f"tensorboard --logdir {run}/tensorboard"))
+        places.append(("TensorBoard", f"tensorboard --logdir {quote(f'{run}/tensorboard')}"))
     if (run / "trace" / "plan.json").exists():
-        places.append(("trace", f"dpipe trace {run}  (then open {run}/trace.json in ui.perfetto.dev)"))
+        places.append(("trace", f"dpipe trace {quote(str(run))}  (then open {run}/trace.json in ui.perfetto.dev)"))
     return places

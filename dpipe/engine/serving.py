@@ -139,6 +139,11 @@ class FolderSnapshots:
 def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, say: Callable[[str], None]) -> None:
     """A parameter server by itself, until every worker has left it or it is asked to stop."""
     config = load(path, overrides)
+    if config.data_parallel.kind != "parameter-server":
+        raise ConfigError(
+            f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever come; set it to '
+            '"parameter-server", here and for the workers'
+        )
     host, port = _bind(config, bind)
     node, folder = config.node, _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")

@@ -6,14 +6,15 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from dpipe.engine.forecast import assumed_network
-from dpipe.errors import ConfigError
+from dpipe.errors import ConfigError, ScheduleError
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.plan import Schedule
@@ -22,6 +23,8 @@ from dpipe.timeline.replicas import Replicas
 from dpipe.timeline.simulate import Cost, simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.topology import Host
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,22 @@ def save_plan(folder: Path, plan: Plan) -> None:
 
 
 def load_plan(folder: Path) -> Plan:
-    table = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    """Raises `ConfigError` where it is missing or damaged."""
+    return _read(folder / "plan.json", _parse_plan)
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> T:
+    again = "copy the run again from where it is whole, or train some more of it"
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {again}") from None
+    except (ValueError, LookupError, TypeError, ScheduleError) as error:
+        raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {again}") from None
+
+
+def _parse_plan(data: bytes) -> Plan:
+    table = json.loads(data)
     schedule = Schedule(
         table["num_microbatches"],
         tuple(table["rank_of_stage"]),
@@ -139,13 +157,16 @@ class Trace:
 
 
 def load_trace(run: Path) -> Trace:
-    """Read `FOLDER/trace`; raises `ConfigError` where the run has none."""
+    """Read `FOLDER/trace`; raises `ConfigError` where the run has none, or a part of it is missing or damaged."""
     folder = run / "trace"
     if not (folder / "plan.json").exists():
         raise ConfigError(f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by itself")
     plan = load_plan(folder)
     ranks = range(plan.schedule.num_ranks * plan.num_replicas * plan.tensor_size)
-    by_rank = [load_steps((folder / f"rank-{rank}.json").read_bytes(), rank) for rank in ranks]
+    by_rank = [_read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank)) for rank in ranks]
+    traced = [[step.step for step in steps] for steps in by_rank]
+    if not traced[0] or traced.count(traced[0]) < len(traced):
+        raise ConfigError(f"{folder} holds other steps of each rank, by rank {traced}: its files are not of one run")
     steps = tuple(_join(same_step, plan) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
     network = assumed_network(plan.network, plan.connections, headers=plan.headers)
@@ -192,9 +213,12 @@ def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
 
 
 def write_chrome(run: Path) -> Path:
-    """Write `FOLDER/trace.json` and return its path."""
+    """Write `FOLDER/trace.json` and return its path; raises `ConfigError` where it cannot be."""
     trace = load_trace(run)
     path = run / "trace.json"
     steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]
-    path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; copy the run to where it can be") from None
     return path

@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpipe.errors import ConfigError
+from dpipe.errors import ConfigError, RunError
 from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_group import TensorGroup
 
@@ -64,6 +65,19 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in layer.named_buffers() if name in persistent)
 
 
+def given_by(index: int, layer: nn.Module, returned: object) -> tuple[torch.Tensor, ...]:
+    """What `layer` has returned, as a tuple of tensors. Raises `RunError` where it is anything else."""
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    if not (outputs and all(isinstance(output, torch.Tensor) for output in outputs)):
+        kinds = ", ".join(type(output).__name__ for output in outputs)
+        what = f"a tuple of ({kinds})" if isinstance(returned, tuple) else kinds
+        raise RunError(
+            f"layer {index} ({type(layer).__name__}) returned {what}; a layer must return a tensor or a tuple of "
+            "tensors"
+        )
+    return outputs
+
+
 def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredModel:
     """The model that the user's function `package.module:function` returns for `options`: `(layers, loss)`.
 
@@ -79,9 +93,13 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
         inspect.signature(function).bind(**options)
     except TypeError as error:
         raise ConfigError(f"model.options do not fit {name}{inspect.signature(function)}: {error}") from None
-    with seeded("layers", seed):
-        returned = function(**options)
-    layers, loss = _checked(name, returned)
+    try:
+        with seeded("layers", seed):
+            layers, loss = _checked(name, function(**options))  # which makes them, where it was given a generator
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's own code raises
+        raise ConfigError(f"model.layers {name!r}: {function.__name__} raised {_told(error)}") from error
     return LayeredModel(tuple(_factory(name, i, layer) for i, layer in enumerate(layers)), loss)
 
 
@@ -92,14 +110,24 @@ def _find(name: str) -> Callable[..., Any]:
         sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ConfigError(
             f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed or lie in {folder}"
         ) from error
+    except Exception as error:  # whatever a user's own code raises
+        raise ConfigError(f"model.layers {name!r}: cannot import {module_name!r}: {_told(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"model.layers {name!r}: {module.__name__} has no function {function_name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def _told(error: Exception) -> str:
+    """What was raised, in one line, and where in the user's own code, as far as that lies in the working folder."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())]
+    where = f" (at {own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def _checked(name: str, returned: object) -> tuple[list[Any], Loss]:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpipe.errors import ConfigError
-from dpipe.stage.model import LayeredModel, materialise
+from dpipe.errors import ConfigError, RunError
+from dpipe.stage.model import LayeredModel, given_by, materialise
 from dpipe.stage.recompute import attention_cores
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
@@ -50,14 +50,16 @@ def probe(
         try:
             layer = _without_memory(model, index, seed).to(dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                returned = layer(*tensors)
+                outputs = given_by(index, layer, layer(*tensors))
             kept = _kept_bytes(layer, tensors)
+        except RunError as error:
+            raise ConfigError(str(error)) from error
         except Exception as error:
             taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
             raise ConfigError(
                 f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
             ) from error
-        tensors = returned if isinstance(returned, tuple) else (returned,)
+        tensors = outputs
         costs.append(
             LayerCost(
                 float(counter.get_total_flops()),

@@ -20,7 +20,7 @@ from torch import nn
 from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.masters import Masters
-from dpipe.stage.model import Loss, saved_buffers
+from dpipe.stage.model import Loss, given_by, saved_buffers
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_parallel import Split, leave_uncompiled
@@ -248,13 +248,26 @@ class Stage:
         try:
             with drawing, self._autocast():
                 returned = layer(*inputs)
-            outputs = self._canonical(returned if isinstance(returned, tuple) else (returned,))
+            outputs = self._canonical(given_by(index, layer, returned))
             if self._loss is not None and index == self._last:
-                outputs = (_scalar(self._loss(*map(_single, outputs), targets)),)
+                outputs = (self._learnable(_scalar(self._loss(*map(_single, outputs), targets)), inputs),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
         return outputs
+
+    def _learnable(self, loss: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+        """Raises `RunError` for a training step's loss without a graph: it would go on, and teach nobody anything.
+
+        Where there is nothing to learn, as every parameter is frozen, none is asked for.
+        """
+        learners = [*inputs, *(parameter for layer in self._layers.values() for parameter in layer.parameters())]
+        if torch.is_grad_enabled() and not loss.requires_grad and any(learner.requires_grad for learner in learners):
+            raise RunError(
+                "the loss has no gradient, so that nothing would learn: let the last layers and the model's loss "
+                "function go without .detach(), .item() and torch.no_grad()"
+            )
+        return loss
 
     def _autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
@@ -295,7 +308,12 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _scalar(loss: torch.Tensor) -> torch.Tensor:
+def _scalar(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise RunError(
+            f"the model's loss function returned {type(loss).__name__}; it must return a scalar tensor, the mean over "
+            "the micro-batch"
+        )
     if loss.dim():
         raise RunError(
             f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the micro-batch: end the "

@@ -6,8 +6,10 @@ signed for the name `dpipe` (instances come and go, their addresses with them), 
 
 import hmac
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from dpipe.errors import JoinError
 TLS_NAME = "dpipe"
 MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own default; tensors are sent in chunks below it
 _TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
+
+_OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
 # gRPC 1.85 moves bytes faster by its older event loop, and that one faster by poll than by epoll (`dpipe bench
 # transport`). It looks when the first channel opens.
@@ -53,8 +57,11 @@ class Security:
 
     @classmethod
     def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
-        """Read the PEM files; raises `JoinError` naming one that cannot be read."""
-        return cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
+        """Read the PEM files; raises `JoinError` naming one that cannot be read, or does not go with the others."""
+        loaded = cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
+        if cert and key and ca:
+            _check(cert, key, ca)
+        return loaded
 
     @property
     def tls(self) -> bool:
@@ -68,6 +75,38 @@ def _read(path: str) -> bytes:
         raise JoinError(
             f"cannot read {path}: {error.strerror}; check node.tls_cert, node.tls_key, node.tls_ca"
         ) from None
+
+
+def _check(cert: str, key: str, ca: str) -> None:
+    """What others would refuse, or what gRPC takes for a port in use: said here, where the files are known."""
+    own, other = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        own.load_cert_chain(cert, key, password="")  # else it would ask at the terminal
+    except ssl.SSLError as error:
+        mismatch = error.reason == "KEY_VALUES_MISMATCH"
+        wrong = "does not belong to" if mismatch else f"cannot be used ({error.reason or 'no PEM'}) with"
+        raise JoinError(f"node.tls_key {key} {wrong} node.tls_cert {cert}; give the two of one pair, in PEM") from None
+    try:
+        other.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise JoinError(f"node.tls_ca {ca} holds no certificate in PEM ({error.reason})") from None
+    other.check_hostname = False
+    try:
+        _shake_hands(own, other)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _OUT_OF_DATE:
+            raise JoinError(f"node.tls_cert {cert}, or node.tls_ca {ca}: {error.verify_message}") from None
+    except ssl.SSLError:
+        pass  # whatever else is between them, gRPC has to judge: it is stricter here, and laxer there
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """In memory, as far as the client's judgement of the server."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (ends[0], ends[1], ends[0]):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
 
 
 def open_channel(address: str, security: Security, *, own_connection: bool = False, bulk: bool = False) -> grpc.Channel:

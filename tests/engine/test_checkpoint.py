@@ -330,6 +330,27 @@ def test_fallback_takes_the_one_before_and_says_so(
     assert "skipping the checkpoint of step 6" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: {},
+        lambda index: [],
+        lambda index: index | {"weight_map": []},
+        lambda index: index | {"files": {}},
+        lambda index: index | {"files": {name: {} for name in index["files"]}},
+    ],
+    ids=["{}", "[]", "map", "no files", "no digest"],
+)
+def test_json_that_is_no_index_is_damage_as_any_other(folder: str, change: Callable[[Any], object]) -> None:
+    for step in (3, 6):
+        save_alone(folder, step)
+    index = Path(folder) / "step-00000006" / "index.json"
+    index.write_text(json.dumps(change(json.loads(index.read_text()))))
+    with pytest.raises(CheckpointError, match=r"00006/index.json is damaged: it is JSON.*uses the one of step 3"):
+        load(folder, everything)
+    assert load(folder, everything, fallback=True).step == 3
+
+
 def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
     for step in (5, 6):
         save_alone(folder, step)
@@ -392,12 +413,19 @@ def test_nothing_is_unpickled(folder: str) -> None:
         load(folder, everything)
 
 
+def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
+    save_alone(folder, 5)
+    modes = {path.name: path.stat().st_mode for path in (Path(folder) / "step-00000005").iterdir()}
+    assert len(modes) == 3
+    assert set(modes.values()) == {modes["index.json"]}
+
+
 def test_disk_that_takes_no_more_is_named(folder: str) -> None:
     """safetensors raises an error of its own where the system says so."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
-        with pytest.raises(RunError, match=r"cannot write .*File too large.*; make room"):
+        with pytest.raises(RunError, match=r"cannot write .*/model-00000-\*.safetensors.*File too large.*; make room"):
             save_alone(folder, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

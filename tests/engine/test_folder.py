@@ -7,7 +7,15 @@ import pytest
 
 from dpipe.config import Config
 from dpipe.engine.build import launch_ranks
-from dpipe.engine.folder import absent, logging_to, open_folder, opened, save_configuration, take_back
+from dpipe.engine.folder import (
+    absent,
+    load_configuration,
+    logging_to,
+    open_folder,
+    opened,
+    save_configuration,
+    take_back,
+)
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
 Make = Callable[..., Config]
@@ -31,6 +39,12 @@ def test_folder_that_cannot_be_made_is_named(tiny: Make, tmp_path: Path) -> None
     (tmp_path / "run").write_text("a file of that name")
     with pytest.raises(ConfigError, match="run.folder .*run cannot be written: .*Not a directory"):
         open_folder(tiny(), resume=False)
+
+
+def test_configuration_that_is_none_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"/config\.json is not what a run writes: the configuration: .*, got \[\]"):
+        load_configuration(tmp_path)
 
 
 @pytest.mark.parametrize("resume", [False, True])

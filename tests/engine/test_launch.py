@@ -15,7 +15,7 @@ import pytest
 from dpipe.engine import launch as launch_module
 from dpipe.engine import leash
 from dpipe.engine.launch import environment, free_port, launch
-from dpipe.errors import JoinError, RunError
+from dpipe.errors import ConfigError, JoinError, RunError
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -135,6 +135,12 @@ def test_launch_that_cannot_start_a_rank_leaves_none_behind(launcher, tmp_path):
     with pytest.raises(FileNotFoundError, match="/no/such/program"):
         launch(lambda rank: argv[rank], 2, logs=launcher.logs)
     assert not pid_file.exists() or not _alive(int(pid_file.read_text()))
+
+
+def test_log_that_cannot_be_written_is_named(launcher):
+    (launcher.logs / "rank-1.log").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"logs/rank-1\.log cannot be written: Is a directory; make it writable"):
+        launcher(SLEEP, SLEEP)
 
 
 def test_launch_restores_the_handlers(launcher):

@@ -2,6 +2,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dpipe.engine.metrics import Metrics, read_rows
 
 
@@ -31,6 +33,13 @@ def test_resumed_run_drops_the_rows_that_it_trains_again(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
     some_metrics(tmp_path, first_step=3).close()
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "\xff\xfe', b"\0\0\0\0", b'{"loss": 2}', b"[]", b'{"step": null}'])
+def test_line_that_is_no_row_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
+    some_metrics(tmp_path, first_step=3).close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [0, 1]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def test_placement_names_the_flags_that_are_missing(flags, missing):
         placement(TORCHRUN, **flags)
 
 
+def test_placement_brackets_the_ipv6_address_of_torchrun():
+    here = placement(TORCHRUN | {"MASTER_ADDR": "fd00::5", "MASTER_PORT": "7000"})
+    assert (here.coordinator, here.meeting_host, here.port) == ("[fd00::5]:7000", "[fd00::5]", 7000)
+
+
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
@@ -98,6 +103,7 @@ def test_placement_names_the_variable_that_is_missing(environ, name):
         (DPIPE | {"DPIPE_COORDINATOR": "here"}, "coordinator 'here' must be HOST:PORT"),
         (DPIPE | {"DPIPE_COORDINATOR": ":4000"}, "coordinator ':4000' must be HOST:PORT"),
         (DPIPE | {"DPIPE_COORDINATOR": "here:70000"}, "coordinator 'here:70000' must be HOST:PORT"),
+        (DPIPE | {"DPIPE_COORDINATOR": "::1:7000"}, r"write an IPv6 address in brackets, \[::1\]:7000"),
         (SLURM | {"SLURM_JOB_NODELIST": ",x"}, "',x' is not a list of hosts"),
     ],
 )

@@ -68,6 +68,15 @@ def test_summary_names_a_folder_with_brackets_as_it_is(tmp_path: Path) -> None:
     assert summary(folder, ROWS).count("run [b]") == 4
 
 
+def test_summary_quotes_a_folder_where_it_is_for_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "ü x"
+    (folder / "tensorboard").mkdir(parents=True)
+    text = summary(folder, ROWS)
+    assert f"dpipe generate '{folder}' --prompt" in text
+    assert f"tensorboard --logdir '{folder}/tensorboard'" in text
+    assert f"metrics      {folder}/metrics.jsonl" in text
+
+
 def test_summary_counts_the_steps_between_those_that_were_logged(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 3.0, "step_s": 0.5} for step in (0, 4, 7)]
     assert "8 steps in about 4 s" in summary(tmp_path, rows)

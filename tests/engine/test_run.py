@@ -21,7 +21,7 @@ from dpipe.engine.blueprint import draft
 from dpipe.engine.build import written_by
 from dpipe.engine.checkpoint import latest
 from dpipe.engine.folder import checkpoint_url
-from dpipe.engine.generate import generate_text
+from dpipe.engine.generate import continue_ids, generate_text
 from dpipe.engine.metrics import read_rows
 from dpipe.engine.trace import load_plan, load_trace, write_chrome
 from dpipe.engine.trainer import Trainer
@@ -328,6 +328,18 @@ def test_prompt_is_continued_from_the_checkpoint(tiny: Make, losses: Losses) -> 
     text = generate_text(Path(config.run.folder), "The quick", tokens=5, temperature=0, seed=0)
     assert text.startswith("The quick")
     assert len(text) > len("The quick")
+    with pytest.raises(DataError, match=r"the prompt 'na\\udcefve' is not UTF-8"):
+        generate_text(Path(config.run.folder), "na\udcefve", tokens=5, temperature=0, seed=0)
+
+
+@pytest.mark.parametrize("seed", [2**80, -1])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e300])
+def test_any_temperature_and_seed_continue_a_text(temperature: float, seed: int) -> None:
+    layers = [nn.Embedding(8, 8)]
+    ids = continue_ids(layers, [1], 3, context=4, vocab_size=8, temperature=temperature, seed=seed)
+    assert len(ids) == 4
+    likeliest = continue_ids(layers, [1], 3, context=4, vocab_size=8, temperature=0, seed=0)
+    assert temperature > 1 or ids == likeliest
 
 
 def test_prompt_is_continued_where_the_text_is_not(tiny: Make, losses: Losses) -> None:

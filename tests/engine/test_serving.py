@@ -35,6 +35,7 @@ Run = Callable[..., list[BaseException | None]]
 
 ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
 BATCH = 12
+SERVED = '[data_parallel]\nkind = "parameter-server"\n'
 EAGER = {"train__clip_norm": 0.0}
 
 
@@ -280,7 +281,7 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
 def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     """`serve(port)`: `dpipe serve` in a process of its own, listening; killed at the end."""
     job = tmp_path / "job.toml"
-    job.write_text(f"[run]\nfolder = '{tmp_path / 'kept'}'\n")
+    job.write_text(f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n")
     environ = {**os.environ, "PYTHONPATH": str(Path(dpipe.__file__).parent.parent), "DPIPE_TOKEN": "secret"}
     started: list[subprocess.Popen[str]] = []
 
@@ -375,7 +376,7 @@ def test_second_server_of_one_folder_is_refused(serve: Any, tmp_path: Path) -> N
 
 
 def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "job.toml").write_text(SERVED)
     overrides = (f"run.folder={json.dumps(str(tmp_path / 'run'))}",)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -386,14 +387,21 @@ def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_serve_needs_an_address(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "job.toml").write_text(SERVED)
     with pytest.raises(ConfigError, match="no address to listen on"):
         serve_parameters(str(tmp_path / "job.toml"), (), None, lambda line: None)
 
 
+def test_serve_refuses_a_job_without_a_parameter_server(tmp_path: Path) -> None:
+    """It waited for workers for ever."""
+    (tmp_path / "job.toml").write_text(SERVED.replace("parameter-server", "all-reduce"))
+    with pytest.raises(ConfigError, match='kind is "all-reduce", so that no worker would ever come'):
+        serve_parameters(str(tmp_path / "job.toml"), (), "127.0.0.1:0", lambda line: None)
+
+
 @pytest.mark.parametrize("bind", ["7100", "host:", "host:99999", ":7100"])
 def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "job.toml").write_text(SERVED)
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
 

@@ -1,9 +1,20 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dpipe.engine.trace import Plan, StepSpans, dump_steps, load_plan, load_steps, measured_cost, save_plan
+from dpipe.engine.trace import (
+    Plan,
+    StepSpans,
+    dump_steps,
+    load_plan,
+    load_steps,
+    measured_cost,
+    save_plan,
+    write_chrome,
+)
+from dpipe.errors import ConfigError
 from dpipe.schedule.action import parse_action
 from dpipe.schedule.exchange import direct, parameter_server
 from dpipe.schedule.generate import generate
@@ -37,6 +48,49 @@ def test_spans_survive_the_upload() -> None:
 def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
     save_plan(tmp_path, plan)
     assert load_plan(tmp_path) == plan
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """The folder of a run of two ranks that has a trace."""
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    save_plan(folder, PLAN)
+    for rank in range(2):
+        spans = (span(rank, f"{rank}F0", 0.0, 2.0),)
+        (folder / f"rank-{rank}.json").write_bytes(dump_steps([StepSpans(7, spans)]))
+    return tmp_path
+
+
+def test_trace_is_written_beside_its_parts(traced: Path) -> None:
+    assert json.loads(write_chrome(traced).read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rank-1.json", None, r"rank-1\.json cannot be read: No such file"),
+        ("rank-1.json", b'[{"step": 7, "spa', r"rank-1\.json is damaged: JSONDecodeError"),
+        ("rank-1.json", b'[{"step": 7, "spans": [["compute", "what", 0, 1]]}]', r"rank-1\.json is damaged"),
+        ("rank-1.json", b"[]", r"holds other steps of each rank, by rank \[\[7\], \[\]\]"),
+        ("plan.json", b"", r"plan\.json is damaged: JSONDecodeError"),
+        ("plan.json", b"{}", r"plan\.json is damaged: KeyError: 'num_microbatches'"),
+        ("plan.json", b"[]", r"plan\.json is damaged: TypeError"),
+    ],
+)
+def test_part_of_a_trace_that_is_damaged_is_named(traced: Path, name: str, content: bytes | None, message: str) -> None:
+    path = traced / "trace" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        write_chrome(traced)
+
+
+def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:
+    (traced / "trace.json").mkdir()
+    with pytest.raises(ConfigError, match=r"trace\.json cannot be written: Is a directory; copy the run"):
+        write_chrome(traced)
 
 
 def test_cost_is_the_mean_of_what_was_measured() -> None:

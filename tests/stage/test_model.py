@@ -56,6 +56,8 @@ def lazy(width=4):
 
 def one(): return nn.Linear(1, 1)
 def empty(): return [], nn.functional.mse_loss
+def fails(): return {}["no such\\nkey"]
+def fails_late(): return (1 / 0 for _ in range(3)), nn.functional.mse_loss
 def words(): return ["linear"], nn.functional.mse_loss
 def shared():
     one = nn.Linear(4, 4)
@@ -71,6 +73,8 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"users_model_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(USERS_MODULE)
     (tmp_path / f"{name}_broken.py").write_text("import no_such_package_anywhere\n")
+    (tmp_path / f"{name}_syntax.py").write_text("def layers(:\n")
+    (tmp_path / f"{name}_raises.py").write_text("\nwidth = int('wide')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     return name
@@ -105,6 +109,10 @@ def test_users_functions_make_layers_when_asked(users_folder: str) -> None:
     [
         ("no_such_module:layers", {}, "cannot import 'no_such_module'"),
         ("{}_broken:layers", {}, "no_such_package_anywhere"),
+        ("{}_syntax:layers", {}, r"cannot import '\w+_syntax': SyntaxError: invalid syntax \(\w+_syntax.py, line 1\)$"),
+        ("{}_raises:layers", {}, r"cannot import '\w+': ValueError: .* \(at .*_raises.py, line 2\)$"),
+        ("{}:fails", {}, r"fails raised KeyError: 'no such\\nkey' \(at .*, line 13\)$"),
+        ("{}:fails_late", {}, r"fails_late raised ZeroDivisionError: division by zero"),
         ("{}:no_such", {}, "has no function 'no_such'"),
         ("{}:constant", {}, "has no function 'constant'"),
         ("{}:layers", {"depth": 3}, "model.options do not fit .*'depth'"),

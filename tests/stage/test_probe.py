@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from dpipe.errors import ConfigError
+from dpipe.errors import ConfigError, RunError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.probe import measure, probe
+from dpipe.stage.stage import Stage
 from dpipe.wire.spec import TensorSpec
 
 TOKENS = [TensorSpec((2, 6), torch.int64)]
@@ -60,6 +61,29 @@ def test_probe_names_the_layer_that_needs_values() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1 cannot take \(int64\[2, 6\]\), or its shapes depend on values"):
         probe(LayeredModel((nn.Identity, Branches), mean), TOKENS, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (None, "NoneType"),
+        ([torch.ones(2)], "list"),
+        ({"x": torch.ones(2)}, "dict"),
+        ((torch.ones(2), None), r"a tuple of \(Tensor, NoneType\)"),
+        ((), r"a tuple of \(\)"),
+    ],
+)
+def test_layer_that_returns_no_tensors_is_named(returned: object, kind: str) -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return returned
+
+    message = rf"^layer 1 \(Wrong\) returned {kind}; a layer must return a tensor or a tuple of tensors"
+    with pytest.raises(ConfigError, match=message):
+        probe(LayeredModel((nn.Identity, Wrong), mean), TOKENS, seed=0)
+    stage = Stage(0, {1: Wrong()}, num_microbatches=1)
+    with pytest.raises(RunError, match=message):
+        stage.forward(0, (torch.ones(2),))
 
 
 def test_layers_are_measured_as_they_will_run() -> None:

@@ -465,3 +465,29 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
     stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2)
     with pytest.raises(RunError, match=r"the loss is of shape \[3, 2\]; it must be a scalar"):
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
+
+
+def test_loss_that_is_no_tensor_is_refused() -> None:
+    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item())
+    with pytest.raises(RunError, match="the model's loss function returned float; it must return a scalar tensor"):
+        stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layer", [0, 1], ids=["first", "after others"])
+def test_loss_from_which_nothing_learns_is_refused(layer: int, recompute: str) -> None:
+    """It would train to the end, and all parameters would stay as they were."""
+    own = nn.Identity() if layer else nn.Linear(2, 2)
+    stage = Stage(0, {layer: own}, num_microbatches=1, loss=lambda x, targets: x.mean().detach(), recompute=recompute)
+    with pytest.raises(RunError, match="the loss has no gradient, so that nothing would learn"):
+        forth_and_back(stage)
+
+
+def test_loss_of_a_model_that_is_frozen_needs_no_gradient() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    forth_and_back(Stage(0, {0: frozen}, num_microbatches=1, loss=lambda x, targets: x.mean()))
+
+
+def forth_and_back(stage: Stage) -> None:
+    stage.forward(0, (torch.ones(3, 2),), torch.ones(3))
+    stage.backward(0, ())

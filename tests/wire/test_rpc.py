@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -45,13 +47,51 @@ def test_two_servers_cannot_share_a_port(port) -> None:
         serve([], "127.0.0.1", port, Security(), 1)
 
 
-def test_security_loads_the_files_it_is_given(tmp_path: Path) -> None:
-    for name in ("cert", "key", "ca"):
-        (tmp_path / name).write_bytes(name.encode())
-    loaded = Security.load("token", *(str(tmp_path / name) for name in ("cert", "key", "ca")))
-    assert loaded == Security("token", b"cert", b"key", b"ca")
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[[Security], list[str]]:
+    """`stored(security)`: the paths of certificate, key and authority in files."""
+
+    def write(security: Security) -> list[str]:
+        paths = [tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem")]
+        for path, content in zip(paths, (security.cert, security.key, security.ca), strict=True):
+            path.write_bytes(content or b"")
+        return list(map(str, paths))
+
+    return write
+
+
+def test_security_loads_the_files_it_is_given(authority, stored) -> None:
+    made = authority().security("token")
+    loaded = Security.load("token", *stored(made))
+    assert loaded == made
     assert loaded.tls
     assert not Security.load("token", None, None, None).tls
+
+
+def test_security_names_the_pair_that_is_none(authority, stored) -> None:
+    """gRPC took it for a port in use."""
+    signer = authority()
+    pair = replace(signer.security(), key=signer.security().key)
+    with pytest.raises(JoinError, match=r"node\.tls_key .*key\.pem does not belong to node\.tls_cert .*cert\.pem"):
+        Security.load("", *stored(pair))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cert": b"no"}, r"node\.tls_key .*key\.pem cannot be used .* with node\.tls_cert .*cert\.pem"),
+        ({"ca": b"no"}, r"node\.tls_ca .*ca\.pem holds no certificate in PEM"),
+    ],
+    ids=["cert", "ca"],
+)
+def test_security_names_the_file_that_is_no_pem(authority, stored, wrong: dict[str, bytes], message: str) -> None:
+    with pytest.raises(JoinError, match=message):
+        Security.load("", *stored(replace(authority().security(), **wrong)))
+
+
+def test_security_says_that_a_certificate_has_expired(authority, stored) -> None:
+    with pytest.raises(JoinError, match=r"node\.tls_cert .*cert\.pem, or .*: certificate has expired"):
+        Security.load("", *stored(authority().security(valid_hours=-0.5)))
 
 
 def test_security_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
