@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from dpipe.engine.folder import needing_room
 from dpipe.engine.forecast import assumed_network
 from dpipe.errors import ConfigError
 from dpipe.schedule.action import Op, parse_action
@@ -88,7 +89,9 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
         "replicas": None if plan.replicas is None else _as_table(plan.replicas),
     }
-    (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
+    path = folder / "plan.json"
+    with needing_room(path):
+        path.write_text(json.dumps(table), encoding="utf-8")
 
 
 def load_plan(folder: Path) -> Plan:
@@ -196,5 +199,6 @@ def write_chrome(run: Path) -> Path:
     trace = load_trace(run)
     path = run / "trace.json"
     steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]
-    path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
+    with needing_room(path):
+        path.write_text(json.dumps(chrome_trace(steps, trace.predicted)), encoding="utf-8")
     return path

@@ -1,12 +1,22 @@
 import errno
 import fcntl
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dpipe.config import Config
-from dpipe.engine.folder import absent, logging_to, open_folder, opened, save_configuration, take_back
+from dpipe.engine.folder import (
+    absent,
+    keep_upload,
+    load_configuration,
+    logging_to,
+    open_folder,
+    opened,
+    save_configuration,
+    take_back,
+)
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 
 Make = Callable[..., Config]
@@ -105,3 +115,29 @@ def test_log_of_a_run_that_began_stays(deep: Config) -> None:
 def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
     start_that_fails(deep, 0, RunError("no memory left"))
     assert (Path(deep.run.folder) / "logs" / "rank-0.log").exists()
+
+
+def test_configuration_that_finds_no_room_leaves_the_one_that_is_there(tiny: Make, tmp_path: Path) -> None:
+    """A run that goes on writes it once more."""
+    save_configuration(tmp_path, tiny())
+    (tmp_path / "config.tmp").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot write .*config\.json: .*No space left on device; make room there"):
+        save_configuration(tmp_path, tiny(train__steps=5))
+    assert load_configuration(tmp_path).train.steps == tiny().train.steps
+
+
+def test_upload_that_finds_no_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-1.json").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot write .*trace/rank-1\.json: .*No space left on device"):
+        keep_upload(tmp_path, 1, "trace", b"spans")
+
+
+def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of it was a traceback on the terminal."""
+    folder = open_folder(deep, resume=False)
+    (folder / "logs" / "rank-0.log").unlink()
+    (folder / "logs" / "rank-0.log").symlink_to("/dev/full")
+    with logging_to(folder, 0):
+        logging.getLogger("dpipe").info("step 0")
+    assert capsys.readouterr() == ("", "")
