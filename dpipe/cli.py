@@ -1,5 +1,6 @@
 """The front door: each command parses, then calls one function. Torch is imported by the commands that need it."""
 
+import io
 import math
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from dpipe import __version__
-from dpipe.errors import DpipeError
+from dpipe.errors import DpipeError, RunError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +47,21 @@ class _Range(click.FloatRange):
 @click.version_option(__version__)
 def main() -> None:
     """Train large models as pipelines over slow, uneven networks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has not all characters shows the others
+
+
+def _print(text: object) -> None:
+    """What a command is asked for; raises `RunError` where it cannot be written."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        raise  # click ends the command: who reads has seen enough
+    except OSError as error:
+        from dpipe.engine.display import point_nowhere
+
+        point_nowhere(sys.stdout)
+        raise RunError(f"cannot write to standard output: {error}") from None
 
 
 def _override(command: F) -> F:
@@ -110,8 +126,9 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
       dpipe launch scripts/quickstart.toml -o train.steps=50
     """
     from dpipe.engine.build import launch_ranks
+    from dpipe.engine.display import lasting
 
-    sys.exit(launch_ranks(config, overrides, say=partial(click.echo, err=True), **flags))
+    sys.exit(launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags))
 
 
 @main.command()
@@ -127,9 +144,10 @@ def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
     Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
       dpipe serve job.toml --bind 0.0.0.0:7100
     """
+    from dpipe.engine.display import lasting
     from dpipe.engine.serving import serve_parameters
 
-    serve_parameters(config, overrides, bind, click.echo)
+    serve_parameters(config, overrides, bind, partial(click.echo, file=lasting(sys.stdout)))
 
 
 @main.command()
@@ -146,7 +164,7 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
     """
     from dpipe.engine.forecast import forecast_text
 
-    click.echo(forecast_text(config, overrides, network, as_json))
+    _print(forecast_text(config, overrides, network, as_json))
 
 
 @main.command()
@@ -172,7 +190,7 @@ def schedule(name: str, stages: int, micro_batches: int, as_csv: bool, **options
 
     plan = generate(name, stages, micro_batches, **options)  # type: ignore[arg-type]
     check(plan)
-    click.echo(to_csv(plan) if as_csv else draw(plan))
+    _print(to_csv(plan) if as_csv else draw(plan))
 
 
 @main.command()
@@ -188,7 +206,7 @@ def trace(run: str) -> None:
     """
     from dpipe.engine.trace import write_chrome
 
-    click.echo(write_chrome(Path(run)))
+    _print(write_chrome(Path(run)))
 
 
 @main.command()
@@ -213,7 +231,7 @@ def generate(run: str, prompt: str, **options: Any) -> None:
     """
     from dpipe.engine.generate import generate_text
 
-    click.echo(generate_text(Path(run), prompt, **options))
+    _print(generate_text(Path(run), prompt, **options))
 
 
 @main.command()
@@ -236,4 +254,4 @@ def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
     """
     from dpipe.baselines.bench import bench_text
 
-    click.echo(bench_text(name, as_json, tuple(hosts.split(",")) if hosts else (), rank))
+    _print(bench_text(name, as_json, tuple(hosts.split(",")) if hosts else (), rank))

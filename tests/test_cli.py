@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,25 @@ def test_temperature_that_is_none_is_refused(temperature: str) -> None:
 
 def test_wait_is_bounded_on_the_command_line_as_in_the_configuration() -> None:
     assert build({"timeouts": {"join": MAX_WAIT_S}}).timeouts.join == MAX_WAIT_S
+
+
+GPIPE = ("schedule", "gpipe", "--stages", "2", "--micro-batches", "2")
+
+
+def test_answer_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
+    with open("/dev/full", "w") as full:
+        words = (sys.executable, "-m", "dpipe", *GPIPE)
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "dpipe: cannot write to standard output: [Errno 28] No space left on device\n"
+
+
+def test_character_that_a_terminal_has_not_is_replaced() -> None:
+    """Such as one of what the model writes."""
+    code = "from dpipe import cli; cli.main.callback(); cli._print('5 \u20ac')"
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.stdout == "5 ?\n", done.stderr
 
 
 def test_simulate_answers_without_torch(tmp_path: Path) -> None:

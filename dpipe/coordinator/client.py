@@ -5,6 +5,7 @@ caller ◀── futures, callbacks ◀── _read (this class's thread)      �
 """
 
 import json
+import math
 import queue
 import re
 import threading
@@ -30,6 +31,7 @@ _OPEN = Security()
 
 _CLOCK_SAMPLES = 16
 _RETRY_S = 0.5
+_AGAIN_S = 30.0
 _SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
 _STOP_S = 5.0
 _VERDICT_S = 5.0  # above the coordinator's grace for a symptom
@@ -96,7 +98,7 @@ class Coordinator:
         """
         text = json.dumps(shared, sort_keys=True)
         join = pb.Join(protocol=PROTOCOL, rank=rank, world_size=world_size, advertised=advertised, shared=text)
-        say = _unless_repeated(on_wait)
+        say = _now_and_then(on_wait)
         deadline = time.monotonic() + join_s
         while True:
             self = cls(address, join, security, heartbeat_s, say)
@@ -297,13 +299,14 @@ def _settle(future: Future[T], result: T | None = None, *, error: Exception | No
             future.set_result(cast(T, result))
 
 
-def _unless_repeated(say: Callable[[str], None]) -> Callable[[str], None]:
-    last = ""
+def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, for what is true for a while: the same text again after `_AGAIN_S`, whatever else is said in between."""
+    said_at: dict[str, float] = {}
 
     def say_news(text: str) -> None:
-        nonlocal last
-        if text != last:
-            last = text
+        now = time.monotonic()
+        if now - said_at.get(text, -math.inf) >= _AGAIN_S:
+            said_at[text] = now
             say(text)
 
     return say_news

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.frame import METHOD, assemble, cut
 from dpipe.coordinator.meeting import SYMPTOM_GRACE_S, Meeting, Member, host_of
+from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
@@ -156,8 +157,9 @@ class CoordinatorServer:
         try:
             self._on_upload(member.rank, upload.kind, upload.payload)
         except Exception as error:
+            what = str(error) if isinstance(error, DpipeError) else repr(error)
             with self._lock:
-                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {error!r}")
+                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {what}")
         finally:
             member.heard_at = time.monotonic()
 

@@ -13,20 +13,22 @@ checkpoints as the engine writes them.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dpipe.dataparallel.layout import RowSpec, StepRule
 from dpipe.dataparallel.master import Master, State, Verdict
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, RunError
 
+REMEDY = "make room there, on the parameter server's machine"
 _STEPS_A_SNAPSHOT = 8
 _AVERAGE = re.compile(r"average-(\d{8,})\.safetensors")
 _NO_GRADIENT = torch.zeros(0)
@@ -64,8 +66,9 @@ class Journal:
 
     def leave(self, replica: int) -> None:
         """It is on the disk when this returns."""
-        (self._folder / f"left-{replica}").touch()
-        _sync(self._folder)
+        with _needing_room(self._folder):
+            (self._folder / f"left-{replica}").touch()
+            _sync(self._folder)
 
     def forget_who_left(self) -> None:
         """All have: who comes now goes on with another run."""
@@ -73,15 +76,19 @@ class Journal:
             path.unlink()
 
     def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
-        """Keep what `Master.replay` needs of a step; it is on the disk when this returns."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Keep what `Master.replay` needs of a step; it is on the disk when this returns.
+
+        Raises `RunError` where there is no room for it.
+        """
         path = self._folder / f"average-{step:08d}.safetensors"
         temporary = path.with_suffix(".tmp")
         told = {"session": self.session, "verdict": json.dumps([verdict.learning_rate, verdict.factor])}
-        save_file({"average": average if verdict.factor is not None else _NO_GRADIENT}, temporary, told)
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(self._folder)
+        with _needing_room(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file({"average": average if verdict.factor is not None else _NO_GRADIENT}, temporary, told)
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(self._folder)
         self._num_written += 1
 
     def committed(self, master: Master) -> None:
@@ -163,6 +170,15 @@ def _named(row: RowSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.T
 def _joined(row: RowSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
     parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in row.parameters]
     return torch.cat(parts) if parts else torch.zeros(0)
+
+
+@contextmanager
+def _needing_room(path: Path) -> Iterator[None]:
+    """Raises `RunError` naming what is written within, where that fails."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+        raise RunError(f"cannot write {path}: {error}; {REMEDY}") from error
 
 
 def _sync(path: Path) -> None:

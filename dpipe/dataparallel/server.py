@@ -43,7 +43,7 @@ from dpipe.dataparallel.line import (
 )
 from dpipe.dataparallel.master import Master, State, Verdict
 from dpipe.dataparallel.shelf import CallerGone, Session, Shelf
-from dpipe.errors import JoinError, NumericError, TransferError, TransferTimeout
+from dpipe.errors import JoinError, NumericError, RunError, TransferError, TransferTimeout
 from dpipe.wire.codec import codec
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import parameters_pb2 as pb
@@ -117,6 +117,12 @@ class ParameterServer:
                 stage, step = shelf.session.stage, shelf.master.step
                 steps[stage] = min(step, steps.get(stage, step))
         return steps
+
+    @property
+    def failure(self) -> RunError | None:
+        """Why a stage cannot go on here; its workers are told when they call."""
+        with self._changed:
+            return next((shelf.failure for shelf in self._shelves.values() if shelf.failure), None)
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Whether every replica of every stage has said that it is done; waits for it."""
@@ -335,6 +341,6 @@ def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
     if isinstance(error, grpc.RpcError):  # the caller broke off in the middle of what it sent
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
-    if code is grpc.StatusCode.INTERNAL:
+    if code is grpc.StatusCode.INTERNAL and not isinstance(error, RunError):
         LOG.error("a call failed", exc_info=error)
     context.abort(code, str(error) or type(error).__name__)

@@ -105,14 +105,18 @@ class Shelf:
         )
 
     @property
+    def failure(self) -> RunError | None:
+        """Why no step can be kept any more; None for what the workers are to blame for."""
+        error = self._error
+        return error if isinstance(error, RunError) and not isinstance(error, NumericError) else None
+
+    @property
     def is_left_by_all(self) -> bool:
         return len(self.left) == self.master.rule.num_replicas
 
     def close(self, why: Exception) -> None:
         """Whoever waits raises `why`. What was committed is on the disk."""
-        with self._changed:
-            self._error = self._error or why
-            self._changed.notify_all()
+        self._fail(why)
         self._thread.join(_STOP_S)
         if self._journal is not None:
             self._journal.close()
@@ -177,14 +181,17 @@ class Shelf:
                 self._do(self.master.commit)
                 if journal is not None:
                     journal.committed(self.master)
+        except NumericError as error:
+            self._fail(error)
         except Exception as error:
-            LOG.exception("%s cannot go on", self.session.what)
-            what = (
-                error if isinstance(error, NumericError) else RunError(f"cannot keep step {self.master.step}: {error}")
-            )
-            with self._changed:
-                self._error = self._error or what
-                self._changed.notify_all()
+            if not isinstance(error, RunError):
+                LOG.exception("%s cannot go on", self.session.what)
+            self._fail(RunError(f"cannot keep step {self.master.step} of {self.session.what}: {error}"))
+
+    def _fail(self, why: Exception) -> None:
+        with self._changed:
+            self._error = self._error or why
+            self._changed.notify_all()
 
     def _next_complete(self) -> bool:
         """Waits for a step to commit; false at the end."""

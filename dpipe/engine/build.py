@@ -25,7 +25,7 @@ from dpipe.engine import checkpoint
 from dpipe.engine.arithmetic import layer_flops
 from dpipe.engine.blueprint import Blueprint, draft, local_device, measure_layers
 from dpipe.engine.data import Corpus
-from dpipe.engine.display import Display
+from dpipe.engine.display import Display, lasting
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.feed import feed_of
 from dpipe.engine.folder import (
@@ -154,6 +154,7 @@ def run_rank(
     console: Console | None = None,
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
+    console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
     if config.transport.kind == "nccl":
         load_kernels_at_start()
@@ -186,7 +187,7 @@ def run_rank(
             meeting.gather("assembled", b"").wait(config.timeouts.transfer)  # none has refused: now the folder changes
             if place.rank == 0:
                 save_configuration(folder, config)
-                show = stack.enter_context(Display(console or Console(), first_step, config.train.steps)).show
+                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
                 metrics = Metrics(folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show)
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
@@ -198,7 +199,7 @@ def run_rank(
         if place.rank == 0:
             if config.run.trace_steps and trainer.next_step > first_step:
                 write_plan(blueprint, hosts, folder)
-            finish(blueprint, folder, console or Console(), stopped)
+            finish(blueprint, folder, console, stopped)
 
 
 def as_rank_0_decides(blueprint: Blueprint, meeting: Coordination) -> Blueprint:

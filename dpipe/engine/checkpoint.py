@@ -78,6 +78,7 @@ def save(
     gather: Callable[[bytes], Sequence[bytes]],
     keep: int,
     layouts: Mapping[str, Shard] = MappingProxyType({}),
+    remedy: str = "make room, or set run.checkpoint_url",
 ) -> None:
     """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and the same `state`.
 
@@ -85,10 +86,10 @@ def save(
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
-    Raises `RunError` where it cannot be written, and `NumericError` where one of `tensors` is not finite: nobody can
-    go on from such a one.
+    Raises `RunError`, which ends in the `remedy`, where it cannot be written, and `NumericError` where one of `tensors`
+    is not finite: nobody can go on from such a one.
     """
-    store, part = _Store(url), dict[str, Any]()
+    store, part = _Store(url, remedy), dict[str, Any]()
     part["bad"] = next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
     if part["bad"] is None:
         for kind, content in zip(_KINDS, (tensors, optimizer), strict=True):
@@ -152,7 +153,8 @@ def latest(url: str) -> int | None:
 class _Store:
     """The folder of a run's checkpoints, on any file system that fsspec knows."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, remedy: str = "") -> None:
+        self._remedy = remedy
         try:
             self._fs, self.root = fsspec.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -193,7 +195,7 @@ class _Store:
                 self._place(temporary, self.path(step, name))
         except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
             path = self.path(step, name.replace("{}", "*"))
-            raise RunError(f"cannot write {path}: {error}; make room, or set run.checkpoint_url") from error
+            raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
         return name, facts
 
     @contextmanager

@@ -1,10 +1,65 @@
 """What a person sees of a run on rank 0: a live line on a terminal, plain lines elsewhere."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LOG = logging.getLogger("dpipe")
+
+
+def lasting(stream: TextIO | None) -> TextIO:
+    """`stream`, for what goes on when nobody can read it any more: a terminal that was closed, `| head`, a full disk.
+
+    The first write that fails is the last, and the log says so; no write raises.
+    """
+    return cast(TextIO, _Lasting(stream))
+
+
+class _Lasting(io.TextIOBase):
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream  # None where there is none, or none any more
+        self._encoding = "utf-8" if stream is None else stream.encoding
+        self._is_terminal = stream is not None and stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """By which rich chooses what it draws boxes of."""
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, act: Callable[[TextIO], object]) -> None:
+        if (stream := self._stream) is None:
+            return
+        try:
+            act(stream)
+        except OSError as error:
+            self._stream = None
+            point_nowhere(stream)
+            LOG.warning("%s cannot be written (%s): all goes on, and nothing more is shown", stream.name, error)
+
+
+def point_nowhere(stream: TextIO) -> None:
+    """For a stream that cannot be written: what is left in its buffer, which the interpreter writes once more when it
+    ends, would make the exit code 120."""
+    with suppress(OSError):  # it is no file of the system's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class Display:

@@ -6,13 +6,15 @@ FOLDER/config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkp
 import fcntl
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from dpipe.config import Config, build
 from dpipe.engine.checkpoint import latest
-from dpipe.errors import CheckpointError, ConfigError, InputError
+from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
 
 LOG = logging.getLogger("dpipe")
 
@@ -99,9 +101,22 @@ def checkpoint_url(config: Config, folder: Path | None = None) -> str:
     return config.run.checkpoint_url or str((folder or Path(config.run.folder)) / "checkpoints")
 
 
+@contextmanager
+def needing_room(path: Path) -> Iterator[None]:
+    """Raises `RunError` naming the file, which is written within, where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error}; make room there") from None
+
+
 def save_configuration(folder: Path, config: Config) -> None:
     """What all ranks agreed on, for the commands that come back to the run; no addresses, no token."""
-    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json", exclude={"node"}), indent=1))
+    path = folder / "config.json"
+    whole = path.with_suffix(".tmp")  # a run that goes on writes it again, and must not lose it
+    with needing_room(path):
+        whole.write_text(json.dumps(config.model_dump(mode="json", exclude={"node"}), indent=1))
+        os.replace(whole, path)
 
 
 def load_configuration(folder: Path) -> Config:
@@ -118,8 +133,10 @@ def load_configuration(folder: Path) -> Config:
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
     """What a rank gives to the run, kept on rank 0's machine."""
-    (folder / kind).mkdir(parents=True, exist_ok=True)
-    (folder / kind / f"rank-{rank}.json").write_bytes(payload)
+    path = folder / kind / f"rank-{rank}.json"
+    with needing_room(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(payload)
 
 
 @contextmanager
@@ -130,7 +147,7 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     errors.setLevel(logging.WARNING if rank == 0 else logging.INFO)
     handlers: list[logging.Handler] = [errors]
     if rank == 0:
-        handlers.append(logging.FileHandler(folder / "logs" / "rank-0.log"))
+        handlers.append(_LogFile(folder / "logs" / "rank-0.log"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(message)s"))
         log.addHandler(handler)
@@ -140,4 +157,13 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     finally:
         for handler in handlers:
             log.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # of what could not be written before
+                handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Without room it goes without lines: a run ends of what it must keep, and says so once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

@@ -21,6 +21,7 @@ import torch
 from dpipe.config import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.client import Worker, reach
+from dpipe.dataparallel.journal import REMEDY
 from dpipe.dataparallel.served import ServedStages
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
@@ -29,7 +30,7 @@ from dpipe.engine.forecast import connections_of
 from dpipe.engine.join import address_toward
 from dpipe.engine.launch import environment
 from dpipe.engine.signals import stop_on_signals
-from dpipe.errors import ConfigError, InputError
+from dpipe.errors import ConfigError, InputError, RunError
 from dpipe.schedule.plan import Schedule
 from dpipe.wire.rpc import Security
 
@@ -127,7 +128,7 @@ class FolderSnapshots:
     """Checkpoints of one stage, in the engine's format."""
 
     def save(self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]) -> None:
-        checkpoint.save(str(folder), step, 0, tensors, moments, state, lambda part: [part], keep=1)
+        checkpoint.save(str(folder), step, 0, tensors, moments, state, lambda part: [part], keep=1, remedy=REMEDY)
 
     def load(self, folder: Path) -> tuple[int, Tensors, Tensors, Mapping[str, Any]] | None:
         if checkpoint.latest(str(folder)) is None:
@@ -137,7 +138,10 @@ class FolderSnapshots:
 
 
 def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, say: Callable[[str], None]) -> None:
-    """A parameter server by itself, until every worker has left it or it is asked to stop."""
+    """A parameter server by itself, until every worker has left it or it is asked to stop.
+
+    Raises `RunError` once a stage cannot go on: started again, the server goes on at the last step that it kept.
+    """
     config = load(path, overrides)
     if config.data_parallel.kind != "parameter-server":
         raise ConfigError(
@@ -155,10 +159,12 @@ def serve_parameters(path: str, overrides: tuple[str, ...], bind: str | None, sa
         try:
             kept = "".join(f"; stage {stage} is at step {step}" for stage, step in server.standing.items())
             say(f"parameter server at {host}:{server.port}, state in {folder}{kept}")
-            while not (wants_stop() or server.wait_until_left(_LOOK_S)):
+            while not (wants_stop() or server.failure or server.wait_until_left(_LOOK_S)):
                 pass
         finally:
-            server.close()
+            server.close()  # who waits for what failed has been told by then
+    if server.failure is not None:
+        raise RunError(f"{server.failure}; start it again to go on") from server.failure
     say("stopped; start it again to go on" if wants_stop() else "all workers have left")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeVar
 
+from dpipe.engine.folder import needing_room
 from dpipe.engine.forecast import assumed_network
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.schedule.action import Op, parse_action
@@ -91,7 +92,9 @@ def save_plan(folder: Path, plan: Plan) -> None:
         "hosts": [[host.ranks, host.cores] for host in plan.hosts],
         "replicas": None if plan.replicas is None else _as_table(plan.replicas),
     }
-    (folder / "plan.json").write_text(json.dumps(table), encoding="utf-8")
+    path = folder / "plan.json"
+    with needing_room(path):
+        path.write_text(json.dumps(table), encoding="utf-8")
 
 
 def load_plan(folder: Path) -> Plan:

@@ -3,9 +3,11 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from dpipe.coordinator import client
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.meeting import Meeting
 from dpipe.coordinator.server import CoordinatorServer
@@ -67,6 +69,16 @@ def test_join_waits_for_the_coordinator_to_come_up(run):
     run.at_once(lambda: run.join(0, 1, address=f"127.0.0.1:{port}", on_wait=on_wait), serve_later)
     assert len(run.ranks) == 1
     assert heard[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port} (")
+
+
+def test_what_is_waited_for_is_said_now_and_then(monkeypatch):
+    """Two reasons that took turns filled the log."""
+    now, heard = 0.0, []
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now))
+    say = client._now_and_then(lambda text: heard.append((now, text)))
+    for now in range(60):
+        say("refused" if now % 2 else "no answer")
+    assert heard == [(0, "no answer"), (1, "refused"), (30, "no answer"), (31, "refused")]
 
 
 def test_join_gives_up_naming_what_to_check(run):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from dpipe.dataparallel import journal as journal_module
 from dpipe.dataparallel.journal import Journal, recover
 from dpipe.dataparallel.layout import ParameterSpec, RowSpec, StepRule
 from dpipe.dataparallel.master import Master, State, Verdict
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, RunError
 
 ROW = RowSpec((ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)), chunk_values=16)
 
@@ -134,3 +135,19 @@ def test_step_of_another_run_is_refused(tmp_path: Path) -> None:
 def two_steps_on(master: Master) -> tuple[Verdict, torch.Tensor]:
     step(master, None)
     return master.due()
+
+
+def test_step_without_room_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started again, the server goes on behind the last step that it kept."""
+    master, kept, snapshots = begun(tmp_path)
+    step(master, kept)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module, "save_file", full)
+    with pytest.raises(RunError, match=r"cannot write .*average-00000001\S+: .*No space left .*server's machine"):
+        step(master, kept)
+    found = recover(tmp_path, snapshots)
+    assert found is not None
+    assert found[0].step == 1

@@ -16,7 +16,7 @@ from dpipe.dataparallel.layout import ParameterSpec, RowSpec, StepRule
 from dpipe.dataparallel.master import Verdict
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine.serving import FolderSnapshots
-from dpipe.errors import JoinError, NumericError, PeerLost, RunAborted, TransferError, TransferTimeout
+from dpipe.errors import JoinError, NumericError, PeerLost, RunAborted, RunError, TransferError, TransferTimeout
 from dpipe.wire.v1 import parameters_pb2 as pb
 
 ROW = RowSpec((ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)), chunk_values=16)
@@ -274,20 +274,25 @@ def test_chunk_out_of_turn_is_refused(dial: Dial, monkeypatch: pytest.MonkeyPatc
         pull(lines[0], 0)
 
 
-def test_failed_journal_ends_the_run_with_its_reason(dial: Dial, serving: ParameterServer) -> None:
+def test_failed_journal_ends_the_run_with_its_reason(
+    dial: Dial, serving: ParameterServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, in a line: the log had two tracebacks of it."""
     lines = opened(dial)
 
     class Full:
         def settle(self) -> None: ...
         def close(self) -> None: ...
         def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
-            raise OSError("No space left on device")
+            raise RunError("No space left on device")
 
     serving._shelves[0, 0]._journal = Full()  # type: ignore[assignment]
     for replica, line in enumerate(lines):
         line.push(0, outbox(replica))
-    with pytest.raises(TransferError, match="cannot keep step 0: No space left on device"):
+    with pytest.raises(TransferError, match="cannot keep step 0 of stage 0: No space left on device"):
         both(*(lambda line=line: pull(line, 0) for line in lines))
+    assert str(serving.failure) == "cannot keep step 0 of stage 0: No space left on device"
+    assert not caplog.records
 
 
 def test_traffic_tells_what_was_pushed_and_pulled(dial: Dial) -> None:

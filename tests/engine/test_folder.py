@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from dpipe.config import Config
 from dpipe.engine.build import launch_ranks
 from dpipe.engine.folder import (
     absent,
+    keep_upload,
     load_configuration,
     logging_to,
     open_folder,
@@ -130,3 +132,29 @@ def test_refused_folder_leaves_no_cache_behind(tiny: Make, tmp_path: Path, monke
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         launch_ranks("job.toml", (), num_ranks=None, resume="elsewhere", fallback=False, say=print)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "text.txt"]
+
+
+def test_configuration_that_finds_no_room_leaves_the_one_that_is_there(tiny: Make, tmp_path: Path) -> None:
+    """A run that goes on writes it once more."""
+    save_configuration(tmp_path, tiny())
+    (tmp_path / "config.tmp").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot write .*config\.json: .*No space left on device; make room there"):
+        save_configuration(tmp_path, tiny(train__steps=5))
+    assert load_configuration(tmp_path).train.steps == tiny().train.steps
+
+
+def test_upload_that_finds_no_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-1.json").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot write .*trace/rank-1\.json: .*No space left on device"):
+        keep_upload(tmp_path, 1, "trace", b"spans")
+
+
+def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of it was a traceback on the terminal."""
+    folder = open_folder(deep, resume=False)
+    (folder / "logs" / "rank-0.log").unlink()
+    (folder / "logs" / "rank-0.log").symlink_to("/dev/full")
+    with logging_to(folder, 0):
+        logging.getLogger("dpipe").info("step 0")
+    assert capsys.readouterr() == ("", "")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from dpipe.engine.metrics import Metrics, read_rows
+from dpipe.errors import RunError
 
 
 def some_metrics(folder: Path, first_step: int = 0, tensorboard: bool = False) -> Metrics:
@@ -52,3 +53,39 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     log.Reload()
     assert log.Tags()["scalars"] == ["loss", "mb_per_s/0->1"]
     assert [(e.step, e.value) for e in log.Scalars("loss")] == [(7, 2.5)]
+
+
+def test_row_that_finds_no_room_ends_the_run_with_one_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing tried to write it once more, and raised in the place of the reason."""
+    metrics = some_metrics(tmp_path)
+    metrics.close()
+    with open("/dev/full", "a") as full:
+        monkeypatch.setattr(metrics, "_file", full)
+        with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: .*No space left .*; make room there"):
+            metrics.write({"step": 0, "loss": 2.5})
+        metrics.close()
+
+
+def test_tensorboard_without_room_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its numbers are in the rows."""
+    metrics = some_metrics(tmp_path, tensorboard=True)
+    assert metrics._board is not None
+    metrics._board.close()
+    with open("/dev/full", "wb") as full:
+        monkeypatch.setattr(metrics._board, "_file", full)
+        for step in range(3):
+            metrics.write({"step": step, "loss": 2.5})
+        metrics.close()
+    assert len(read_rows(tmp_path)) == 3
+    assert len(caplog.records) == 1
+    assert "No space left on device; the run goes on without it" in caplog.text
+
+
+def test_tensorboard_that_cannot_begin_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("a file of that name")
+    metrics = some_metrics(tmp_path, tensorboard=True)
+    metrics.write({"step": 0, "loss": 2.5})
+    metrics.close()
+    assert "the run goes on without it" in caplog.text

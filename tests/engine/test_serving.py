@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch
 import dpipe
 from dpipe.config import Config
 from dpipe.dataparallel.client import ParameterLine
+from dpipe.dataparallel.journal import Journal
+from dpipe.dataparallel.master import Verdict
 from dpipe.dataparallel.served import _Column
 from dpipe.dataparallel.server import ParameterServer
 from dpipe.engine import checkpoint
@@ -404,6 +408,40 @@ def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(SERVED)
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
+
+
+def fail(error: Exception, *_: object) -> None:
+    raise error
+
+
+def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
+    served: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed up, unable to go on."""
+    plain = Journal.write
+
+    def write(journal: Journal, step: int, verdict: Verdict, average: torch.Tensor) -> None:
+        if step == 2:
+            monkeypatch.setattr("dpipe.dataparallel.journal.save_file", partial(fail, OSError(28, "No space left")))
+        plain(journal, step, verdict, average)
+
+    monkeypatch.setattr(Journal, "write", write)
+    (tmp_path / "job.toml").write_text(f"[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'")
+    bind = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(serve_parameters, str(tmp_path / "job.toml"), (), bind, lambda line: None)
+        errors = run_ranks(served(2, data_parallel__address=(bind,), train__steps=10))
+        reason = r"step 2 of stage 0: cannot write \S+kept/server/stage-0/\S+: .*No space left; make room there"
+        with pytest.raises(RunError, match=reason):
+            server.result(30)
+    assert any(re.search(reason, str(error)) for error in errors)
+
+
+def test_snapshot_without_room_is_not_said_to_fit_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.checkpoint_url does not move it."""
+    monkeypatch.setattr(checkpoint, "save_file", partial(fail, OSError(28, "No space left")))
+    with pytest.raises(RunError, match=r"No space left; make room there, on the parameter server's machine$"):
+        FolderSnapshots().save(tmp_path, 8, {"w": torch.zeros(1)}, {}, {})
 
 
 def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
