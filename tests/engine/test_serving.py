@@ -426,7 +426,7 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
         plain(journal, step, verdict, average)
 
     monkeypatch.setattr(Journal, "write", write)
-    (tmp_path / "job.toml").write_text(f"[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'")
+    (tmp_path / "job.toml").write_text(f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'")
     bind = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(serve_parameters, str(tmp_path / "job.toml"), (), bind, lambda line: None)
