@@ -261,8 +261,10 @@ class Stage:
 
         Where there is nothing to learn, as every parameter is frozen, none is asked for.
         """
-        learners = [*inputs, *(parameter for layer in self._layers.values() for parameter in layer.parameters())]
-        if torch.is_grad_enabled() and not loss.requires_grad and any(learner.requires_grad for learner in learners):
+        if loss.requires_grad or not torch.is_grad_enabled():
+            return loss
+        parameters = (parameter for layer in self._layers.values() for parameter in layer.parameters())
+        if any(learner.requires_grad for learner in (*inputs, *parameters)):
             raise RunError(
                 "the loss has no gradient, so that nothing would learn: let the last layers and the model's loss "
                 "function go without .detach(), .item() and torch.no_grad()"
