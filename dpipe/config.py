@@ -211,6 +211,8 @@ class Config(Section):
             self._check_tensor_parallel()
         elif self.replay.exchanges:
             raise ValueError("replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or drop them")
+        if self.model.layers == "replay" and self.pipeline.split != "estimated":
+            raise ValueError("pipeline.split is of layers, and a replayed stage has none: leave it out")
         if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '

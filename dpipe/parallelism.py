@@ -106,6 +106,11 @@ class DataParallel(Section):
             )
         if self.kind == "local-sgd" and self.delay:
             raise ValueError('data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead')
+        if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
+            raise ValueError(
+                'data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "local-sgd", not '
+                f"{self.kind!r}: leave them out"
+            )
         if self.fragments > self.inner_steps:
             raise ValueError(
                 f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "

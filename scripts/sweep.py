@@ -150,6 +150,7 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
                 cell = Cell(runs.engine, schedule, wire, network, seen, path, (*given, *laid_out), sweep, runs.label)
                 network.check(cell.config.world_size)
                 check_engine(runs.engine, cell.config)
+                check_rounds(cell.config)
                 yield cell
 
 
@@ -236,6 +237,16 @@ def usual(seconds: list[float], config: Config) -> float:
     if agreement.kind != "local-sgd" or agreement.replicas == 1:
         return median(seconds)
     return mean(seconds[steps % agreement.inner_steps :])
+
+
+def check_rounds(config: Config) -> None:
+    """Raises `ConfigError` where replicas would not agree once in the steps that are counted, all but the first."""
+    agreement, counted = config.data_parallel, config.train.steps - 1
+    if agreement.kind == "local-sgd" and agreement.replicas > 1 and counted < agreement.inner_steps:
+        raise ConfigError(
+            f"train.steps {config.train.steps} hold no round of data_parallel.inner_steps {agreement.inner_steps} "
+            "behind the first step; take more of the one or fewer of the other"
+        )
 
 
 def difference_of_losses(cell: Cell, at: Venue) -> float | None:

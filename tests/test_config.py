@@ -56,6 +56,8 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ({"tensor_parallel": {"sequence_parallel": True}}, "sequence_parallel needs tensor_parallel.size 2"),
         ({"tensor_parallel": {"size": 2}, "model": {"layers": "my.model:layers"}}, "model.layers is 'my.model:layers'"),
         ({"model": {"layers": "replay"}, "node": {"device": "cuda"}}, 'moves host memory: set node.device = "cpu"'),
+        ({"model": {"layers": "replay"}, "pipeline": {"split": "measured"}}, "a replayed stage has none: leave it out"),
+        ({"data_parallel": {"fragments": 2}}, "go with data_parallel.kind \"local-sgd\", not 'none': leave them out"),
         ({"replay": {"exchanges": 2}}, "replay.exchanges are among the ranks of a stage: set tensor_parallel.size"),
         (
             {"model": {"layers": "replay"}, "tensor_parallel": {"size": 2, "sequence_parallel": True}},

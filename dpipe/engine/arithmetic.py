@@ -1,5 +1,7 @@
 """What the layers of the configured GPT or BERT cost by formula: `stage/flops.py` for a configuration. No torch."""
 
+from typing import Any
+
 from dpipe.config import Config
 from dpipe.errors import ConfigError
 from dpipe.stage.flops import bert_layer_flops, bert_layer_parameter_bytes, gpt_layer_flops, gpt_layer_parameter_bytes
@@ -29,9 +31,14 @@ def vocabulary(tokenizer: str) -> int:
     from tokenizers import Tokenizer
 
     try:
-        return int(Tokenizer.from_file(tokenizer).get_vocab_size())
+        return size_of(Tokenizer.from_file(tokenizer))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+
+
+def size_of(tokenizer: Any) -> int:
+    """Words that a model of it needs, of a Hugging Face tokenizer: its numbers may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _sizes(config: Config) -> dict[str, int]:

@@ -150,7 +150,8 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     wire = config.pipeline.wire
     activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
     gradient = tuple(sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point) for cost in probed)
-    tied = probed[0].parameter_bytes if config.model.is_transformer and config.model.tie_embeddings else 0
+    shares = config.model.is_transformer and config.model.tie_embeddings
+    tied = vocabulary_of(config) * config.model.width * 4 if shares else 0  # a gradient, in fp32
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
     memory = layers_memory(config) if config.model.is_transformer else probed_layers(config, probed)

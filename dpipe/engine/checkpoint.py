@@ -78,6 +78,7 @@ def save(
     gather: Callable[[bytes], Sequence[bytes]],
     keep: int,
     layouts: Mapping[str, Shard] = MappingProxyType({}),
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     remedy: str = "make room, or set run.checkpoint_url",
 ) -> None:
     """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and the same `state`.
@@ -86,13 +87,13 @@ def save(
 
     `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
     newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
-    Raises `RunError`, which ends in the `remedy`, where it cannot be written, and `NumericError` where one of `tensors`
-    is not finite: nobody can go on from such a one.
+    `buffers` are saved with `tensors`. Raises `RunError`, which ends in the `remedy`, where it cannot be written, and
+    `NumericError` where one of `tensors` is not finite: nobody can go on from such a one.
     """
     store, part = _Store(url, remedy), dict[str, Any]()
     part["bad"] = next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
     if part["bad"] is None:
-        for kind, content in zip(_KINDS, (tensors, optimizer), strict=True):
+        for kind, content in zip(_KINDS, ({**tensors, **buffers}, optimizer), strict=True):
             part[kind] = _write_part(store, step, rank, kind, content)
     part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
     parts = [json.loads(payload) for payload in gather(json.dumps(part).encode())]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dpipe.engine.arithmetic import size_of
 from dpipe.errors import DataError
 
 Split = Literal["train", "held_out"]
@@ -67,7 +68,7 @@ class FileTokenizer:
             raise DataError(f'data.tokenizer {path} does not exist; give a tokenizer.json, or "bytes"') from None
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"data.tokenizer {path} is not a Hugging Face tokenizer.json: {error}") from None
-        self.vocab_size = int(self._pieces.get_vocab_size())
+        self.vocab_size = size_of(self._pieces)
 
     def encode(self, text: str) -> list[int]:
         return list(self._pieces.encode(text, add_special_tokens=False).ids)

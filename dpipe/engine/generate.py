@@ -1,5 +1,6 @@
 """Text from a checkpoint: all layers in this process, one token at a time."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dpipe.engine.folder import checkpoint_url, load_configuration
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.stage.model import materialise, saved_buffers
 
+LOG = logging.getLogger("dpipe")
 _COLD = 1e-6  # below it the likeliest token has all of the distribution, and a quotient may leave fp32
 
 
@@ -25,6 +27,8 @@ def generate_text(run: Path, prompt: str, *, tokens: int, temperature: float, se
             f'{run} is a run of model.layers "bert", which fills in masked words and continues no text; generate from '
             'a run of "gpt"'
         )
+    if config.model.layers == "replay":
+        raise ConfigError(f"{run} is a run of replayed stages, which have learnt nothing")
     layers = load_all_layers(config, checkpoint_url(config, run), fallback=fallback)
     return _continue(config, layers, open_tokenizer(config.data.tokenizer), prompt, tokens, temperature, seed)
 
@@ -64,11 +68,21 @@ def _continue(
 def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list[nn.Module]:
     model = make_model(config)
     layers = [materialise(model, index, config.train.seed, "cpu").eval() for index in range(len(model.layers))]
-    saved = [(*layer.named_parameters(), *saved_buffers(layer)) for layer in layers]
-    named = {f"layers.{i}.{name}": tensor for i, of_layer in enumerate(saved) for name, tensor in of_layer}
-    loaded = checkpoint.load(url, named, fallback=fallback)
-    fill(named.items(), loaded)
+    parameters = {f"layers.{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    buffers = {f"layers.{i}.{name}": b for i, layer in enumerate(layers) for name, b in saved_buffers(layer)}
+    loaded = checkpoint.load(url, lambda name: name in parameters or name in buffers, fallback=fallback)
+    fill(parameters.items(), loaded)
+    fill_buffers(buffers.items(), loaded)
     return layers
+
+
+def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
+    """As `fill`. One that the checkpoint has not stays as the layer made it, and the log says so: it is made later, or
+    the checkpoint is older than dpipe's saving of buffers."""
+    found = dict(named)
+    if absent := sorted(found.keys() - loaded.tensors.keys()):
+        LOG.warning("the checkpoint holds no %s: they are as the layers make them", ", ".join(absent))
+    fill(((name, buffer) for name, buffer in found.items() if name in loaded.tensors), loaded)
 
 
 @torch.no_grad()

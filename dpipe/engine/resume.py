@@ -7,7 +7,7 @@ from dpipe.coordinator.base import Coordination
 from dpipe.engine import checkpoint
 from dpipe.engine.blueprint import Blueprint
 from dpipe.engine.folder import checkpoint_url
-from dpipe.engine.generate import fill
+from dpipe.engine.generate import fill, fill_buffers
 from dpipe.engine.replicas import Seat, seat
 from dpipe.engine.shards import take_parts
 from dpipe.engine.update import Update
@@ -60,5 +60,6 @@ def restore(
     for tensors in (start.tensors, start.optimizer):
         take_parts(tensors, stages, here)
     for stage in stages.values():
-        fill((*stage.named_parameters(), *stage.named_buffers()), start)
+        fill(stage.named_parameters(), start)
+        fill_buffers(stage.named_buffers(), start)
     update.restore(start.state, start.optimizer)

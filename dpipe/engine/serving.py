@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,19 @@ def _state_folder(config: Config, host: str, port: int) -> Path:
 def _state_held(folder: Path) -> Iterator[None]:
     """Two servers would remove each other's steps. What was made for one that cannot start is removed again."""
     made, lock = absent(folder), folder / "lock"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; set another run.folder") from None
     with held(lock, f"another parameter server has its state in {folder}; give this one a run.folder of its own"):
         try:
             yield
         except InputError:
-            lock.unlink()
+            lock.unlink(missing_ok=True)
             for path in made:
-                path.rmdir()
+                with suppress(OSError):  # another server is in it
+                    path.rmdir()
             raise
 
 

@@ -23,9 +23,8 @@ Stages = Mapping[int, Stage | ReplayStage]
 _RANGE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
 
-def whole_tensors(stages: Stages, here: Seat) -> dict[str, torch.Tensor]:
-    """This rank's share of the parameters, whole, and of the buffers that go with them. All ranks of its replica that
-    hold the stages together call it."""
+def whole_parameters(stages: Stages, here: Seat) -> dict[str, torch.Tensor]:
+    """This rank's share of the parameters, whole. All ranks of its replica that hold the stages together call it."""
     found: dict[str, torch.Tensor] = {}
     for stage in stages.values():
         split = _split_of(stage)
@@ -33,9 +32,14 @@ def whole_tensors(stages: Stages, here: Seat) -> dict[str, torch.Tensor]:
             whole = parameter.detach() if split is None else split.whole(name, parameter.detach())
             if place % here.tensor_size == here.tensor_rank:
                 found[name] = whole
-        if here.tensor_rank == 0:  # a copy, because layers may share one
-            found |= {name: buffer.detach().clone() for name, buffer in stage.named_buffers()}
     return found
+
+
+def first_buffers(stages: Stages, here: Seat) -> dict[str, torch.Tensor]:
+    """Those that a checkpoint has, on the one rank that writes them; copies, because layers may share one."""
+    if here.replica or here.tensor_rank:
+        return {}
+    return {name: buffer.detach().clone() for stage in stages.values() for name, buffer in stage.named_buffers()}
 
 
 def as_slices(

@@ -22,7 +22,7 @@ from dpipe.engine.feed import Feed
 from dpipe.engine.metrics import Metrics
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.replicas import Seat
-from dpipe.engine.shards import as_slices, whole_tensors
+from dpipe.engine.shards import as_slices, first_buffers, whole_parameters
 from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
 from dpipe.schedule.action import Action, Op
@@ -214,18 +214,19 @@ class Trainer:
         if job.checkpoint_url is None:
             return
         numbers, moments = job.update.state()
-        tensors = whole_tensors(job.stages, job.here) if job.here.replica == 0 else {}
+        parameters = whole_parameters(job.stages, job.here) if job.here.replica == 0 else {}
         moments, layouts = as_slices(job.stages, moments, job.here)
         checkpoint.save(
             job.checkpoint_url,
             step,
             job.here.rank,
-            tensors,
+            parameters,
             moments,
             {**numbers, "configuration": job.configuration},
             lambda payload: job.meeting.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
             job.run.keep,
             layouts,
+            first_buffers(job.stages, job.here),
         )
         LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
 

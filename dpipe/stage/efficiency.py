@@ -44,7 +44,12 @@ PEAKS = (
 
 
 def peak_of(device_name: str) -> Peak | None:
-    """The peak of what a driver calls `device_name`, such as "NVIDIA A100-SXM4-40GB"; None for one not in the table."""
+    """The peak of what a driver calls `device_name`, such as "NVIDIA A100-SXM4-40GB".
+
+    None for one that is not in the table, and for a slice of one (MIG).
+    """
+    if " MIG " in device_name:
+        return None
     return next((peak for peak in PEAKS if peak.name.lower() in device_name.lower()), None)
 
 

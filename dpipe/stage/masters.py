@@ -25,7 +25,7 @@ class Masters:
         self._working: list[torch.Tensor] = [parameter for layer in layers.values() for parameter in layer.parameters()]
         self._masters: list[torch.Tensor] = [master for named in self.named.values() for _, master in named]
         for layer in layers.values():
-            layer.to(dtype)
+            in_precision(layer, dtype)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -48,6 +48,12 @@ class Masters:
         """Drop gradients that were not collected."""
         for working in self._working:
             working.grad = None
+
+
+def in_precision(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`layer`, its real numbers as `dtype`, in place. `to` would take complex buffers' imaginary parts away."""
+    layer._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return layer
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -46,7 +46,8 @@ class LayeredModel:
 def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:
     """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU.
 
-    Parameters become contiguous where they are not: a transposed one, or one in another memory format.
+    Parameters and buffers become contiguous where they are not: one that is transposed, expanded or in another memory
+    format.
     """
     with seeded("layer", seed, layer_index):
         layer = model.layers[layer_index]()
@@ -54,8 +55,9 @@ def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.
         first = materialise(model, 0, seed, "cpu")
         with torch.no_grad():
             layer.get_parameter(model.tied[1]).copy_(first.get_parameter(model.tied[0]))
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.contiguous()  # replicas own runs of a parameter's elements, in its memory
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        # Replicas own runs of a parameter's elements, in its memory; an expanded buffer could not be filled.
+        tensor.data = tensor.data.contiguous()
     return layer.to(device)
 
 

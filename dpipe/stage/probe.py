@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpipe.errors import ConfigError, RunError
+from dpipe.stage.masters import in_precision
 from dpipe.stage.model import LayeredModel, given_by, materialise
 from dpipe.stage.recompute import attention_cores
 from dpipe.stage.seeding import seeded
@@ -48,7 +49,7 @@ def probe(
     costs = []
     for index in range(len(model.layers)):
         try:
-            layer = _without_memory(model, index, seed).to(dtype)
+            layer = in_precision(_without_memory(model, index, seed), dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 outputs = given_by(index, layer, layer(*tensors))
             kept = _kept_bytes(layer, tensors)

@@ -121,8 +121,14 @@ class Stage:
             else:
                 inputs = self._leaves(index, inputs)
                 passes.append(_Pass(run, inputs, None))
+            before = _buffers_of(self._layers[index])
             with torch.set_grad_enabled(self._keeps_graph):
                 inputs = run(inputs)
+            if not self._keeps_graph and _buffers_of(self._layers[index]) != before:
+                raise RunError(
+                    f"layer {index} ({type(self._layers[index]).__name__}) changes its buffers as it runs, and is run "
+                    'twice with pipeline.recompute = "full": set it to "none", or let the layer keep its buffers'
+                )
             passes[-1].outputs = inputs if self._keeps_graph else None
         self._passes[microbatch] = passes
         return tuple(output.detach() for output in inputs)
@@ -322,6 +328,11 @@ def _scalar(loss: object) -> torch.Tensor:
             "model's loss function with .mean()"
         )
     return loss.float()
+
+
+def _buffers_of(layer: nn.Module) -> list[tuple[int, int]]:
+    """Which they are, and how often each has been written to."""
+    return [(id(buffer), buffer._version) for buffer in layer.buffers()]
 
 
 def _learn_as_one(tensors: Tensors) -> bool:

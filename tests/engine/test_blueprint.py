@@ -35,6 +35,13 @@ def test_place_for_checkpoints_that_cannot_be_used_is_refused_before_the_run(
         draft(tiny(run__checkpoint_url=url.format(tmp_path)))
 
 
+def test_tied_exchange_is_that_of_the_words_whoever_measures(tiny: Callable[..., Config]) -> None:
+    """Not of the positions too, which lie in the same layer."""
+    config = tiny(model__tie_embeddings=True, pipeline__stages=2)
+    measured, estimated = (draft(config, layer_s=seconds).forecast.cost for seconds in ((1.0,) * 4, None))
+    assert measured.tied_bytes == estimated.tied_bytes == 256 * config.model.width * 4
+
+
 def test_users_layers_in_half_precision_have_masters(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

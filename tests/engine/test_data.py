@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dpipe.engine import data
+from dpipe.engine.arithmetic import vocabulary
 from dpipe.engine.data import Corpus, find_files, open_tokenizer, prepare
 from dpipe.errors import DataError
 
@@ -133,6 +134,15 @@ def test_long_text_is_tokenised_in_pieces_that_lose_nothing(monkeypatch: pytest.
     write("text.txt", lines)
     text = corpus(held_out=0.2)
     assert text.decode(text.tokens.tolist()) == lines
+
+
+def test_vocabulary_is_as_large_as_its_largest_number() -> None:
+    """Numbers may have gaps, and the model needs a row for each."""
+    write("text.txt", "a b " * 50)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 500}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save("gaps.json")
+    assert corpus(tokenizer="gaps.json").vocab_size == vocabulary("gaps.json") == 501
 
 
 def test_wide_vocabulary_takes_wide_tokens() -> None:

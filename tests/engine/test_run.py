@@ -25,9 +25,10 @@ from dpipe.engine.generate import continue_ids, generate_text
 from dpipe.engine.metrics import read_rows
 from dpipe.engine.trace import load_plan, load_trace, write_chrome
 from dpipe.engine.trainer import Trainer
-from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, RunAborted
+from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, RunAborted, RunError
 from dpipe.schedule.generate import generate
 from dpipe.schedule.plan import Schedule
+from dpipe.stage.stage import Stage
 from dpipe.timeline.span import Lane
 
 Make = Callable[..., Config]
@@ -434,6 +435,54 @@ def test_running_means_go_on_where_they_were(
     losses(part.with_(train__steps=2))
     losses(part, resume=True)
     assert held_out(part)[-1] == held_out(whole)[-1]
+
+
+BUFFERS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("ones", torch.ones(1, 4).expand(4, 4))
+        self.register_buffer("turns", torch.full((4,), 1j))
+
+def layers():
+    def loss(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return [nn.Embedding(256, 8), Masked(), nn.Linear(8, 256)], loss
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_of_any_values_are_saved_and_filled(
+    precision: str, tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of infinities, a view of one row four times, complex numbers; of an older checkpoint there are none."""
+    (tmp_path / "buffer_layers.py").write_text(BUFFERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny(model__layers="buffer_layers:layers", train__precision=precision, train__parameters=precision)
+    losses(config)
+    kept = checkpoint.load(checkpoint_url(config), lambda name: True).tensors
+    assert kept["layers.1.turns"].tolist() == [1j] * 4
+    losses(config.with_(train__steps=4), resume=True)
+    monkeypatch.setattr(Stage, "named_buffers", lambda stage: iter([]))
+    losses(config.with_(train__steps=5), resume=True)
+    monkeypatch.undo()
+    losses(config.with_(train__steps=6), resume=True)
+
+
+def test_buffers_that_change_are_refused_where_layers_run_twice(
+    tiny: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "averaging_twice.py").write_text(AVERAGING)
+    monkeypatch.syspath_prepend(tmp_path)
+    (error,) = run_ranks(tiny(model__layers="averaging_twice:layers", pipeline__recompute="full"))
+    assert isinstance(error, RunError)
+    assert "layer 1 (Averages) changes its buffers as it runs" in str(error)
 
 
 def held_out(config: Config) -> list[float]:

@@ -390,6 +390,13 @@ def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_folder_that_cannot_be_made_for_a_server_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SERVED)
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'job.toml'))}",)
+    with pytest.raises(ConfigError, match=r"job\.toml/server cannot be written"):
+        serve_parameters(str(tmp_path / "job.toml"), overrides, "127.0.0.1:0", print)
+
+
 def test_serve_needs_an_address(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(SERVED)
     with pytest.raises(ConfigError, match="no address to listen on"):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from dpipe.config import build
 from dpipe.engine.launch import STOPPING
+from dpipe.errors import ConfigError
 from dpipe.topology import Link, Network, load_network
 
 CONFIG = """
@@ -85,6 +87,13 @@ def bench(script, tmp_path, monkeypatch) -> Bench:
 
 
 ALL = ["near dpipe gpipe fp32", "near dpipe 1f1b fp32", "far dpipe gpipe fp32", "far dpipe 1f1b fp32"]
+
+
+def test_cell_without_a_round_of_local_sgd_is_refused(bench):
+    """It was measured, and then its mean was of nothing."""
+    local = {"kind": "local-sgd", "replicas": 2, "inner_steps": 10}
+    with pytest.raises(ConfigError, match="train.steps 10 hold no round of data_parallel.inner_steps 10"):
+        bench.sweep.check_rounds(build({"data_parallel": local, "train": {"steps": 10}}))
 
 
 def test_sweep_measures_every_cell_once(bench):
