@@ -3,7 +3,7 @@
 Everything that can be wrong with what the user gave is found here, before anything is written.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -155,7 +155,11 @@ def layer_costs(config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[fl
     core = tuple(s * cost.core_flops / (cost.forward_flops or 1) for s, cost in zip(forward, probed, strict=True))
     parameters = tuple(cost.parameter_bytes for cost in probed)
     memory = layers_memory(config) if config.model.is_transformer else probed_layers(config, probed)
-    return LayerCosts(forward, tuple(2 * s for s in forward), activation, gradient, tied, parameters, core, memory)
+    backward = tuple(2 * s for s in forward)
+    costs = LayerCosts(forward, backward, activation, gradient, tied, parameters, core, memory)
+    if config.model.is_transformer:
+        return costs
+    return replace(costs, output_bytes=tuple(sum(spec.num_bytes for spec in cost.outputs) for cost in probed))
 
 
 def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 
 from dpipe.config import Config
 from dpipe.engine.exchange_memory import exchange_bytes, has_moments
@@ -18,14 +19,23 @@ _SUGGESTIONS = 3
 
 
 def stages_memory(
-    config: Config, layers: Sequence[LayerMemory], cut: Sequence[int], servers: Sequence[int] = ()
+    config: Config,
+    layers: Sequence[LayerMemory],
+    cut: Sequence[int],
+    servers: Sequence[int] = (),
+    output_bytes: Sequence[int] = (),
 ) -> Stages:
-    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`."""
+    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`.
+
+    `output_bytes` are what each layer gives on; by default what one of a transformer does.
+    """
     value_bytes = _FLOAT if config.train.parameters == "fp32" else _HALF
     output = config.microbatch_size * config.model.context * config.model.width * value_bytes
     if config.tensor_parallel.sequence_parallel:
         output //= config.tensor_parallel.size
-    stages = stage_memory(layers, cut, [output] * (len(cut) - 1), config.pipeline.recompute)
+    ends = [end - 1 for end in accumulate(cut)][:-1]
+    outputs = [output_bytes[end] for end in ends] if output_bytes else [output] * len(ends)
+    stages = stage_memory(layers, cut, outputs, config.pipeline.recompute)
     stages = tuple(tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages)
     held = exchange_bytes(config, [sum(layer.parameter_bytes for layer in stage) for stage in stages], servers)
     return [(replace(stage[0], exchange_bytes=size), *stage[1:]) for stage, size in zip(stages, held, strict=True)]

@@ -14,7 +14,7 @@ from dpipe.config import Config, load
 from dpipe.engine.arithmetic import layer_flops, layer_parameter_bytes, vocabulary_of
 from dpipe.engine.fit import Stages, check_fits, most_held, refuse_memory_of_replay, stages_memory
 from dpipe.engine.memory import layers_memory
-from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s, ring_us
+from dpipe.engine.tensor_cost import at_boundaries, check_vocabulary, exchange_s, only_link, ring_us
 from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
@@ -43,7 +43,8 @@ class LayerCosts:
     """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
 
     `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
-    layer holds, `exchange_.._s` what the ranks that share a layer wait for each other (defaults: none).
+    layer holds, `exchange_.._s` what the ranks that share a layer wait for each other (defaults: none). `output_bytes`
+    are what each gives on within a rank (default: as a transformer's).
     """
 
     forward_s: tuple[float, ...]
@@ -56,6 +57,7 @@ class LayerCosts:
     memory: tuple[LayerMemory, ...] = ()
     exchange_forward_s: tuple[float, ...] = ()
     exchange_backward_s: tuple[float, ...] = ()
+    output_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def forecast(
         layers = on_ranks(config, layers or transformer_costs(config))
         cut = choose_split(config, layers)
         cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
-        stages = stages_memory(config, layers.memory, cut, server_ranks(config))
+        stages = stages_memory(config, layers.memory, cut, server_ranks(config), layers.output_bytes)
     agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
@@ -322,6 +324,8 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> C
 def replay_cost(config: Config, network: Network) -> Cost:
     """Exchanges are waited for where they stand, as if nothing else left the ranks of a stage meanwhile."""
     replay, stages = config.replay, config.pipeline.stages
+    if config.tensor_parallel.size > 1:
+        only_link(network)
     exchanges_us = replay.exchanges and replay.exchanges * ring_us(config, network)
     forward, backward = (per_stage(value, stages) for value in (replay.forward_ms, replay.backward_ms))
     message = wire_bytes(config.pipeline.wire, replay.message_bytes // 4)
@@ -358,6 +362,8 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
 
 
 def as_row(found: Forecast) -> dict[str, Any]:
+    if found.timeline.duration_us <= 0:
+        raise ConfigError("no time passes in such a step: set replay.forward_ms, or a predict.gflops that there is")
     summary = summarise(found.timeline, found.schedule).as_dict()
     return {
         "network": found.network.name,

@@ -17,7 +17,7 @@ from dpipe.config import Config
 from dpipe.engine.arithmetic import vocabulary
 from dpipe.errors import ConfigError
 from dpipe.timeline.simulate import Cost
-from dpipe.topology import Network
+from dpipe.topology import Link, Network
 
 _HALF_BYTES, _FLOAT_BYTES = 2, 4
 
@@ -82,18 +82,23 @@ def at_boundaries(config: Config, cost: Cost) -> Cost:
 
 
 def ring_us(config: Config, network: Network) -> float:
-    """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`).
-
-    Raises `ConfigError` for a network of unlike links: a simulated rank stands for all that share its stage.
-    """
-    size, link = config.tensor_parallel.size, network.default
-    if network.links or link is None:
-        raise ConfigError(
-            f"replay.exchanges are predicted on a network whose links are alike, and {network.name} lists some apart; "
-            "take a profile of one delay and one bandwidth"
-        )
+    """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`). Raises as `only_link` does."""
+    size, link = config.tensor_parallel.size, only_link(network)
     part_us = config.replay.exchange_bytes / size * 8 / (link.rate_gbps(network.connections) * 1e3)
     return 2 * (size - 1) * (link.delay_us + part_us)
+
+
+def only_link(network: Network) -> Link:
+    """What every link between the hosts of replayed stages is: a simulated rank stands for all that share its stage.
+
+    Raises `ConfigError` for a network of unlike links.
+    """
+    if network.links or network.default is None:
+        raise ConfigError(
+            "replayed stages of several ranks are predicted on a network whose links are alike, and "
+            f"{network.name} lists some apart; take a profile of one delay and one bandwidth"
+        )
+    return network.default
 
 
 def _add(times_us: tuple[float, ...], more_us: list[float]) -> tuple[float, ...]:

@@ -42,6 +42,17 @@ def test_tied_exchange_is_that_of_the_words_whoever_measures(tiny: Callable[...,
     assert measured.tied_bytes == estimated.tied_bytes == 256 * config.model.width * 4
 
 
+def test_users_layers_hold_what_they_give_and_not_what_a_transformer_would(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a user's own model model.width says nothing."""
+    (tmp_path / "wide_layers.py").write_text(WITHOUT_ATTENTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"model__layers": "wide_layers:layers", "pipeline__stages": 2, "pipeline__schedule": "gpipe"}
+    narrow, wide = (draft(tiny(**own, model__width=width)).forecast.memory for width in (16, 1024))
+    assert narrow == wide
+
+
 def test_users_layers_in_half_precision_have_masters(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

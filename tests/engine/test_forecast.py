@@ -7,6 +7,7 @@ from dpipe.config import Config, build
 from dpipe.engine.arithmetic import vocabulary
 from dpipe.engine.forecast import (
     LayerCosts,
+    as_row,
     assumed_network,
     forecast,
     forecast_text,
@@ -25,6 +26,12 @@ def a_replay(**pipeline: object) -> Config:
     train = {"batch_size": 8, "num_microbatches": 8}
     replay = {"forward_ms": 10, "backward_ms": 20, "message_bytes": 1000}
     return build({"model": {"layers": "replay"}, "replay": replay, "train": train, "pipeline": pipeline})
+
+
+def test_step_in_which_no_time_passes_has_no_row() -> None:
+    still = {"model": {"layers": "replay"}, "replay": {"forward_ms": 0, "backward_ms": 0}}
+    with pytest.raises(ConfigError, match="no time passes in such a step"):
+        as_row(forecast(build(still)))
 
 
 def test_gpipe_takes_the_textbook_time() -> None:

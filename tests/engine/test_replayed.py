@@ -109,7 +109,8 @@ def test_simulation_says_so(shared, tmp_path: Path):
     assert "2 ranks a stage, each on a host of its own" in forecast_text(str(tmp_path / "job.toml"), (), None, False)
 
 
-def test_network_of_unlike_links_is_refused(shared):
+@pytest.mark.parametrize("exchanges", [1, 0])
+def test_network_of_unlike_links_is_refused(shared, exchanges):
     unlike = Network("pair", Link(1, 1), {(0, 1): Link(2, 1)})
     with pytest.raises(ConfigError, match="whose links are alike, and pair lists some apart"):
-        forecast(shared(), network=unlike)
+        forecast(shared(replay__exchanges=exchanges), network=unlike)
