@@ -51,8 +51,14 @@ class Masters:
 
 
 def in_precision(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`layer`, its real numbers as `dtype`, in place. `to` would take complex buffers' imaginary parts away."""
-    layer._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    """`layer`, its real numbers as `dtype`, in place."""
+    places = [(module, *named) for module in layer.modules() for named in module.named_buffers(recurse=False)]
+    of_complex = [place for place in places if place[2].is_complex()]
+    for module, name, _ in of_complex:
+        setattr(module, name, None)  # `to` would take the imaginary part away
+    layer.to(dtype)
+    for module, name, buffer in of_complex:
+        setattr(module, name, buffer)
     return layer
 
 

@@ -1,11 +1,14 @@
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
 
 from dpipe.baselines import rate
+from dpipe.errors import JoinError
 from dpipe.transport.base import Moved
 from dpipe.transport.tcp import TcpTransport
 
@@ -51,8 +54,17 @@ def test_stretch_of_no_time_is_one_tensor(ends: list[TcpTransport]) -> None:
 
 def test_two_ends_meet_and_the_receiver_prints_what_it_got() -> None:
     words = ["127.0.0.1", "127.0.0.2", "--seconds", "0.05", "--warm-up", "0", "--connections", "2"]
+
+    def start_sender() -> None:
+        """It may only be started when the receiver listens."""
+        for _ in range(200):
+            with suppress(JoinError):
+                rate.main(["0", *words], standalone_mode=False)
+                return
+            time.sleep(0.1)
+
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(lambda: rate.main(["0", *words], standalone_mode=False))
+        sending = pool.submit(start_sender)
         result = CliRunner().invoke(rate.main, ["1", *words])
         sending.result(30)
     assert float(result.output.split()[-1]) > 0
