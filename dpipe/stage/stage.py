@@ -121,15 +121,11 @@ class Stage:
             else:
                 inputs = self._leaves(index, inputs)
                 passes.append(_Pass(run, inputs, None))
-            before = _buffers_of(self._layers[index])
-            with torch.set_grad_enabled(self._keeps_graph):
-                inputs = run(inputs)
-            if not self._keeps_graph and _buffers_of(self._layers[index]) != before:
-                raise RunError(
-                    f"layer {index} ({type(self._layers[index]).__name__}) changes its buffers as it runs, and is run "
-                    'twice with pipeline.recompute = "full": set it to "none", or let the layer keep its buffers'
-                )
-            passes[-1].outputs = inputs if self._keeps_graph else None
+            if self._keeps_graph:
+                with torch.enable_grad():
+                    passes[-1].outputs = inputs = run(inputs)
+            else:
+                inputs = self._run_first(index, run, inputs)
         self._passes[microbatch] = passes
         return tuple(output.detach() for output in inputs)
 
@@ -232,6 +228,19 @@ class Stage:
         outputs = graph.run(graph.inputs) if graph.outputs is None else graph.outputs
         self._differentiate(microbatch, outputs, grads)
         return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
+
+    def _run_first(self, index: int, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
+        """A forward pass of a layer that backward runs again. Raises `RunError` where that would be another one."""
+        layer = self._layers[index]
+        before = _buffers_of(layer)
+        with torch.no_grad():
+            outputs = run(inputs)
+        if _buffers_of(layer) != before:
+            raise RunError(
+                f"layer {index} ({type(layer).__name__}) changes its buffers as it runs, and is run twice with "
+                'pipeline.recompute = "full": set it to "none", or let the layer keep its buffers'
+            )
+        return outputs
 
     def _refresh(self) -> None:
         if self._masters is not None and self._stale:
