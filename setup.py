@@ -13,7 +13,13 @@ def compile_protos() -> None:
     from grpc_tools import protoc
 
     sources = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
-    arguments = ["protoc", f"-I{ROOT / 'protos'}", f"--python_out={ROOT}", f"--pyi_out={ROOT}", *sources]
+    arguments = [
+        "protoc",
+        f"-I{ROOT / 'protos'}",
+        f"--python_out={ROOT}",
+        f"--pyi_out={ROOT}",
+        *sources,
+    ]
     if protoc.main(arguments) != 0:
         raise SystemExit(f"protoc failed on {', '.join(sources)}")
 

@@ -4,7 +4,7 @@ The rooms, from the ground up; arrows point down only (`tests/test_architecture.
 
     front door   cli
     comparison   baselines
-    meeting      engine        executor, recorder, trainer, checkpoint, launch
+    coordinator      engine        executor, recorder, trainer, checkpoint, launch
     specialists  timeline (when)  stage (a slice of the model)  transport (moving a tensor)
                  dataparallel (replicas agree)  coordinator (who is there)
     alphabets    schedule (what runs where in which order)  wire (bytes)
@@ -21,16 +21,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpipe.config import Config
+    from dpipe.config.load import Config
     from dpipe.errors import DpipeError
+    from dpipe.network.link import Link, Network
+    from dpipe.network.profile import load_network
     from dpipe.schedule.action import Action, Op
     from dpipe.schedule.check import check
     from dpipe.schedule.generate import generate
     from dpipe.schedule.lower import lower
-    from dpipe.schedule.plan import Schedule
-    from dpipe.timeline.simulate import Cost, simulate
+    from dpipe.schedule.schedule import Schedule
+    from dpipe.timeline.cost import Cost
+    from dpipe.timeline.simulate import simulate
     from dpipe.timeline.span import Span, Timeline
-    from dpipe.topology import Link, Network, load_network
 
 __version__ = "0.1.0"
 __all__ = [

@@ -44,7 +44,9 @@ class Streams(Protocol):
     def block(self, mark: Mark, timeout_s: float) -> None:
         """Wait on the host for the device to come to `mark`; raises `TimeoutError`. From any thread."""
 
-    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    def sending(
+        self, after: Mark, tensors: Iterable[torch.Tensor]
+    ) -> AbstractContextManager[object]:
         """What is queued inside goes on the send stream, behind `after`, and may read `tensors`, which may be freed."""
 
     def receiving(self) -> AbstractContextManager[object]:
@@ -81,7 +83,9 @@ class HostStreams:
     def block(self, mark: Mark, timeout_s: float) -> None:
         pass
 
-    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    def sending(
+        self, after: Mark, tensors: Iterable[torch.Tensor]
+    ) -> AbstractContextManager[object]:
         return _NOTHING
 
     def receiving(self) -> AbstractContextManager[object]:
@@ -166,7 +170,9 @@ class CudaStreams:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
 
-    def sending(self, after: Mark, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    def sending(
+        self, after: Mark, tensors: Iterable[torch.Tensor]
+    ) -> AbstractContextManager[object]:
         self._send.wait_event(after)
         with self.on(self._send):
             for tensor in tensors:
@@ -194,7 +200,9 @@ class CudaStreams:
         if self._tells_use:
             try:
                 return int(self._cuda.utilization(self.device))
-            except Exception as error:  # no nvidia-ml-py, or a driver that keeps it to itself: NVML's own kinds
+            except (
+                Exception
+            ) as error:  # no nvidia-ml-py, or a driver that keeps it to itself: NVML's own kinds
                 self._tells_use = False
                 LOG.warning("the use of %s is not reported: %s", self.device, error)
         return None

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dpipe.topology import Network
+from dpipe.network.link import Network
 from netem import shell
 from netem.shell import NetemError
 from netem.tc import HANDLE, Argv, clear_command, egress_commands
@@ -47,7 +47,9 @@ def clear(device: str) -> bool:
 
 
 @contextmanager
-def applied(network: Network, node: int, device: str, addresses: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
+def applied(
+    network: Network, node: int, device: str, addresses: Sequence[str] = ()
+) -> Iterator[Callable[[], None]]:
     """Shape `device` for as long as the block runs; yields a wait for Ctrl-C, SIGTERM or SIGHUP.
 
     The signals are held back from before the first command until after the last, so none can leave half behind.

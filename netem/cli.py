@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from dpipe.errors import DpipeError
-from dpipe.topology import load_network
+from dpipe.network.profile import load_network
 from netem import apply as shaping
 from netem import lab, probe
 from netem.shell import NetemError
@@ -36,15 +36,29 @@ def _addresses(_ctx: click.Context, _param: click.Parameter, value: str) -> tupl
 
 _PROFILE = click.argument("profile", type=click.Path(dir_okay=False, path_type=Path))
 _DEVICE = click.option("--device", required=True, help="The interface, such as eth0.")
-_NODE = click.option("--node", required=True, type=click.IntRange(min=0), help="This machine's number in the profile.")
+_NODE = click.option(
+    "--node",
+    required=True,
+    type=click.IntRange(min=0),
+    help="This machine's number in the profile.",
+)
 _ADDRESSES = click.option(
-    "--addresses", default="", callback=_addresses, metavar="IP,IP,...", help="Of node 0, 1, ...; where links differ."
+    "--addresses",
+    default="",
+    callback=_addresses,
+    metavar="IP,IP,...",
+    help="Of node 0, 1, ...; where links differ.",
 )
 _PORT = click.option("--port", default=probe.PORT, show_default=True)
 _INTERVAL = click.option(
-    "--interval", default=0.2, show_default=True, help="Seconds between pings; below 0.2 needs root."
+    "--interval",
+    default=0.2,
+    show_default=True,
+    help="Seconds between pings; below 0.2 needs root.",
 )
-_NAME = click.option("--name", default="lab", show_default=True, help="Which lab, where there are several.")
+_NAME = click.option(
+    "--name", default="lab", show_default=True, help="Which lab, where there are several."
+)
 
 
 @click.group(cls=_Commands)
@@ -68,7 +82,9 @@ def show(profile: Path, device: str, node: int, addresses: tuple[str, ...]) -> N
 @_DEVICE
 @_NODE
 @_ADDRESSES
-@click.option("--detach", is_flag=True, help="Return and leave the shaping on, until `netem clear`.")
+@click.option(
+    "--detach", is_flag=True, help="Return and leave the shaping on, until `netem clear`."
+)
 def apply(profile: Path, device: str, node: int, addresses: tuple[str, ...], detach: bool) -> None:
     """Shape an interface until Ctrl-C."""
     network = load_network(profile)
@@ -90,7 +106,9 @@ def clear(device: str) -> None:
 @main.command()
 @_PROFILE
 @_NODE
-@click.option("--peer", required=True, type=click.IntRange(min=0), help="The node at the other end.")
+@click.option(
+    "--peer", required=True, type=click.IntRange(min=0), help="The node at the other end."
+)
 @click.argument("address")
 @_PORT
 @_INTERVAL
@@ -99,7 +117,9 @@ def verify(profile: Path, node: int, peer: int, address: str, port: int, interva
     network = load_network(profile)
     there, back = network.link(node, peer), network.link(peer, node)
     jitter = there.jitter_ms + back.jitter_ms > 0
-    seen = probe.observe(address, there.bandwidth_gbps, jitter=jitter, port=port, interval_s=interval)
+    seen = probe.observe(
+        address, there.bandwidth_gbps, jitter=jitter, port=port, interval_s=interval
+    )
     _report(probe.compare(there, back, seen))
 
 
@@ -114,12 +134,18 @@ def answer(port: int) -> None:
 @click.argument("address")
 @_PORT
 @click.option("--gbps", default=1.0, show_default=True, help="What the link is expected to carry.")
-@click.option("--jitter", is_flag=True, help="Report the median round trip instead of the shortest.")
+@click.option(
+    "--jitter", is_flag=True, help="Report the median round trip instead of the shortest."
+)
 @click.option("--seconds", default=1.5, show_default=True, help="How long to time the transfer.")
 @_INTERVAL
-@click.option("--wait", is_flag=True, help="Print a line after the pings, and read one before the transfer.")
+@click.option(
+    "--wait", is_flag=True, help="Print a line after the pings, and read one before the transfer."
+)
 @click.option("--json", "as_json", is_flag=True)
-def probe_link(address: str, gbps: float, interval: float, wait: bool, as_json: bool, **how: Any) -> None:
+def probe_link(
+    address: str, gbps: float, interval: float, wait: bool, as_json: bool, **how: Any
+) -> None:
     """Measure the link to ADDRESS: round trip, loss and rate."""
 
     def pinged() -> None:
@@ -128,7 +154,9 @@ def probe_link(address: str, gbps: float, interval: float, wait: bool, as_json: 
             sys.stdin.readline()
 
     seen = probe.observe(address, gbps, interval_s=interval, pinged=pinged, **how)
-    for line in [json.dumps(asdict(seen))] if as_json else [f"{k} {v:.3f}" for k, v in asdict(seen).items()]:
+    for line in (
+        [json.dumps(asdict(seen))] if as_json else [f"{k} {v:.3f}" for k, v in asdict(seen).items()]
+    ):
         click.echo(line)
 
 
@@ -139,11 +167,20 @@ def lab_group() -> None:
 
 @lab_group.command("up")
 @click.option("--hosts", required=True, type=int, help="How many.")
-@click.option("--profile", type=click.Path(dir_okay=False, path_type=Path), help="Default: unshaped.")
+@click.option(
+    "--profile", type=click.Path(dir_okay=False, path_type=Path), help="Default: unshaped."
+)
 @click.option("--router", type=click.Choice(lab.ROUTERS), help="Default: what this kernel has.")
-@click.option("--sysctl", multiple=True, metavar="KEY=VALUE", help="How the hosts have their TCP; may be repeated.")
+@click.option(
+    "--sysctl",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="How the hosts have their TCP; may be repeated.",
+)
 @_NAME
-def lab_up(hosts: int, profile: Path | None, router: str | None, sysctl: tuple[str, ...], name: str) -> None:
+def lab_up(
+    hosts: int, profile: Path | None, router: str | None, sysctl: tuple[str, ...], name: str
+) -> None:
     """Make a lab."""
     _describe(lab.up(name, hosts, profile, router, sysctl))
 
@@ -180,7 +217,9 @@ def lab_verify(name: str) -> None:
     this = lab.load(name)
     network = this.network()
     if network is None:
-        raise NetemError(f"lab {name!r} is unshaped: there is nothing to hold it against; lab set PROFILE first")
+        raise NetemError(
+            f"lab {name!r} is unshaped: there is nothing to hold it against; lab set PROFILE first"
+        )
     rows = []
     for (i, j), seen in lab.observe_ring(this, network).items():
         click.echo(f"host {i} to {j}: {seen}")

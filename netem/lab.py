@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dpipe.topology import Link, Network, load_network
+from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network
 from netem import measure, shell, tc
 from netem.measure import Host
 from netem.probe import Observed
@@ -48,9 +49,13 @@ class Lab:
     octet: int  # the K of 10.K.0.0
     router_kind: str
     own_delay_ms: float = 0.0
-    carries_gbps: float = 0.0  # over a few connections, whose packets TCP coalesces up to 64 KiB, through netem
+    carries_gbps: float = (
+        0.0  # over a few connections, whose packets TCP coalesces up to 64 KiB, through netem
+    )
     carries_packets: float = 0.0  # a second, of full size; what many slow connections come down to
-    congestion_control: str = ""  # of the hosts' TCP: this kernel's own, unless `up` was given another
+    congestion_control: str = (
+        ""  # of the hosts' TCP: this kernel's own, unless `up` was given another
+    )
 
     @property
     def folder(self) -> Path:
@@ -58,7 +63,10 @@ class Lab:
 
     @property
     def hosts(self) -> list[Host]:
-        return [Host(f"dpipe-{self.name}-{i}", f"10.{self.octet}.0.{i + 1}") for i in range(self.num_hosts)]
+        return [
+            Host(f"dpipe-{self.name}-{i}", f"10.{self.octet}.0.{i + 1}")
+            for i in range(self.num_hosts)
+        ]
 
     @property
     def addresses(self) -> list[str]:
@@ -106,7 +114,9 @@ def up(
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        raise NetemError(f"lab {name!r} is up already: lab down --name {name}, or choose another --name") from None
+        raise NetemError(
+            f"lab {name!r} is up already: lab down --name {name}, or choose another --name"
+        ) from None
     try:
         lab = Lab(name, num_hosts, octet, router_kind or _kernel_router(name))
         _build(lab)
@@ -135,7 +145,9 @@ def load(name: str) -> Lab:
         return Lab(**json.loads((_folder(name) / "lab.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         if name in names():
-            raise NetemError(f"lab {name!r} never came up whole: lab down --name {name}, then up again") from None
+            raise NetemError(
+                f"lab {name!r} never came up whole: lab down --name {name}, then up again"
+            ) from None
         raise NetemError(f"no lab {name!r} is up; up are: {', '.join(names()) or 'none'}") from None
 
 
@@ -164,21 +176,31 @@ def execute(lab: Lab, host: int, command: Sequence[str]) -> None:
 
 def warnings(lab: Lab, network: Network) -> list[str]:
     """Where a profile asks more than the router was seen to do; results beyond that are the router's."""
-    links = [network.link(a, b) for a in range(lab.num_hosts) for b in range(lab.num_hosts) if a != b]
+    links = [
+        network.link(a, b) for a in range(lab.num_hosts) for b in range(lab.num_hosts) if a != b
+    ]
     found = []
     if (fastest := max(link.bandwidth_gbps for link in links)) > lab.carries_gbps:
-        found.append(f"a link asks {fastest:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all")
-    elif (together := _egress_gbps(lab, network)) > (small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9):
+        found.append(
+            f"a link asks {fastest:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all"
+        )
+    elif (together := _egress_gbps(lab, network)) > (
+        small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9
+    ):
         found.append(
             f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all, "
             f"and {small:.2g} where TCP coalesces no packets, as over many slow connections{_paced(lab)}"
         )
     if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
-        found.append(f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms")
+        found.append(
+            f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms"
+        )
     return found
 
 
-def observe_ring(lab: Lab, network: Network, seconds: float = 2.0) -> dict[tuple[int, int], Observed]:
+def observe_ring(
+    lab: Lab, network: Network, seconds: float = 2.0
+) -> dict[tuple[int, int], Observed]:
     """What each host gets to the next one while all of them send."""
     ring = {(i, (i + 1) % lab.num_hosts) for i in range(lab.num_hosts)}
     links = {(lab.hosts[i], lab.hosts[j]): network.link(i, j) for i, j in ring}
@@ -218,7 +240,9 @@ def _kernel_router(name: str) -> str:
     namespace = f"dpipe-{name}-trial"
     shell.run(["ip", "netns", "add", namespace])
     try:
-        shell.run(["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", *tc.netem(_REFERENCE)])
+        shell.run(
+            ["tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", *tc.netem(_REFERENCE)]
+        )
     except NetemError:
         return GuestRouter.kind
     finally:
@@ -281,7 +305,9 @@ def _shape(lab: Lab, network: Network | None) -> None:
     script = _batch("tc", clear, otherwise="2>/dev/null || true")  # refused where there is none
     if network is not None:
         less = _less(network, lab.own_delay_ms)
-        commands = [tc.egress_commands(less, i, device, lab.addresses) for i, device in enumerate(devices)]
+        commands = [
+            tc.egress_commands(less, i, device, lab.addresses) for i, device in enumerate(devices)
+        ]
         script += _batch("tc", [" ".join(command[1:]) for each in commands for command in each])
     lab.router.run(script)
 
@@ -307,12 +333,19 @@ def measured(lab: Lab) -> Lab:
         rates_gbps.append(measure.observe(first, second, _REFERENCE, seconds=0.5).bandwidth_gbps)
     _shape(bare, None)
     packets = measure.packets_per_second(first, second)
-    return replace(lab, own_delay_ms=max(0.0, min(delays_ms)), carries_gbps=min(rates_gbps), carries_packets=packets)
+    return replace(
+        lab,
+        own_delay_ms=max(0.0, min(delays_ms)),
+        carries_gbps=min(rates_gbps),
+        carries_packets=packets,
+    )
 
 
 def _namespaces(name: str) -> list[str]:
     listed = shell.run(["ip", "netns", "list"]).split("\n")
-    return [word for line in listed for word in line.split()[:1] if word.startswith(f"dpipe-{name}-")]
+    return [
+        word for line in listed for word in line.split()[:1] if word.startswith(f"dpipe-{name}-")
+    ]
 
 
 def _end(namespaces: Sequence[str]) -> None:
@@ -329,4 +362,8 @@ def _end(namespaces: Sequence[str]) -> None:
 
 
 def _processes(namespaces: Sequence[str]) -> set[int]:
-    return {int(pid) for namespace in namespaces for pid in shell.run(["ip", "netns", "pids", namespace]).split()}
+    return {
+        int(pid)
+        for namespace in namespaces
+        for pid in shell.run(["ip", "netns", "pids", namespace]).split()
+    }

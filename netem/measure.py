@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpipe.topology import Link
+from dpipe.network.link import Link
 from netem import probe, shell
 from netem.probe import Observed
 from netem.shell import NetemError
@@ -41,7 +41,9 @@ class Host:
 
 def delay_ms(source: Host, target: Host) -> float:
     """Half of the shortest round trip."""
-    round_trips, _ = probe.ping(target.address, count=100, interval_s=0.005, within=source.enter([]))
+    round_trips, _ = probe.ping(
+        target.address, count=100, interval_s=0.005, within=source.enter([])
+    )
     return min(round_trips) / 2
 
 
@@ -63,9 +65,16 @@ def observe_together(
 ) -> dict[tuple[Host, Host], Observed]:
     """What each link gives: its delay with the others at rest, its rate while all of them are used at once."""
     with ExitStack() as stack:
-        _each_says_a_line([stack.enter_context(host.program("answer")) for host in {target for _, target in links}])
+        _each_says_a_line(
+            [
+                stack.enter_context(host.program("answer"))
+                for host in {target for _, target in links}
+            ]
+        )
         senders = {
-            (source, target): stack.enter_context(source.program("probe", target.address, *_words(link, seconds)))
+            (source, target): stack.enter_context(
+                source.program("probe", target.address, *_words(link, seconds))
+            )
             for (source, target), link in links.items()
         }
         _each_says_a_line(senders.values())
@@ -77,7 +86,9 @@ def _each_says_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
     for process in processes:
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise NetemError(f"a probe on a host of the lab has failed: {process.communicate()[1].strip()}")
+            raise NetemError(
+                f"a probe on a host of the lab has failed: {process.communicate()[1].strip()}"
+            )
 
 
 def _words(link: Link, seconds: float) -> list[str]:

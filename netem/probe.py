@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dpipe.topology import Link
+from dpipe.network.link import Link
 from netem import shell
 from netem.shell import NetemError
 
@@ -57,7 +57,9 @@ class Row:
 
     def __str__(self) -> str:
         verdict = "ok" if self.close else "OFF"
-        return f"{self.what:<18} asked {self.asked:>9.3f}   observed {self.observed:>9.3f}   {verdict}"
+        return (
+            f"{self.what:<18} asked {self.asked:>9.3f}   observed {self.observed:>9.3f}   {verdict}"
+        )
 
 
 def compare(there: Link, back: Link, observed: Observed) -> list[Row]:
@@ -118,7 +120,9 @@ def rate_gbps(address: str, port: int, gbps: float, round_trip_ms: float, second
     try:
         for _ in range(connections):
             sockets.append(_connect(address, port, round(window)))
-        _send_until(sockets, time.monotonic() + 0.3 + 15 * round_trip_ms * 1e-3)  # a slow start's doublings
+        _send_until(
+            sockets, time.monotonic() + 0.3 + 15 * round_trip_ms * 1e-3
+        )  # a slow start's doublings
         start, before = time.monotonic(), _wire_bytes(sockets)
         _send_until(sockets, start + seconds)
         return (_wire_bytes(sockets) - before) * 8e-9 / (time.monotonic() - start)
@@ -135,7 +139,9 @@ def _connect(address: str, port: int, window_bytes: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=10)
     # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a long fat link.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    if window_bytes <= int(_MOST_TO_SET.read_text()):  # a larger one the kernel would cut; its own sizing does better
+    if window_bytes <= int(
+        _MOST_TO_SET.read_text()
+    ):  # a larger one the kernel would cut; its own sizing does better
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window_bytes)
     connection.setblocking(False)
     return connection
@@ -160,7 +166,9 @@ def _wire_bytes(sockets: Sequence[socket.socket]) -> float:
     return total
 
 
-def answer(port: int = PORT, idle_s: float = 600.0, ready: Callable[[], None] = lambda: None) -> None:
+def answer(
+    port: int = PORT, idle_s: float = 600.0, ready: Callable[[], None] = lambda: None
+) -> None:
     """Take bytes and throw them away, until nobody has come or sent for `idle_s`."""
     listener = socket.create_server(("", port), backlog=64)
     listener.setblocking(False)

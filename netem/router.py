@@ -72,11 +72,15 @@ class NamespaceRouter:
         shell.run(["ip", "netns", "add", self.namespace])
         for i, host in enumerate(hosts):
             peer = ["peer", "name", "eth0", "netns", host]
-            shell.run(["ip", "-n", self.namespace, "link", "add", f"port{i}", "type", "veth", *peer])
+            shell.run(
+                ["ip", "-n", self.namespace, "link", "add", f"port{i}", "type", "veth", *peer]
+            )
             shell.run(["ip", "-n", self.namespace, "link", "set", f"port{i}", "up"])
 
     def run(self, script: str) -> str:
-        return shell.run(["ip", "netns", "exec", self.namespace, "sh", "-ec", script], timeout_s=SCRIPT_S)
+        return shell.run(
+            ["ip", "netns", "exec", self.namespace, "sh", "-ec", script], timeout_s=SCRIPT_S
+        )
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,39 @@ class GuestRouter:
             raise NetemError(f"{MODULES} holds no sch_netem.ko; run scripts/apt-lab")
         shell.run(["ip", "netns", "add", self.namespace])
         for i in range(len(hosts)):
-            shell.run(["ip", "-n", self.namespace, "tuntap", "add", f"port{i}", "mode", "tap", "vnet_hdr"])
-            shell.run(["ip", "-n", self.namespace, "link", "set", f"port{i}", "txqueuelen", QUEUE_PACKETS, "up"])
+            shell.run(
+                ["ip", "-n", self.namespace, "tuntap", "add", f"port{i}", "mode", "tap", "vnet_hdr"]
+            )
+            shell.run(
+                [
+                    "ip",
+                    "-n",
+                    self.namespace,
+                    "link",
+                    "set",
+                    f"port{i}",
+                    "txqueuelen",
+                    QUEUE_PACKETS,
+                    "up",
+                ]
+            )
         self._boot(len(hosts))
         # The guest holds its end of a tap by a file descriptor, so the other end may move under it.
         for i, host in enumerate(hosts):
-            shell.run(["ip", "-n", self.namespace, "link", "set", f"port{i}", "netns", host, "name", "eth0"])
+            shell.run(
+                [
+                    "ip",
+                    "-n",
+                    self.namespace,
+                    "link",
+                    "set",
+                    f"port{i}",
+                    "netns",
+                    host,
+                    "name",
+                    "eth0",
+                ]
+            )
 
     def run(self, script: str) -> str:
         # A name of its own each time: hostfs in the guest may remember what an older file held.
@@ -121,13 +152,24 @@ class GuestRouter:
         init.write_text(_INIT, encoding="utf-8")
         init.chmod(0o700)
         os.mkfifo(self._pipe, 0o600)
-        kernel = ["linux.uml", "mem=512M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", f"init={init}"]
+        kernel = [
+            "linux.uml",
+            "mem=512M",
+            "rootfstype=hostfs",
+            "rootflags=/",
+            "ro",
+            "quiet",
+            f"init={init}",
+        ]
         control = [f"uml_dir={self.folder}", "umid=router", "con=null", "con0=fd:0,fd:1"]
         ports = [f"vec{i}:transport=tap,ifname=port{i},gro=1" for i in range(num_ports)]
         # The network must not wait for the programs that are tried on it: nice -20.
         enter = ["setsid", "--fork", "ip", "netns", "exec", self.namespace, "nice", "-n", "-20"]
         # Opened for both, so that the guest never reads an end of file between two scripts.
-        with open(os.open(self._pipe, os.O_RDWR), "rb") as pipe, self._console.open("wb") as console:
+        with (
+            open(os.open(self._pipe, os.O_RDWR), "rb") as pipe,
+            self._console.open("wb") as console,
+        ):
             subprocess.run(
                 [*enter, *kernel, *control, *ports],
                 stdin=pipe,
@@ -143,7 +185,9 @@ class GuestRouter:
         try:
             pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
-            raise NetemError(f"the lab's router has ended ({error}); take the lab down and up again") from None
+            raise NetemError(
+                f"the lab's router has ended ({error}); take the lab down and up again"
+            ) from None
         with open(pipe, "w", encoding="utf-8") as guest:
             guest.write(line)
 
@@ -161,4 +205,6 @@ class GuestRouter:
             num_nudges += nudge
             self._tell("\n" if nudge else "")  # it may have ended meanwhile
             time.sleep(0.02)
-        raise NetemError(f"the router has not answered within {timeout_s:g} s; its console: {self._console}")
+        raise NetemError(
+            f"the router has not answered within {timeout_s:g} s; its console: {self._console}"
+        )

@@ -9,7 +9,12 @@ from dpipe.errors import InputError
 
 WITHOUT_ROOT = "without root the `shaped` transport does the same in software"
 TIMEOUT_S = 60.0
-PACKAGES = {"tc": "iproute2", "ip": "iproute2", "ping": "iputils-ping", "linux.uml": "user-mode-linux"}
+PACKAGES = {
+    "tc": "iproute2",
+    "ip": "iproute2",
+    "ping": "iputils-ping",
+    "linux.uml": "user-mode-linux",
+}
 PACKAGES |= {"insmod": "kmod", "ethtool": "ethtool", "sysctl": "procps"}
 
 
@@ -25,14 +30,18 @@ def require_root(what: str) -> None:
 def require_programs(*programs: str) -> None:
     if missing := [program for program in programs if shutil.which(program) is None]:
         packages = " ".join(sorted({PACKAGES.get(program, program) for program in missing}))
-        raise NetemError(f"{', '.join(missing)} not found; on Debian and Ubuntu: apt-get install {packages}")
+        raise NetemError(
+            f"{', '.join(missing)} not found; on Debian and Ubuntu: apt-get install {packages}"
+        )
 
 
 def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
     """The standard output of a command. Raises `NetemError` with the command and its words if it fails."""
     require_programs(argv[0])
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         raise NetemError(f"`{' '.join(argv)}` has not ended after {timeout_s:g} s") from None
     if done.returncode != 0:

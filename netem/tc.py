@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from dpipe.errors import ProfileError
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 
 Argv = list[str]
 
@@ -27,7 +27,9 @@ _FIRST_PEER = 0x10
 _OTHERS = 0xF
 
 
-def egress_commands(network: Network, node: int, device: str, addresses: Sequence[str] = ()) -> list[Argv]:
+def egress_commands(
+    network: Network, node: int, device: str, addresses: Sequence[str] = ()
+) -> list[Argv]:
     """What shapes `device` as the interface of `node`; `addresses[i]` is the IP address of node i.
 
     Raises `ProfileError` where the node's links differ and the addresses to tell them by are not given.
@@ -36,7 +38,9 @@ def egress_commands(network: Network, node: int, device: str, addresses: Sequenc
     others = {network.default} if network.default and not addresses else set()
     links = set(peers.values()) | others
     if len(links) == 1:
-        return [["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(links.pop())]]
+        return [
+            ["tc", "qdisc", "add", "dev", device, "root", "handle", HANDLE, *netem(links.pop())]
+        ]
     if not addresses:
         raise ProfileError(
             f"profile {network.name!r} gives node {node} other links to nodes {', '.join(map(str, peers))}: "
@@ -54,7 +58,15 @@ def netem(link: Link) -> Argv:
     jitter = [f"{link.jitter_ms:g}ms"] if link.jitter_ms else []
     loss = ["loss", f"{link.loss_percent:g}%"] if link.loss_percent else []
     delay = ["delay", f"{link.delay_ms:g}ms", *jitter]
-    return ["netem", "limit", str(limit_packets(link)), *delay, *loss, "rate", _rate(link.bandwidth_gbps)]
+    return [
+        "netem",
+        "limit",
+        str(limit_packets(link)),
+        *delay,
+        *loss,
+        "rate",
+        _rate(link.bandwidth_gbps),
+    ]
 
 
 def limit_packets(link: Link) -> int:
@@ -100,26 +112,70 @@ def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link
         # The guaranteed rates add up to the interface's: htb lets a class below its own rate send unasked.
         share = egress * link.bandwidth_gbps / together
         commands.append(_htb_class(device, f"{HANDLE}1", minor, share, egress))
-        commands.append(["tc", "qdisc", "add", "dev", device, "parent", f"{HANDLE}{minor:x}", *netem(link)])
-    return commands + [_filter(device, address, _FIRST_PEER + peer) for address, (peer, _) in apart.items()]
+        commands.append(
+            ["tc", "qdisc", "add", "dev", device, "parent", f"{HANDLE}{minor:x}", *netem(link)]
+        )
+    return commands + [
+        _filter(device, address, _FIRST_PEER + peer) for address, (peer, _) in apart.items()
+    ]
 
 
 def _htb_class(device: str, parent: str, minor: int, rate_gbps: float, ceil_gbps: float) -> Argv:
     # A burst of a millisecond, and of one coalesced packet at least: what a timer that comes late must catch up with.
     burst = f"{max(65536, round(ceil_gbps * 1e9 / 8 * 1e-3))}b"
-    rates = ["rate", _rate(rate_gbps), "ceil", _rate(ceil_gbps), "burst", burst, "cburst", burst, "quantum", "60000"]
-    return ["tc", "class", "add", "dev", device, "parent", parent, "classid", f"{HANDLE}{minor:x}", "htb", *rates]
+    rates = [
+        "rate",
+        _rate(rate_gbps),
+        "ceil",
+        _rate(ceil_gbps),
+        "burst",
+        burst,
+        "cburst",
+        burst,
+        "quantum",
+        "60000",
+    ]
+    return [
+        "tc",
+        "class",
+        "add",
+        "dev",
+        device,
+        "parent",
+        parent,
+        "classid",
+        f"{HANDLE}{minor:x}",
+        "htb",
+        *rates,
+    ]
 
 
 def _filter(device: str, address: str, minor: int) -> Argv:
     try:
         version = ipaddress.ip_address(address).version
     except ValueError:
-        raise ProfileError(f"{address!r} is not an IP address; tc cannot tell peers apart by name") from None
+        raise ProfileError(
+            f"{address!r} is not an IP address; tc cannot tell peers apart by name"
+        ) from None
     # Filters of one priority share a protocol.
-    protocol, word, bits, priority = ("ip", "ip", 32, "1") if version == 4 else ("ipv6", "ip6", 128, "2")
+    protocol, word, bits, priority = (
+        ("ip", "ip", 32, "1") if version == 4 else ("ipv6", "ip6", 128, "2")
+    )
     match = ["u32", "match", word, "dst", f"{address}/{bits}", "flowid", f"{HANDLE}{minor:x}"]
-    return ["tc", "filter", "add", "dev", device, "parent", HANDLE, "protocol", protocol, "prio", priority, *match]
+    return [
+        "tc",
+        "filter",
+        "add",
+        "dev",
+        device,
+        "parent",
+        HANDLE,
+        "protocol",
+        protocol,
+        "prio",
+        priority,
+        *match,
+    ]
 
 
 def _rate(gbps: float) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHIN_A_REGION = (10.0, 2.0)  # delay_ms, bandwidth_gbps
-WORLD = "Oregon Ohio Virginia Virginia Ireland London Frankfurt Frankfurt Singapore Sydney Tokyo Seoul"
+WORLD = (
+    "Oregon Ohio Virginia Virginia Ireland London Frankfurt Frankfurt Singapore Sydney Tokyo Seoul"
+)
 SITES: dict[str, list[str]] = {
     "worldwide": WORLD.split(),
     "regional": ["Oregon"] * 4 + ["Ohio"] * 4 + ["Virginia"] * 4,
@@ -22,7 +24,10 @@ SITES: dict[str, list[str]] = {
 def published() -> dict[frozenset[str], tuple[float, float]]:
     with (ROOT / "scripts/published/aws_region_links.csv").open(encoding="utf-8") as rows:
         return {
-            frozenset((row["region_a"], row["region_b"])): (float(row["delay_ms"]), float(row["bandwidth_gbps"]))
+            frozenset((row["region_a"], row["region_b"])): (
+                float(row["delay_ms"]),
+                float(row["bandwidth_gbps"]),
+            )
             for row in csv.DictReader(rows)
         }
 

@@ -14,14 +14,16 @@ from pathlib import Path
 import click
 from tokenizers import BertWordPieceTokenizer
 
-from dpipe.engine.data import check_utf8, find_files
+from dpipe.data.corpus import check_utf8, find_files
 from dpipe.errors import DataError, DpipeError
 
 _BETWEEN_SENTENCES = re.compile(r"""(?<=[.!?])\s+(?=["'(]?[A-Z])|\n+""")
 
 
 def sentences(text: str) -> list[str]:
-    return [sentence for part in _BETWEEN_SENTENCES.split(text) if (sentence := " ".join(part.split()))]
+    return [
+        sentence for part in _BETWEEN_SENTENCES.split(text) if (sentence := " ".join(part.split()))
+    ]
 
 
 def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int, int, int]:
@@ -34,7 +36,9 @@ def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int
         raise DataError(f"no sentence in {', '.join(map(str, paths))}: name files that hold text")
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "sentences.txt"
-    text.write_text("\n\n".join("\n".join(document) for document in documents) + "\n", encoding="utf-8")
+    text.write_text(
+        "\n\n".join("\n".join(document) for document in documents) + "\n", encoding="utf-8"
+    )
     tokenizer = BertWordPieceTokenizer(lowercase=True)
     tokenizer.train(str(text), vocab_size=vocab_size, show_progress=False)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -44,9 +48,18 @@ def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True)
 @click.option(
-    "--folder", type=click.Path(file_okay=False, path_type=Path), required=True, help="Where the two files are written."
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Where the two files are written.",
 )
-@click.option("--vocab-size", type=click.IntRange(min=10), default=4096, show_default=True, help="Pieces at most.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=10),
+    default=4096,
+    show_default=True,
+    help="Pieces at most.",
+)
 def main(files: tuple[str, ...], folder: Path, vocab_size: int) -> None:
     try:
         documents, lines, pieces = write(files, folder, vocab_size)

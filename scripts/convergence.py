@@ -20,7 +20,7 @@ from table import ROOT
 from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
 from venue import Here
 
-from dpipe.config import Config, load
+from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
 
 
@@ -29,7 +29,9 @@ class Cell(BaseModel):
 
     name: str
     overrides: tuple[str, ...] = ()
-    within_percent: float | None = Field(default=None, gt=0)  # of the first cell's final held-out loss
+    within_percent: float | None = Field(
+        default=None, gt=0
+    )  # of the first cell's final held-out loss
 
 
 class Convergence(BaseModel):
@@ -90,19 +92,33 @@ def is_close(plan: Convergence, losses: dict[str, float], cell: Cell) -> bool:
 
 
 def as_markdown(plan: Convergence, losses: dict[str, float]) -> str:
-    rows: list[Sequence[str]] = [("trained with", "final held-out loss, nats", "difference", "bound"), ("---",) * 4]
+    rows: list[Sequence[str]] = [
+        ("trained with", "final held-out loss, nats", "difference", "bound"),
+        ("---",) * 4,
+    ]
     for cell in plan.cell:
         bound = "" if cell.within_percent is None else f"{cell.within_percent:g} %"
         verdict = "" if is_close(plan, losses, cell) else " MISSED"
-        rows.append((cell.name, f"{losses[cell.name]:.4f}", f"{excess(plan, losses, cell):+.2f} %", bound + verdict))
+        rows.append(
+            (
+                cell.name,
+                f"{losses[cell.name]:.4f}",
+                f"{excess(plan, losses, cell):+.2f} %",
+                bound + verdict,
+            )
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 @click.command(help=__doc__)
 @click.argument(
-    "file", type=click.Path(dir_okay=False, path_type=Path), default=ROOT / "scripts/sweeps/convergence.toml"
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=ROOT / "scripts/sweeps/convergence.toml",
 )
-@click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
+@click.option(
+    "--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl."
+)
 def main(file: Path, results: Path | None) -> None:
     try:
         plan = read_table(Convergence, file)

@@ -20,11 +20,15 @@ from trials import run_to_end
 from venue import Venue
 
 from dpipe.baselines import fsdp, megatron, torch_replay
-from dpipe.config import Config, load
+from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError
 
 Engine = Literal["dpipe", "torch", "fsdp", "megatron"]
-MOST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}  # of losses, above which an engine learns something else
+MOST_DIFFERENCE = {
+    "fp32": 1e-3,
+    "bf16": 0.05,
+    "fp16": 0.05,
+}  # of losses, above which an engine learns something else
 OF_ONE_MODEL = 1e-5  # relative, of the first loss in fp32: above it the parameters lie elsewhere, or are used otherwise
 
 
@@ -85,7 +89,9 @@ class Layout(BaseModel):
         )
 
 
-def spread(layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config) -> Iterator[tuple[str, ...]]:
+def spread(
+    layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config
+) -> Iterator[tuple[str, ...]]:
     """The overrides of each way to run `config`: each layout with each micro-batch; as it is where there is none."""
     if not layouts:
         yield ()
@@ -99,7 +105,9 @@ def gpus_needed(config: Config) -> int:
 
 def device_name(config: Config) -> str:
     """What a real run computes on."""
-    return torch.cuda.get_device_name() if gpus_needed(config) and torch.cuda.is_available() else "CPU"
+    return (
+        torch.cuda.get_device_name() if gpus_needed(config) and torch.cuda.is_available() else "CPU"
+    )
 
 
 def difference_in_training(
@@ -124,22 +132,31 @@ def trained(
 ) -> list[dict[str, Any]]:
     """The rows that a run of that engine leaves. Raises `RunError` where it fails."""
     module = command(engine, load(config_path, overrides))
-    return run_to_end(config_path, overrides, at, timeout_s=timeout_s, module=module, environ=environ(engine))
+    return run_to_end(
+        config_path, overrides, at, timeout_s=timeout_s, module=module, environ=environ(engine)
+    )
 
 
 @cache
-def _difference(engine: Engine, config_path: Path, small: tuple[str, ...], at: Venue, timeout_s: float) -> float:
+def _difference(
+    engine: Engine, config_path: Path, small: tuple[str, ...], at: Venue, timeout_s: float
+) -> float:
     config = load(config_path, small)
     both: tuple[Engine, Engine] = "dpipe", engine
     ours, theirs = (
-        [row["loss"] for row in trained(who, config_path, small, at, timeout_s) if "loss" in row] for who in both
+        [row["loss"] for row in trained(who, config_path, small, at, timeout_s) if "loss" in row]
+        for who in both
     )
     if config.train.precision == "fp32":
         apart = abs(theirs[0] / ours[0] - 1)
-        assert apart < OF_ONE_MODEL, f"of the same parameters {engine} has a first loss of {theirs[0]}, ours: {ours[0]}"
+        assert apart < OF_ONE_MODEL, (
+            f"of the same parameters {engine} has a first loss of {theirs[0]}, ours: {ours[0]}"
+        )
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     most = MOST_DIFFERENCE[config.train.precision]
-    assert difference < most, f"the losses of {engine} differ from ours by {difference}: {theirs} against {ours}"
+    assert difference < most, (
+        f"the losses of {engine} differ from ours by {difference}: {theirs} against {ours}"
+    )
     return difference
 
 

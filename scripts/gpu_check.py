@@ -114,7 +114,8 @@ def cases(tiny: bool) -> list[Case]:
         replace(MEDIUM, context=2048, microbatch_size=4),
     ]
     large = [
-        replace(m, microbatch_size=2 * m.microbatch_size, num_microbatches=m.num_microbatches // 2) for m in models
+        replace(m, microbatch_size=2 * m.microbatch_size, num_microbatches=m.num_microbatches // 2)
+        for m in models
     ]
     cut = [replace(model, stages=4, num_steps=5) for model in models]
     again = [replace(case, recompute="full", num_steps=5) for case in (*large, *cut)]
@@ -125,7 +126,9 @@ def expected_s(case: Case, peak_flops: float) -> float:
     """By arithmetic: what is run again in backward is a third more, and a plain loop runs beside a single stage."""
     again, loops = 4 / 3 if case.recompute == "full" else 1.0, 2 if case.stages == 1 else 1
     starts = 2 if case.stages > 1 or case.compiled else 1
-    return START_S * starts + case.num_steps * loops * again * case.step_flops / (LIKELY_MFU * peak_flops)
+    return START_S * starts + case.num_steps * loops * again * case.step_flops / (
+        LIKELY_MFU * peak_flops
+    )
 
 
 def measured(case: Case) -> list[dict[str, Any]]:
@@ -147,7 +150,11 @@ def in_own_process(case: Case, timeout_s: float) -> Outcome:
     theirs.close()
     assert process.pid is not None
     try:
-        return ours.recv() if ours.poll(timeout_s) else Outcome(failure=f"not done within {timeout_s:.0f} s, its share")
+        return (
+            ours.recv()
+            if ours.poll(timeout_s)
+            else Outcome(failure=f"not done within {timeout_s:.0f} s, its share")
+        )
     except EOFError:
         process.join(10)
         return Outcome(failure=f"its process ended with exit code {process.exitcode}")
@@ -163,8 +170,12 @@ def _report(case: Case, results: Connection) -> None:
     try:
         results.send(Outcome(tuple(measured(case))))
     except Exception as error:
-        last = (str(error).strip().splitlines() or [""])[-1]  # of what another process raised, its own word
-        results.send(Outcome(failure=f"{type(error).__name__}: {last}", trace=traceback.format_exc()))
+        last = (str(error).strip().splitlines() or [""])[
+            -1
+        ]  # of what another process raised, its own word
+        results.send(
+            Outcome(failure=f"{type(error).__name__}: {last}", trace=traceback.format_exc())
+        )
 
 
 def run_tests(timeout_s: float, log: Path) -> str:
@@ -174,21 +185,43 @@ def run_tests(timeout_s: float, log: Path) -> str:
     own, because an error on a GPU stays with its process.
     """
     deadline = time.monotonic() + timeout_s
-    files = [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text(encoding="utf-8")]
+    files = [
+        f
+        for f in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in f.read_text(encoding="utf-8")
+    ]
     files.sort(key=lambda file: "run" in file.stem)  # whole runs last: they take the most
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as out:
-        return "; ".join(f"{file.stem}: {run_test_file(file, deadline - time.monotonic(), out)}" for file in files)
+        return "; ".join(
+            f"{file.stem}: {run_test_file(file, deadline - time.monotonic(), out)}"
+            for file in files
+        )
 
 
 def run_test_file(file: Path, timeout_s: float, log: TextIO) -> str:
     """Warnings of another torch than the tests were written for are no failures here."""
-    argv = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-o", "filterwarnings=default", str(file)]
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-rs",
+        "-o",
+        "filterwarnings=default",
+        str(file),
+    ]
     if timeout_s <= 0:
         return "no time was left"
     try:
         done = subprocess.run(
-            argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+            argv,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as late:
         log.write((late.stdout or b"").decode(errors="replace"))
@@ -204,12 +237,20 @@ def label(case: Case) -> str:
 
 def aims(rows: list[dict[str, Any]]) -> list[str]:
     """What was to be reached, and whether it was; nothing of what was not measured."""
-    ours = [r for r in rows if r["engine"] == "dpipe" and r["stages"] == 1 and r["recompute"] == "none"]
+    ours = [
+        r for r in rows if r["engine"] == "dpipe" and r["stages"] == 1 and r["recompute"] == "none"
+    ]
     best = [r["mfu"] for r in ours if r["model"] == XL.name and r["mfu"] is not None]
     worst = [r["over plain"] for r in ours if r["over plain"] is not None]
-    lines = [f"MFU of the 1.3B model in one stage: {max(best):.1%} (aim: at least {AIM_MFU:.0%})"] if best else []
+    lines = (
+        [f"MFU of the 1.3B model in one stage: {max(best):.1%} (aim: at least {AIM_MFU:.0%})"]
+        if best
+        else []
+    )
     if worst:
-        lines.append(f"engine over a plain loop, at worst: {max(worst):.3f} (aim: at most {AIM_OVER_PLAIN:.2f})")
+        lines.append(
+            f"engine over a plain loop, at worst: {max(worst):.3f} (aim: at most {AIM_OVER_PLAIN:.2f})"
+        )
     return lines
 
 
@@ -237,10 +278,19 @@ def _cell(value: Any) -> str:
 
 
 @click.command()
-@click.option("--tiny", is_flag=True, help="A tiny model on the CPU, without the GPU tests: tries the script itself.")
-@click.option("--minutes", default=8.0, show_default=True, help="What was not measured by then is left out.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/gpu_check"), show_default=True
+    "--tiny",
+    is_flag=True,
+    help="A tiny model on the CPU, without the GPU tests: tries the script itself.",
+)
+@click.option(
+    "--minutes", default=8.0, show_default=True, help="What was not measured by then is left out."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/gpu_check"),
+    show_default=True,
 )
 def main(tiny: bool, minutes: float, out: Path) -> None:
     """Run the GPU tests and benchmarks, and write OUT/gpu_check.json and OUT/gpu_check.md."""
@@ -262,7 +312,10 @@ def main(tiny: bool, minutes: float, out: Path) -> None:
             flops = MODEST_FLOPS if peak is None else peak.flops(case.precision)
             left_s = min(left_s, PATIENCE * expected_s(case, flops))
         print(f"{label(case)}: at most {max(0.0, left_s):.0f} s", flush=True)
-        report.add(label(case), in_own_process(case, left_s) if left_s > 0 else Outcome(failure="no time was left"))
+        report.add(
+            label(case),
+            in_own_process(case, left_s) if left_s > 0 else Outcome(failure="no time was left"),
+        )
     print((out / "gpu_check.md").read_text(encoding="utf-8"))
 
 

@@ -20,7 +20,7 @@ import click
 from venue import InLab, lab_up
 
 from dpipe.errors import DpipeError, RunError
-from dpipe.topology import load_network
+from dpipe.network.profile import load_network
 from netem import shell
 from netem.measure import Host
 
@@ -40,9 +40,15 @@ def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[st
     network = load_network(profile)
     link = network.link(0, 1)
     round_trip_s = 2 * link.delay_ms * 1e-3
-    how = (1.0 + 15 * round_trip_s if warm_up_s is None else warm_up_s, _SECONDS + 50 * round_trip_s)
+    how = (
+        1.0 + 15 * round_trip_s if warm_up_s is None else warm_up_s,
+        _SECONDS + 50 * round_trip_s,
+    )
     alone = iperf3(at.lab.hosts, 1, *how)
-    turns = [[way(at.lab.hosts, link.connections, *how) for way in (iperf3, dpipe)] for _ in range(_TURNS)]
+    turns = [
+        [way(at.lab.hosts, link.connections, *how) for way in (iperf3, dpipe)]
+        for _ in range(_TURNS)
+    ]
     theirs, ours = (median(rates) for rates in zip(*turns, strict=True))
     return {
         "network": network.name,
@@ -61,16 +67,35 @@ def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[st
 def iperf3(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     with _program(hosts[1], ["iperf3", "--server", "--one-off", "--forceflush"]) as server:
         _until_it_listens(server)
-        words = ["--time", str(round(seconds)), "--omit", str(round(warm_up_s)), "--parallel", str(connections)]
-        said = shell.run(hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *words]), _START_S)
+        words = [
+            "--time",
+            str(round(seconds)),
+            "--omit",
+            str(round(warm_up_s)),
+            "--parallel",
+            str(connections),
+        ]
+        said = shell.run(
+            hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *words]), _START_S
+        )
         server.wait(_START_S)
     return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) * 1e-9
 
 
 def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     addresses = [host.address for host in hosts]
-    how = ["--connections", str(connections), "--seconds", str(seconds), "--warm-up", str(warm_up_s)]
-    argv = [[sys.executable, "-m", "dpipe.baselines.rate", str(rank), *addresses, *how] for rank in (0, 1)]
+    how = [
+        "--connections",
+        str(connections),
+        "--seconds",
+        str(seconds),
+        "--warm-up",
+        str(warm_up_s),
+    ]
+    argv = [
+        [sys.executable, "-m", "dpipe.baselines.rate", str(rank), *addresses, *how]
+        for rank in (0, 1)
+    ]
     with _program(hosts[1], argv[1]) as receiver:
         _until_it_listens(receiver)
         shell.run(hosts[0].enter(argv[0]), _START_S)
@@ -84,7 +109,9 @@ def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: fl
 def _program(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A program on a host of the lab, killed at the end of the block."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(host.enter(argv), cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(
+        host.enter(argv), cwd=ROOT, text=True, stdout=pipe, stderr=pipe
+    ) as process:
         try:
             yield process
         finally:
@@ -100,15 +127,27 @@ def _until_it_listens(process: subprocess.Popen[str]) -> None:
 
 def as_markdown(row: dict[str, Any], heads: bool) -> str:
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in ([[*row], ["---"] * len(row), cells] if heads else [cells]))
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in ([[*row], ["---"] * len(row), cells] if heads else [cells])
+    )
 
 
 @click.command(help=__doc__)
 @click.argument("profiles", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--sysctl", multiple=True, metavar="KEY=VALUE", help="How the two hosts have their TCP.")
-@click.option("--warm-up", "warm_up_s", type=float, help="Seconds before each count; default: by the link's delay.")
+@click.option(
+    "--sysctl", multiple=True, metavar="KEY=VALUE", help="How the two hosts have their TCP."
+)
+@click.option(
+    "--warm-up",
+    "warm_up_s",
+    type=float,
+    help="Seconds before each count; default: by the link's delay.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a list of rows.")
-def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], warm_up_s: float | None, as_json: bool) -> None:
+def main(
+    profiles: tuple[Path, ...], sysctl: tuple[str, ...], warm_up_s: float | None, as_json: bool
+) -> None:
     rows: list[dict[str, Any]] = []
     try:
         shell.require_programs("iperf3")
@@ -121,7 +160,9 @@ def main(profiles: tuple[Path, ...], sysctl: tuple[str, ...], warm_up_s: float |
         click.echo(f"link: {error}", err=True)
         sys.exit(error.exit_code)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    click.echo(json.dumps(rows, indent=2) if as_json else f"\nGbit/s of payload; load average {load}")
+    click.echo(
+        json.dumps(rows, indent=2) if as_json else f"\nGbit/s of payload; load average {load}"
+    )
 
 
 if __name__ == "__main__":

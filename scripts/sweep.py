@@ -37,11 +37,12 @@ from trials import append, commit_of_tree, key_of, read_table, whole_lines
 from venue import Kind, Venue, overrides, venue
 
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
-from dpipe.config import Config, load
-from dpipe.engine.forecast import forecast
+from dpipe.config.load import Config, load
+from dpipe.config.parallel import Count
 from dpipe.errors import ConfigError, DpipeError, RunError
-from dpipe.parallelism import Count
-from dpipe.topology import Link, Network, load_network
+from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network
+from dpipe.plan.forecast import forecast
 
 
 class Runs(BaseModel):
@@ -115,7 +116,9 @@ class Cell:
         """Equal for runs that would measure the same."""
         sweep, config = self.sweep, self.config
         here = (device_name(config),) if sweep.venue == "local" else ()
-        return key_of(config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network), *here)
+        return key_of(
+            config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network), *here
+        )
 
     def __str__(self) -> str:
         where = shape_of(self.config) if self.sweep.venue == "local" else self.network.name
@@ -133,7 +136,9 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
     path = ROOT / sweep.config
     base = load(path)
     if sweep.scale > 1 and base.model.layers != "replay":
-        raise ConfigError(f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it")
+        raise ConfigError(
+            f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it"
+        )
     work.mkdir(parents=True, exist_ok=True)
     for runs, network, seen in _on_networks(sweep, work):
         for schedule, wire in product(runs.schedules, runs.wires):
@@ -143,11 +148,25 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
                 *(f"replay.{key}={size}" for key, size in scaled_bytes(base, sweep.scale).items()),
                 f"pipeline.schedule={json.dumps(schedule)}",
                 f"pipeline.wire={json.dumps(WIRES[wire])}",
-                *([f"data_parallel.wire={json.dumps(WIRES[wire])}"] if base.data_parallel.replicas > 1 else []),
+                *(
+                    [f"data_parallel.wire={json.dumps(WIRES[wire])}"]
+                    if base.data_parallel.replicas > 1
+                    else []
+                ),
                 *runs.overrides,
             )
             for laid_out in spread(runs.layouts, runs.micro_batches, load(path, given)):
-                cell = Cell(runs.engine, schedule, wire, network, seen, path, (*given, *laid_out), sweep, runs.label)
+                cell = Cell(
+                    runs.engine,
+                    schedule,
+                    wire,
+                    network,
+                    seen,
+                    path,
+                    (*given, *laid_out),
+                    sweep,
+                    runs.label,
+                )
                 network.check(cell.config.world_size)
                 check_engine(runs.engine, cell.config)
                 check_rounds(cell.config)
@@ -162,7 +181,10 @@ def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path
         for profile in runs.networks or sweep.networks:
             network = load_network(ROOT / profile)
             seen = work / Path(profile).name
-            seen.write_text(as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")), encoding="utf-8")
+            seen.write_text(
+                as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")),
+                encoding="utf-8",
+            )
             yield runs, network, seen
 
 
@@ -192,7 +214,10 @@ def scaled(network: Network, scale: int, *, windows: bool) -> Network:
 def stated(network: Network) -> dict[str, Any]:
     """A network as a profile's table."""
     top = {} if network.default is None else _keys(network.default)
-    links = [{"from": source, "to": target, **_keys(link)} for (source, target), link in network.links.items()]
+    links = [
+        {"from": source, "to": target, **_keys(link)}
+        for (source, target), link in network.links.items()
+    ]
     return {"name": network.name, **top} | ({"link": links} if links else {})
 
 
@@ -203,7 +228,10 @@ def _keys(link: Link) -> dict[str, float]:
 def as_profile(network: Network) -> str:
     table = stated(network)
     links = table.pop("link", [])
-    rows = [f"    {{ {', '.join(f'{key} = {value}' for key, value in link.items())} }}," for link in links]
+    rows = [
+        f"    {{ {', '.join(f'{key} = {value}' for key, value in link.items())} }},"
+        for link in links
+    ]
     top = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     return "\n".join([*top, *(["link = [", *rows, "]"] if rows else []), ""])
 
@@ -217,7 +245,11 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
         raise RunError(f"{cell}: {error}") from None
     steps = [row for row in rows if "step_s" in row]
     seconds = [row["step_s"] for row in steps]
-    found = {"measured_s": round(usual(seconds[1:], cell.config), 3), "steps_s": seconds, "observed": observed}
+    found = {
+        "measured_s": round(usual(seconds[1:], cell.config), 3),
+        "steps_s": seconds,
+        "observed": observed,
+    }
     return found | (of_gpus(steps[-1]) if gpus_needed(cell.config) else {})
 
 
@@ -255,8 +287,12 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
         return None
     if cell.config.model.layers != "replay":
         timeout_s = cell.sweep.timeout_s
-        return difference_in_training(cell.engine, cell.config_path, cell.overrides, at, timeout_s=timeout_s)
-    known = "zero-bubble" if cell.schedule == "auto" else cell.schedule  # what "auto" finds splits the backward pass
+        return difference_in_training(
+            cell.engine, cell.config_path, cell.overrides, at, timeout_s=timeout_s
+        )
+    known = (
+        "zero-bubble" if cell.schedule == "auto" else cell.schedule
+    )  # what "auto" finds splits the backward pass
     return float(compare_pipelining(known, SMALL)["loss difference"])
 
 
@@ -264,7 +300,9 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
-    local = cell.sweep.venue == "local"  # of this machine nothing is known that could be predicted from
+    local = (
+        cell.sweep.venue == "local"
+    )  # of this machine nothing is known that could be predicted from
     link = None if cell.network.links or local else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
@@ -326,7 +364,9 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
                 continue
             line = as_line(cell, found, commit)
             append(results, line)
-            predicted = "" if line["predicted_s"] is None else f", predicted {line['predicted_s']:.2f}"
+            predicted = (
+                "" if line["predicted_s"] is None else f", predicted {line['predicted_s']:.2f}"
+            )
             click.echo(f"{line['measured_s']:.2f} s a step{predicted}")
     return failed
 
@@ -342,14 +382,20 @@ def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
             "machine that has them, or give the sweep file smaller layouts"
         )
     if len(fit) < len(missing):
-        click.echo(f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of {len(missing)} cells")
+        click.echo(
+            f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of {len(missing)} cells"
+        )
     return fit
 
 
 @click.command(help=__doc__)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl.")
-@click.option("--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop.")
+@click.option(
+    "--results", type=Path, help="The file to append to; default scripts/results/NAME.jsonl."
+)
+@click.option(
+    "--most", type=click.IntRange(min=1), help="Measure so many cells at most, then stop."
+)
 def main(file: Path, results: Path | None, most: int | None) -> None:
     try:
         sweep = read_table(Sweep, file)

@@ -28,12 +28,14 @@ from tables import measured as on_gpus
 from tables.form import as_text
 
 from dpipe.errors import ConfigError, DpipeError
+from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network, parse_network
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import NAMES, generate
-from dpipe.timeline.replicas import Replicas
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.search import search
-from dpipe.timeline.simulate import Cost, simulate
-from dpipe.topology import Link, Network, load_network, parse_network
+from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +49,11 @@ MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
 REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
-WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}  # as the table says it: as the configuration says it
+WIRES = {
+    "fp32": "none",
+    "bf16": "bf16",
+    "int8": "int8",
+}  # as the table says it: as the configuration says it
 
 # Four replicas: the published system reduces to one of them and broadcasts back, and overlaps nothing.
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
@@ -72,7 +78,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        return f"{self.engine} {self.schedule} {self.wire}" + (f" x {self.data_parallel}" if self.replicated else "")
+        return f"{self.engine} {self.schedule} {self.wire}" + (
+            f" x {self.data_parallel}" if self.replicated else ""
+        )
 
     @property
     def replicated(self) -> bool:
@@ -91,7 +99,11 @@ class Row:
     def error(self) -> float | None:
         """How far what happened is from what was predicted, in percent."""
         happened = self.published_s if self.measured_s is None else self.measured_s
-        return None if happened is None or self.predicted_s is None else (happened / self.predicted_s - 1) * 100
+        return (
+            None
+            if happened is None or self.predicted_s is None
+            else (happened / self.predicted_s - 1) * 100
+        )
 
 
 FIELDS = tuple(field.name for field in fields(Row))
@@ -140,7 +152,9 @@ def measured_network(line: dict[str, Any]) -> Network:
 
 
 def _wider(link: Link, scale: int) -> Link:
-    return link if link.window_bytes is None else replace(link, window_bytes=link.window_bytes * scale)
+    return (
+        link if link.window_bytes is None else replace(link, window_bytes=link.window_bytes * scale)
+    )
 
 
 def with_prediction(row: Row, network: Network | None = None) -> Row:
@@ -150,7 +164,9 @@ def with_prediction(row: Row, network: Network | None = None) -> Row:
     cost, replicas = cost_of(row.wire), replicas_of(row)
     local = row.engine == LOCAL_SGD_ENGINE
     if row.schedule == "auto":
-        schedule = search(NUM_STAGES, NUM_MICROBATCHES, cost, network, replicas=None if local else replicas)
+        schedule = search(
+            NUM_STAGES, NUM_MICROBATCHES, cost, network, replicas=None if local else replicas
+        )
     else:
         schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
     seconds = simulate(schedule, cost, network, replicas=replicas).duration_us / 1e6
@@ -164,7 +180,9 @@ def cost_of(wire: str) -> Cost:
     """The calibrated stages with `wire` between them and between their replicas."""
     message = wire_bytes(WIRES[wire], MESSAGE_VALUES)
     gradients = tuple(wire_bytes(WIRES[wire], size // 4) for size in PARAMETER_BYTES)
-    return replace(Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message), reduce_bytes=gradients)
+    return replace(
+        Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message), reduce_bytes=gradients
+    )
 
 
 def replicas_of(row: Row) -> Replicas | None:
@@ -192,13 +210,18 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
     Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
     """
-    lines = [line for line in lines_of(results) if line["mode"] == mode and line["delay_ms"] is not None]
+    lines = [
+        line for line in lines_of(results) if line["mode"] == mode and line["delay_ms"] is not None
+    ]
     if not lines:
         raise nothing_measured(name, mode, results)
     with ProcessPoolExecutor() as pool:
         ours = [*pool.map(row_of, lines)]
     beside = {row.data_parallel for row in ours}
-    return [*(with_prediction(row) for row in published(name) if row.data_parallel in beside), *ours]
+    return [
+        *(with_prediction(row) for row in published(name) if row.data_parallel in beside),
+        *ours,
+    ]
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
@@ -211,7 +234,9 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no row ({error}); delete it: what wrote the file measures it anew") from None
+        raise ConfigError(
+            f"{where} is no row ({error}); delete it: what wrote the file measures it anew"
+        ) from None
 
 
 def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = None) -> ConfigError:
@@ -228,7 +253,10 @@ def row_of(line: dict[str, Any]) -> Row:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     lines = [_line([*FIELDS, "error"]), _line(["---"] * (len(FIELDS) + 1))]
-    lines += [_line([*map(_cell, astuple(row)), "" if row.error is None else f"{row.error:+.1f} %"]) for row in rows]
+    lines += [
+        _line([*map(_cell, astuple(row)), "" if row.error is None else f"{row.error:+.1f} %"])
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -238,7 +266,9 @@ def as_comparison(rows: Sequence[Row]) -> str:
     networks = list(dict.fromkeys(row.network for row in rows))
     cells = {(row.network, row.label): _compared(row) for row in rows}
     lines = [_line(["network", *systems]), _line(["---"] * (len(systems) + 1))]
-    lines += [_line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks]
+    lines += [
+        _line([n.replace("\n", ", "), *(cells.get((n, s), "") for s in systems)]) for n in networks
+    ]
     return "\n".join(lines)
 
 
@@ -252,13 +282,17 @@ def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
     before, found, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ConfigError(f"{path} has no lines {begin} and {end} for the comparison to stand between")
+        raise ConfigError(
+            f"{path} has no lines {begin} and {end} for the comparison to stand between"
+        )
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def as_csv(rows: Iterable[Row]) -> str:
     lines = io.StringIO()
-    csv.writer(lines, lineterminator="\n").writerows([FIELDS, *(map(_cell, astuple(row)) for row in rows)])
+    csv.writer(lines, lineterminator="\n").writerows(
+        [FIELDS, *(map(_cell, astuple(row)) for row in rows)]
+    )
     return lines.getvalue().rstrip()
 
 
@@ -271,7 +305,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        axes.plot([row.network for row in ours], [row.seconds for row in ours], marker="o", label=label)
+        axes.plot(
+            [row.network for row in ours], [row.seconds for row in ours], marker="o", label=label
+        )
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
@@ -283,7 +319,9 @@ def new_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ConfigError("--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'") from None
+        raise ConfigError(
+            "--png needs matplotlib; install dpipe with the extra: pip install 'dpipe[plot]'"
+        ) from None
     return Figure(figsize=(9, 5), layout="constrained")
 
 
@@ -293,7 +331,9 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
     if mode not in table.MODES:
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
-        raise ConfigError(f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} alone")
+        raise ConfigError(
+            f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} alone"
+        )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
     match mode:
         case "sim":
@@ -303,7 +343,9 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
         case _:
             rows = replayed.replayed_rows(lines_of(results))
     if not rows:
-        raise nothing_measured(name, mode, results, sweep=f"{name}_replay" if mode == "replay" else name)
+        raise nothing_measured(
+            name, mode, results, sweep=f"{name}_replay" if mode == "replay" else name
+        )
     if png is not None:
         shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)
@@ -330,18 +372,34 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command(help=__doc__)
 @click.argument("name", type=click.Choice(TABLES))
-@click.option("--mode", type=click.Choice(["sim", "replay", "real"]), required=True, help="Where the seconds are from.")
-@click.option("--results", type=_FILE, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl.")
+@click.option(
+    "--mode",
+    type=click.Choice(["sim", "replay", "real"]),
+    required=True,
+    help="Where the seconds are from.",
+)
+@click.option(
+    "--results", type=_FILE, help="What scripts/sweep.py wrote; default scripts/results/NAME.jsonl."
+)
 @click.option("--json", "form", flag_value="json", help="Print a list of rows.")
 @click.option("--csv", "form", flag_value="csv", help="Print comma-separated values.")
-@click.option("--compare", "form", flag_value="compare", help="Print one line a network, one column a system.")
+@click.option(
+    "--compare", "form", flag_value="compare", help="Print one line a network, one column a system."
+)
 @click.option("--png", type=_FILE, callback=_drawable, help="Also draw the rows into this file.")
 @click.option(
     "--readme",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Also put the lines of --compare into this file, between its marks.",
 )
-def main(name: str, mode: str, results: Path | None, form: str | None, png: Path | None, readme: Path | None) -> None:
+def main(
+    name: str,
+    mode: str,
+    results: Path | None,
+    form: str | None,
+    png: Path | None,
+    readme: Path | None,
+) -> None:
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
@@ -355,7 +413,11 @@ def main(name: str, mode: str, results: Path | None, form: str | None, png: Path
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo({"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(rows))
+    click.echo(
+        {"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(
+            rows
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,16 +22,23 @@ import click
 from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
-from dpipe.config import Config, build
-from dpipe.engine.build import run_rank
-from dpipe.engine.launch import free_port
-from dpipe.engine.metrics import read_rows
-from dpipe.engine.placement import Placement
+from dpipe.config.load import Config, build
+from dpipe.report.metrics import read_rows
+from dpipe.run.build import run_rank
+from dpipe.run.environment import Placement
+from dpipe.run.launch import free_port
 
 BOUND = 1e-5
-SUBJECTS, VERBS = ("the fox", "a dog", "the cat", "one bird", "an old man"), ("sees", "hears", "finds", "follows")
-SENTENCES = [f"{subject} {verb} {other} ." for subject in SUBJECTS for verb in VERBS for other in SUBJECTS]
-TEXT = "\n".join(SENTENCES) + "\n\n" + "\n".join(reversed(SENTENCES)) + "\n"  # two documents, a sentence a line
+SUBJECTS, VERBS = (
+    ("the fox", "a dog", "the cat", "one bird", "an old man"),
+    ("sees", "hears", "finds", "follows"),
+)
+SENTENCES = [
+    f"{subject} {verb} {other} ." for subject in SUBJECTS for verb in VERBS for other in SUBJECTS
+]
+TEXT = (
+    "\n".join(SENTENCES) + "\n\n" + "\n".join(reversed(SENTENCES)) + "\n"
+)  # two documents, a sentence a line
 _RANK_S = 120
 
 
@@ -81,7 +88,10 @@ def configured(arrangement: Arrangement, folder: Path) -> Config:
             },
             "train": {"steps": 3, "batch_size": 8, "num_microbatches": 4, "learning_rate": 1e-2},
             "pipeline": {"stages": arrangement.stages, "recompute": arrangement.recompute},
-            "tensor_parallel": {"size": arrangement.size, "sequence_parallel": arrangement.sequence},
+            "tensor_parallel": {
+                "size": arrangement.size,
+                "sequence_parallel": arrangement.sequence,
+            },
             "run": {
                 "folder": str(folder / str(arrangement).replace(" ", "")),
                 "tensorboard": False,
@@ -104,7 +114,9 @@ def losses(config: Config) -> list[float]:
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(config.world_size)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,)) for rank in range(config.world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ValidationError
 from table import ROOT, lines_of
 from venue import Venue
 
-from dpipe.config import Config, load
-from dpipe.engine.launch import STOPPING, environment, launch
-from dpipe.engine.metrics import read_rows
+from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, RunError
+from dpipe.report.metrics import read_rows
+from dpipe.run.launch import STOPPING, environment, launch
 
 TableT = TypeVar("TableT", bound=BaseModel)
 
@@ -107,6 +107,8 @@ def commit_of_tree() -> str:
     """Empty where nothing is known of it."""
     argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(
+            argv, cwd=ROOT, capture_output=True, text=True, timeout=60
+        ).stdout.strip()
     except FileNotFoundError:  # no git here, and a cell that has been measured is not lost for that
         return ""

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, assert_never
 
 import click
 
-from dpipe.topology import load_network
+from dpipe.network.profile import load_network
 from netem import lab, measure
 
 Kind = Literal["local", "shaped", "lab"]
@@ -54,7 +54,9 @@ class InLab:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        return {"GLOO_SOCKET_IFNAME": "eth0"}  # else gloo looks up the host's name, which is the same on all
+        return {
+            "GLOO_SOCKET_IFNAME": "eth0"
+        }  # else gloo looks up the host's name, which is the same on all
 
     def become(self, profile: Path) -> dict[str, Any] | None:
         network = load_network(profile)

@@ -15,18 +15,26 @@ class Authority:
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._cert = _sign("authority", self._key.public_key(), "authority", self._key, authority=True)
+        self._cert = _sign(
+            "authority", self._key.public_key(), "authority", self._key, authority=True
+        )
 
     def security(self, token: str = "", valid_hours: float = 1.0) -> Security:
         key = ec.generate_private_key(ec.SECP256R1())
-        cert = _sign(TLS_NAME, key.public_key(), "authority", self._key, valid_hours, authority=False)
+        cert = _sign(
+            TLS_NAME, key.public_key(), "authority", self._key, valid_hours, authority=False
+        )
         pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         )
         return Security(token, _pem(cert), pem, _pem(self._cert))
 
 
-def _sign(name, public_key, issuer, issuer_key, valid_hours: float = 1.0, *, authority: bool) -> x509.Certificate:
+def _sign(
+    name, public_key, issuer, issuer_key, valid_hours: float = 1.0, *, authority: bool
+) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()

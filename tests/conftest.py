@@ -5,29 +5,39 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import cuda_on_cpu
 import hypothesis
 import pytest
 import torch
+from fakes import cuda_on_cpu
 
 from netem.router import MODULES
 
 GOLDEN = Path(__file__).parent / "golden"
 
 # How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same again at 0.3 ms.
-hypothesis.settings.register_profile("dpipe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "dpipe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("dpipe")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-golden", action="store_true", help="Accept what the tests see as the golden files.")
+    parser.addoption(
+        "--rewrite-golden",
+        action="store_true",
+        help="Accept what the tests see as the golden files.",
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip(f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a stand-in for some")
+        pytest.skip(
+            f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a stand-in for some"
+        )
     if item.get_closest_marker("stand_in") and cuda_on_cpu.DEVICE is None:
-        pytest.skip("no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p cuda_on_cpu")
+        pytest.skip(
+            "no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p fakes.cuda_on_cpu"
+        )
 
 
 @pytest.fixture
@@ -38,7 +48,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         path = GOLDEN / name
         if request.config.getoption("--rewrite-golden"):
             path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8"), f"{name} has changed; if that is right: --rewrite-golden"
+        assert text == path.read_text(encoding="utf-8"), (
+            f"{name} has changed; if that is right: --rewrite-golden"
+        )
 
     return compare
 

@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": GROUND | ALPHABETS | SPECIALISTS,
     "baselines": GROUND | ALPHABETS | SPECIALISTS | {"engine"},
     "cli": GROUND | ALPHABETS | SPECIALISTS | {"engine", "baselines"},
-    "__init__": GROUND | {"schedule", "timeline"},  # for type checkers; else it imports what is asked for
+    "__init__": GROUND
+    | {"schedule", "timeline"},  # for type checkers; else it imports what is asked for
     "__main__": {"cli"},
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -32,8 +33,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "grpc": (
         "wire/rpc.py",  # opens every server and channel of the rooms below, with token and TLS
         "transport/grpc.py",
-        "dataparallel/server.py",
-        "dataparallel/client.py",
+        "paramserver/server.py",
+        "paramserver/client.py",
         "coordinator/",
     ),
     "pickle": (),
@@ -78,7 +79,9 @@ def room_of(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_room_imports_only_rooms_below_it(name: str) -> None:
     tree = ast.parse((ROOT / "dpipe" / name).read_text())
-    rooms = {module.split(".")[1] for module in imports(tree) if module.startswith("dpipe.")} - {"__version__"}
+    rooms = {module.split(".")[1] for module in imports(tree) if module.startswith("dpipe.")} - {
+        "__version__"
+    }
     above = rooms - MAY_IMPORT[room_of(name)] - {room_of(name)}
     assert not above, f"{name} imports {sorted(above)}"
 
@@ -87,7 +90,11 @@ def test_room_imports_only_rooms_below_it(name: str) -> None:
 def test_library_is_imported_only_where_it_belongs(name: str) -> None:
     tree = ast.parse((ROOT / "dpipe" / name).read_text())
     used = {module.split(".")[0] for module in imports(tree)}
-    strangers = {lib for lib, places in ONLY_IN.items() if lib in used and not name.startswith(places or ("-",))}
+    strangers = {
+        lib
+        for lib, places in ONLY_IN.items()
+        if lib in used and not name.startswith(places or ("-",))
+    }
     assert not strangers, f"{name} imports {sorted(strangers)}"
 
 
@@ -98,7 +105,9 @@ def test_room_needs_no_torch(name: str) -> None:
 
 
 # What gRPC is told by the environment alone, wire/rpc.py sets there.
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("engine/launch.py", "wire/rpc.py")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("run/launch.py", "wire/rpc.py")]
+)
 def test_environment_is_read_by_launch_alone(name: str) -> None:
     text = (ROOT / "dpipe" / name).read_text()
     assert "os.environ" not in text

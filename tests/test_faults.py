@@ -13,12 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dpipe.engine import checkpoint
-from dpipe.engine.launch import free_port
+from dpipe.run.launch import free_port
+from dpipe.store import checkpoint
 
 pytestmark = pytest.mark.alone
 
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
+    * 60
+)
 CONFIG = """
 [model]
 num_layers = 2
@@ -64,7 +67,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
     def popen(*words: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=_environment())
+        process = subprocess.Popen(
+            words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=_environment()
+        )
         started.append(process)
         return process
 
@@ -77,7 +82,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -106,7 +115,9 @@ def wait_until(condition: Callable[[], bool], process: Process, timeout_s: float
 
 
 def checkpoints(tmp_path: Path) -> list[Path]:
-    return sorted(index.parent for index in (tmp_path / "runs/run/checkpoints").glob("step-*/index.json"))
+    return sorted(
+        index.parent for index in (tmp_path / "runs/run/checkpoints").glob("step-*/index.json")
+    )
 
 
 def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
@@ -125,16 +136,30 @@ def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -
     assert {name.split(".")[1] for name in last.tensors} == {"0", "1", "2", "3"}
 
 
-def replicas(kind: str, job, start, *settings: str, stages: int = 1, last: Sequence[str] = DPIPE) -> list[Process]:
+def replicas(
+    kind: str, job, start, *settings: str, stages: int = 1, last: Sequence[str] = DPIPE
+) -> list[Process]:
     """All ranks of two replicas, of which the last runs the program `last`."""
     place = ("--world-size", str(2 * stages), "--coordinator", f"127.0.0.1:{free_port()}")
-    given = ("data_parallel.replicas=2", f"data_parallel.kind={kind}", "run.checkpoint_every=1", *settings)
-    train = ("train", str(job(stages=stages)), *place, *(word for text in given for word in ("-o", text)))
+    given = (
+        "data_parallel.replicas=2",
+        f"data_parallel.kind={kind}",
+        "run.checkpoint_every=1",
+        *settings,
+    )
+    train = (
+        "train",
+        str(job(stages=stages)),
+        *place,
+        *(word for text in given for word in ("-o", text)),
+    )
     programs = [DPIPE] * (2 * stages - 1) + [last]
     return [start(*program, *train, "--rank", str(rank)) for rank, program in enumerate(programs)]
 
 
-def assert_stopped_by_the_loss_of(last: int, others: Sequence[Process], killed_at: float, tmp_path: Path) -> int:
+def assert_stopped_by_the_loss_of(
+    last: int, others: Sequence[Process], killed_at: float, tmp_path: Path
+) -> int:
     """Within 10 s, all of them naming it; the step of the newest checkpoint, which is whole."""
     errors = [other.communicate(timeout=20)[1] for other in others]
     assert time.monotonic() - killed_at < 10
@@ -142,7 +167,9 @@ def assert_stopped_by_the_loss_of(last: int, others: Sequence[Process], killed_a
     assert all(f"lost rank {last}" in err for err in errors), errors
     kept = checkpoint.load(str(tmp_path / "runs/run/checkpoints"), lambda name: True)
     assert {name.split(".")[1] for name in kept.tensors} == {"0", "1", "2", "3"}
-    assert set(kept.optimizer) == {f"{name}.{moment}" for name in kept.tensors for moment in ("exp_avg", "exp_avg_sq")}
+    assert set(kept.optimizer) == {
+        f"{name}.{moment}" for name in kept.tensors for moment in ("exp_avg", "exp_avg_sq")
+    }
     return kept.step
 
 
@@ -160,8 +187,8 @@ def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
 
 DIES_PUSHING = """
 import os, signal
-from dpipe.cli import main
-from dpipe.dataparallel.client import ParameterLine
+from dpipe.cli.main import main
+from dpipe.paramserver.client import ParameterLine
 
 plain = ParameterLine._chunks
 
@@ -176,7 +203,9 @@ main()
 """
 
 
-def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(job, start, tmp_path: Path) -> None:
+def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(
+    job, start, tmp_path: Path
+) -> None:
     dying = (sys.executable, "-c", DIES_PUSHING)
     other, last = replicas("parameter-server", job, start, "transport.chunk_bytes=4096", last=dying)
     assert last.wait(60) == -signal.SIGKILL
@@ -184,7 +213,9 @@ def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(job,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_run_writes_a_checkpoint_first(number: signal.Signals, job, start, tmp_path: Path) -> None:
+def test_stopped_run_writes_a_checkpoint_first(
+    number: signal.Signals, job, start, tmp_path: Path
+) -> None:
     launcher = start(*DPIPE, "launch", str(job()))
     wait_until(lambda: len(rows(tmp_path)) > 2, launcher)
     launcher.send_signal(number)
@@ -196,7 +227,9 @@ def test_stopped_run_writes_a_checkpoint_first(number: signal.Signals, job, star
     assert checkpoints(tmp_path)[-1].name == f"step-{last + 1:08d}"
 
 
-def test_resumed_run_goes_on_as_if_it_had_never_stopped_on_other_stages(job, start, tmp_path: Path) -> None:
+def test_resumed_run_goes_on_as_if_it_had_never_stopped_on_other_stages(
+    job, start, tmp_path: Path
+) -> None:
     whole = start(*DPIPE, "launch", str(job(steps=9)))
     _, err = whole.communicate(timeout=90)
     assert whole.returncode == 0, err
@@ -210,7 +243,14 @@ def test_resumed_run_goes_on_as_if_it_had_never_stopped_on_other_stages(job, sta
 
 
 def test_torchrun_runs_the_same_program(job, start, tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     run = start(*torchrun, "-m", "dpipe", "train", str(job(steps=3)))
     _, err = run.communicate(timeout=110)
     assert run.returncode == 0, err

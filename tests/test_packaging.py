@@ -15,7 +15,9 @@ def test_source_distribution_has_what_its_build_compiles_and_its_users_name(tmp_
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("protos", "dpipe/wire", "netem"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, check=True, timeout=60
+    )
     (archive,) = (tmp_path / "dist").iterdir()
     with tarfile.open(archive) as packed:
         names = {str(Path(*Path(name).parts[1:])) for name in packed.getnames()}

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
+from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 
 from dpipe.streams import HOST, CudaStreams, streams_of
 
@@ -117,7 +117,9 @@ def test_sends_and_compute_are_on_the_device_at_once() -> None:
             torch.cuda._sleep(cycles)
         torch.cuda._sleep(cycles)
         torch.cuda.synchronize()
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if "spin_kernel" in e.name)
+    spans = sorted(
+        (e.time_range.start, e.time_range.end) for e in profile.events() if "spin_kernel" in e.name
+    )
     (_, first_end), (second_start, second_end) = spans
     assert second_start < first_end, "the second kernel began when the first was over"
     assert second_end - second_start > 5e3  # microseconds: they were busy

@@ -15,18 +15,22 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.group import TorchGroup
-from dpipe.engine.launch import free_port
+from dpipe.dataparallel.torch_group import TorchGroup
+from dpipe.run.launch import free_port
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.collective import open_store
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0
-_PART_BYTES = 32 << 20  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
-_WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {  # connections a link, and wire format
+_PART_BYTES = (
+    32 << 20
+)  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
+_WAYS: dict[
+    str, tuple[type[GrpcTransport | TcpTransport], int, str]
+] = {  # connections a link, and wire format
     "tcp x1": (TcpTransport, 1, "none"),
     "tcp x2": (TcpTransport, 2, "none"),
     "tcp x4": (TcpTransport, 4, "none"),
@@ -47,12 +51,16 @@ def compare_here(num_bytes: int = 64 << 20, processes: int = 4, repeats: int = 9
     return rows
 
 
-def compare_hosts(hosts: Sequence[str], rank: int, num_bytes: int = 64 << 20, repeats: int = 5) -> list[Row]:
+def compare_hosts(
+    hosts: Sequence[str], rank: int, num_bytes: int = 64 << 20, repeats: int = 5
+) -> list[Row]:
     """As host `rank` of several, on each of which this runs; the rows are the same everywhere."""
     return _Process(rank, hosts, _PORT, num_bytes).compare(repeats)
 
 
-def _tell(rank: int, hosts: Sequence[str], port: int, num_bytes: int, repeats: int, results: Any) -> None:
+def _tell(
+    rank: int, hosts: Sequence[str], port: int, num_bytes: int, repeats: int, results: Any
+) -> None:
     rows = _Process(rank, hosts, port, num_bytes).compare(repeats)
     if rank == 0:
         results.put(rows)
@@ -66,7 +74,9 @@ class _Process:
         self._rank, self._hosts, self._num_bytes = rank, hosts, num_bytes
         self._row = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank))
         self._store = open_store(hosts[0], port, _JOIN_S, master=rank == 0)
-        self._gloo = TorchGroup(self._store, rank, len(hosts), host=hosts[rank], part_bytes=num_bytes)
+        self._gloo = TorchGroup(
+            self._store, rank, len(hosts), host=hosts[rank], part_bytes=num_bytes
+        )
         self._transports = {way: self._connect(way) for way in _WAYS}
 
     def compare(self, repeats: int) -> list[Row]:
@@ -78,7 +88,12 @@ class _Process:
             transport.close()
         gloo_s = median(seconds["gloo"])
         return [
-            {"way": way, "num_bytes": self._num_bytes, "seconds": s, "times as fast as gloo": gloo_s / s}
+            {
+                "way": way,
+                "num_bytes": self._num_bytes,
+                "seconds": s,
+                "times as fast as gloo": gloo_s / s,
+            }
             for way, s in ((way, median(took)) for way, took in seconds.items())
         ]
 
@@ -88,13 +103,17 @@ class _Process:
         transport = kind(self._rank, bind=bind, connections=connections, connect_timeout_s=_JOIN_S)
         self._store.set(f"{way}/{self._rank}", f"{bind}:{transport.port}")
         everybody = range(len(self._hosts))
-        addresses: dict[int, str | None] = {rank: self._store.get(f"{way}/{rank}").decode() for rank in everybody}
+        addresses: dict[int, str | None] = {
+            rank: self._store.get(f"{way}/{rank}").decode() for rank in everybody
+        }
         transport.connect(addresses, set(everybody) - {self._rank})
         return transport
 
     def _exchange(self, way: str) -> DirectExchange:
         ranks, coded = range(len(self._hosts)), wire(_WAYS[way][2])
-        return DirectExchange(self._transports[way], self._rank, ranks, coded, part_bytes=_PART_BYTES)
+        return DirectExchange(
+            self._transports[way], self._rank, ranks, coded, part_bytes=_PART_BYTES
+        )
 
     def _by_gloo(self) -> None:
         self._gloo.average(self._row, 0, lambda piece: None)
@@ -102,7 +121,9 @@ class _Process:
     def _by_exchange(self, exchange: DirectExchange) -> None:
         exchange.average(self._row, 0, lambda piece: None)
 
-    def _in_turns(self, ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    def _in_turns(
+        self, ways: dict[str, Callable[[], object]], repeats: int
+    ) -> dict[str, list[float]]:
         """Seconds of the slowest process, by way; the first turn opens sockets and buffers, and is left out."""
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(repeats + 1):

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dpipe.config import build
-from dpipe.engine.forecast import forecast
-from dpipe.engine.metrics import read_rows
+from dpipe.config.load import build
 from dpipe.errors import ConfigError, RunError
-from dpipe.topology import Network
+from dpipe.network.link import Network
+from dpipe.plan.forecast import forecast
+from dpipe.report.metrics import read_rows
 
 if TYPE_CHECKING:
     from dpipe.baselines.loopback import Loopback
@@ -37,7 +37,10 @@ def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int 
     rows = _BENCHES[name]() if not hosts else _on_hosts(name, hosts, rank)
     if as_json:
         return json.dumps(rows, indent=2)
-    table = Table(*rows[0], title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}")
+    table = Table(
+        *rows[0],
+        title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}",
+    )
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     out = StringIO()
@@ -58,7 +61,9 @@ def bench_engine() -> list[Row]:
     from dpipe.baselines.loopback import measure_loopback
 
     schedules, transports = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("grpc", "tcp")
-    runs: dict[tuple[str, str], list[_Run]] = {pair: [] for pair in itertools.product(schedules, transports)}
+    runs: dict[tuple[str, str], list[_Run]] = {
+        pair: [] for pair in itertools.product(schedules, transports)
+    }
     for _ in range(_ROUNDS):  # what else the machine does falls on all of them
         machines = {transport: measure_loopback(f"{transport} x1") for transport in transports}
         for (schedule, transport), done in runs.items():
@@ -79,7 +84,10 @@ def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
     ratios = [measured / run.simulated_s for run in runs for measured in run.measured_s]
     low, middle, high = quantiles(ratios, n=4)
     links = [run.machine.link for run in runs]
-    delay_ms, gbps = median(link.delay_ms for link in links), median(link.bandwidth_gbps for link in links)
+    delay_ms, gbps = (
+        median(link.delay_ms for link in links),
+        median(link.bandwidth_gbps for link in links),
+    )
     core_us = median(run.machine.message_us + run.machine.us_per_mb for run in runs)
     return {
         "schedule": schedule,
@@ -97,7 +105,11 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
-            "replay": {"forward_ms": 10 / per_rank, "backward_ms": 20 / per_rank, "message_bytes": 1_000_000},
+            "replay": {
+                "forward_ms": 10 / per_rank,
+                "backward_ms": 20 / per_rank,
+                "message_bytes": 1_000_000,
+            },
             "train": {"steps": _STEPS, "batch_size": 32, "num_microbatches": 32, "clip_norm": 0},
             "pipeline": {"stages": 4 * per_rank, "stages_per_rank": per_rank, "schedule": schedule},
             "transport": {"kind": transport},
@@ -112,7 +124,11 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:
     """Run a configuration with `dpipe launch`; returns its steps' seconds, without the first's."""
     (folder / "empty.toml").touch()
-    keys = [("-o", f"{section}.{key}={json.dumps(value)}") for section, t in table.items() for key, value in t.items()]
+    keys = [
+        ("-o", f"{section}.{key}={json.dumps(value)}")
+        for section, t in table.items()
+        for key, value in t.items()
+    ]
     argv = [
         sys.executable,
         "-m",
@@ -137,7 +153,9 @@ def _on_hosts(name: str, hosts: tuple[str, ...], rank: int) -> list[Row]:
     from dpipe.baselines.allreduce import compare_hosts
 
     if name != "all-reduce" or not rank < len(hosts):
-        raise ConfigError(f"--hosts goes with all-reduce and a --rank below {len(hosts)}, not {name} and {rank}")
+        raise ConfigError(
+            f"--hosts goes with all-reduce and a --rank below {len(hosts)}, not {name} and {rank}"
+        )
     return compare_hosts(hosts, rank)
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 
-from dpipe.config import Config, load
-from dpipe.engine.blueprint import check_device, local_device
-from dpipe.engine.build import utilisation
-from dpipe.engine.folder import open_folder
-from dpipe.engine.launch import environment
-from dpipe.engine.metrics import Metrics
-from dpipe.engine.placement import Placement, placement
+from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, DpipeError
+from dpipe.plan.run_plan import check_device, local_device
+from dpipe.report.metrics import Metrics
+from dpipe.run.build import utilisation
+from dpipe.run.environment import Placement, placement
+from dpipe.run.launch import environment
+from dpipe.store.run_folder import open_folder
 from dpipe.streams import Streams, streams_of
 
 Step = Callable[[int], float]  # trains step n; returns its loss, which rank 0 must know
@@ -47,7 +47,12 @@ def train_rank(config: Config, place: Placement, check: Check, make: Make) -> No
     check_device(config.node.device)
     metrics = None
     if place.rank == 0:
-        metrics = Metrics(open_folder(config, resume=False), first_step=0, tensorboard=False, show=lambda row: None)
+        metrics = Metrics(
+            open_folder(config, resume=False),
+            first_step=0,
+            tensorboard=False,
+            show=lambda row: None,
+        )
     device = torch.device(config.node.device)
     _open(config, place, device)
     step, streams = make(config, place.rank), streams_of(device)
@@ -77,11 +82,15 @@ def check_place(config: Config, place: Placement) -> None:
 def _open(config: Config, place: Placement, device: torch.device) -> None:
     timeout = timedelta(seconds=max(config.timeouts.join, config.timeouts.transfer))
     first = place.rank == 0
-    store = TCPStore(place.meeting_host, place.port, place.world_size, is_master=first, timeout=timeout)
+    store = TCPStore(
+        place.coordinator_host, place.port, place.world_size, is_master=first, timeout=timeout
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
 
 
 def _of_gpus(config: Config, streams: Streams, seconds: float) -> dict[str, Any]:

@@ -25,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
-from dpipe.config import Config, Train
-from dpipe.engine.blueprint import Blueprint, draft
-from dpipe.engine.feed import feed_of
-from dpipe.engine.replicas import seat
+from dpipe.config.load import Config, Train
+from dpipe.data.feed import feed_of
 from dpipe.engine.update import learning_rate
+from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
@@ -52,26 +51,38 @@ def check_config(config: Config) -> None:
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
         'data_parallel.kind must be "sharded" or "all-reduce", without delay and with data_parallel.wire "none"': (
             agreement.replicas > 1
-            and (agreement.kind not in ("sharded", "all-reduce") or agreement.delay or agreement.wire != "none")
+            and (
+                agreement.kind not in ("sharded", "all-reduce")
+                or agreement.delay
+                or agreement.wire != "none"
+            )
         ),
-        "transport.shape must be left out, its network is torch's": config.transport.shape is not None,
+        "transport.shape must be left out, its network is torch's": config.transport.shape
+        is not None,
     }
     refuse("torch's pipeline with FSDP", reasons)
 
 
 def make_step(config: Config, rank: int) -> Step:
     """One rank's part of a step; every rank knows its loss."""
-    blueprint, here, device = draft(config), seat(config, rank), torch.device(config.node.device)
-    assert blueprint.model is not None and blueprint.corpus is not None
-    mesh = init_device_mesh(device.type, (here.num_replicas, here.num_ranks), mesh_dim_names=("replica", "place"))
-    order, row = blueprint.forecast.schedule, mesh["place"].get_group()
+    run_plan, here, device = draft(config), config.ranks_of(rank), torch.device(config.node.device)
+    assert run_plan.model is not None and run_plan.corpus is not None
+    mesh = init_device_mesh(
+        device.type, (here.dp_size, here.pp_size), mesh_dim_names=("replica", "place")
+    )
+    order, row = run_plan.forecast.schedule, mesh["place"].get_group()
     modules = {
-        s: _module(blueprint, s, mesh["replica"]) for s, at in enumerate(order.rank_of_stage) if at == here.place
+        s: _module(run_plan, s, mesh["replica"])
+        for s, at in enumerate(order.rank_of_stage)
+        if at == here.pp_rank
     }
-    stages = [PipelineStage(module, s, order.num_stages, device, group=row) for s, module in modules.items()]
-    plan = torch_schedule(order, stages, blueprint.model.loss)
+    stages = [
+        PipelineStage(module, s, order.num_stages, device, group=row)
+        for s, module in modules.items()
+    ]
+    plan = torch_schedule(order, stages, run_plan.model.loss)
     update = Update(config.train, [p for module in modules.values() for p in module.parameters()])
-    feed = feed_of(config, blueprint.corpus, here.replica, here.num_replicas)
+    feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
     def step(number: int) -> float:
         batch, losses = feed.training(number), list[torch.Tensor]()
@@ -80,7 +91,7 @@ def make_step(config: Config, rank: int) -> Step:
         targets = upload(torch.cat(list(batch.targets)), device) if ends else None
         plan.step(*inputs, target=targets, losses=losses if ends else None)
         update.step(number)
-        return mean_loss(losses, here.num_replicas, device)
+        return mean_loss(losses, here.dp_size, device)
 
     return step
 
@@ -96,15 +107,20 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, torch.bfloat16) if self._half else nullcontext():
-            y: torch.Tensor = checkpoint(self.layer, x, use_reentrant=False) if self._again else self.layer(x)
+            y: torch.Tensor = (
+                checkpoint(self.layer, x, use_reentrant=False) if self._again else self.layer(x)
+            )
         return y.float()
 
 
-def _module(blueprint: Blueprint, stage: int, replicas: DeviceMesh) -> nn.Sequential:
-    config, model = blueprint.config, blueprint.model
+def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequential:
+    config, model = run_plan.config, run_plan.model
     assert model is not None
     half, recompute = config.train.precision == "bf16", config.pipeline.recompute
-    layers = [materialise(model, index, config.train.seed, config.node.device) for index in blueprint.layers_of(stage)]
+    layers = [
+        materialise(model, index, config.train.seed, config.node.device)
+        for index in run_plan.layers_of(stage)
+    ]
     module = nn.Sequential(*(Layer(layer, half=half, recompute=recompute) for layer in layers))
     if replicas.size() > 1:
         # Gathered once a step and kept for it: else each micro-batch would gather all parameters again, twice.
@@ -119,11 +135,16 @@ class Update:
     def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
         self._train, self._parameters = train, parameters
         groups = [
-            {"params": [p for p in parameters if (p.ndim >= 2) is decays], "weight_decay": train.weight_decay * decays}
+            {
+                "params": [p for p in parameters if (p.ndim >= 2) is decays],
+                "weight_decay": train.weight_decay * decays,
+            }
             for decays in (True, False)
         ]
         fused = parameters[0].is_cuda or None
-        self._adamw = torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
+        self._adamw = torch.optim.AdamW(
+            groups, lr=train.learning_rate, betas=train.betas, fused=fused
+        )
 
     def step(self, number: int) -> None:
         if self._train.clip_norm > 0:

@@ -27,7 +27,9 @@ _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
 _JOIN_S = 120.0
-_OURS: dict[str, tuple[type[GrpcTransport | TcpTransport], int]] = {  # with the number of connections
+_OURS: dict[
+    str, tuple[type[GrpcTransport | TcpTransport], int]
+] = {  # with the number of connections
     "grpc x1": (GrpcTransport, 1),
     "grpc x2": (GrpcTransport, 2),
     "tcp x1": (TcpTransport, 1),
@@ -42,9 +44,13 @@ def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict
     return [_row(way, num_bytes, values, seconds["gloo"]) for way, values in seconds.items()]
 
 
-def _row(way: str, num_bytes: int, seconds: Sequence[float], gloo_s: Sequence[float]) -> dict[str, Any]:
+def _row(
+    way: str, num_bytes: int, seconds: Sequence[float], gloo_s: Sequence[float]
+) -> dict[str, Any]:
     """Each turn is held against gloo's of the same round; the middle half of those ratios says how far to trust it."""
-    low, middle, high = quantiles((theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)), n=4)
+    low, middle, high = quantiles(
+        (theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)), n=4
+    )
     return {
         "way": way,
         "num_bytes": num_bytes,

@@ -22,10 +22,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stu
 from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.gloo import connect
-from dpipe.topology import Host, Link
+from dpipe.network.link import Host, Link
 from dpipe.wire.spec import TensorSpec
 
-Stamp = tuple[float, float]  # when a message left or was there, and what this end's threads took of a core: seconds
+Stamp = tuple[
+    float, float
+]  # when a message left or was there, and what this end's threads took of a core: seconds
 SMALL_BYTES = 4
 _REPEATS = 40
 _READY = TensorSpec((1,), torch.uint8)
@@ -55,7 +57,9 @@ def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01
     return loopback_of(sent, received, num_bytes)
 
 
-def loopback_of(sent: Sequence[Sequence[Stamp]], received: Sequence[Sequence[Stamp]], num_bytes: int) -> Loopback:
+def loopback_of(
+    sent: Sequence[Sequence[Stamp]], received: Sequence[Sequence[Stamp]], num_bytes: int
+) -> Loopback:
     """The link that messages have crossed, of each size the median: the small ones first, then those of `num_bytes`."""
     (small_s, small_cpu_s), (large_s, large_cpu_s) = (
         (
@@ -74,10 +78,16 @@ def _run(rank: int, folder: str, way: str, num_bytes: int, pause_s: float) -> No
     transport = connect(rank, way, FileStore(str(Path(folder) / "store"), 2))
     stamps: list[list[Stamp]] = [[], []]
     for _ in range(_REPEATS):
-        for size, of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):  # in turns: they are subtracted
-            of_size.append(_send(transport, size, pause_s) if rank == 0 else _receive(transport, size))
+        for size, of_size in zip(
+            (SMALL_BYTES, num_bytes), stamps, strict=True
+        ):  # in turns: they are subtracted
+            of_size.append(
+                _send(transport, size, pause_s) if rank == 0 else _receive(transport, size)
+            )
     (Path(folder) / str(rank)).write_text(json.dumps(stamps))
-    if rank == 0:  # who goes first could take the link from the other's last send, before that knows it was handed over
+    if (
+        rank == 0
+    ):  # who goes first could take the link from the other's last send, before that knows it was handed over
         transport.send(_READY.empty(), 1, "goodbye")
     else:
         transport.recv(_READY, 0, "goodbye").wait()

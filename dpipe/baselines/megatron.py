@@ -22,14 +22,14 @@ import torch.nn.functional as F
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
-from dpipe.config import Config, Train
-from dpipe.engine.arithmetic import vocabulary_of
-from dpipe.engine.blueprint import Blueprint, draft
+from dpipe.config.load import Config, Train
+from dpipe.data.feed import feed_of
+from dpipe.data.tokenizer import vocabulary_of
 from dpipe.engine.executor import Batch
-from dpipe.engine.feed import feed_of
-from dpipe.engine.replicas import Seat, seat
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError
+from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.ranks import ParallelRanks
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
@@ -48,7 +48,8 @@ def check_config(config: Config) -> None:
             config.train.precision != config.train.parameters
         ),
         "train.compile must be false": config.train.compile,
-        'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule not in ("1f1b", "interleaved"),
+        'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule
+        not in ("1f1b", "interleaved"),
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),
@@ -58,9 +59,14 @@ def check_config(config: Config) -> None:
         ),
         'data_parallel.kind must be "all-reduce" or "sharded", without delay and with data_parallel.wire "none"': (
             agreement.replicas > 1
-            and (agreement.kind not in ("sharded", "all-reduce") or agreement.delay or agreement.wire != "none")
+            and (
+                agreement.kind not in ("sharded", "all-reduce")
+                or agreement.delay
+                or agreement.wire != "none"
+            )
         ),
-        "transport.shape must be left out, its network is torch's": config.transport.shape is not None,
+        "transport.shape must be left out, its network is torch's": config.transport.shape
+        is not None,
         'node.device must be "cuda"': not config.node.device.startswith("cuda"),
     }
     refuse("Megatron", reasons)
@@ -82,16 +88,19 @@ def part_of_megatron(name: str) -> Any:
 
 def make_step(config: Config, rank: int) -> Step:
     """One rank's part of a step; every rank knows its loss."""
-    blueprint, here, device = draft(config), seat(config, rank), torch.device(config.node.device)
-    assert blueprint.corpus is not None
+    run_plan, here, device = draft(config), config.ranks_of(rank), torch.device(config.node.device)
+    assert run_plan.corpus is not None
     _place(config, here, device)
     settings = transformer_config(config, device)
-    chunks = [_chunk(blueprint, settings, here, index, device) for index in range(config.pipeline.stages_per_rank)]
+    chunks = [
+        _chunk(run_plan, settings, here, index, device)
+        for index in range(config.pipeline.stages_per_rank)
+    ]
     optimizer = _optimizer(config, chunks)
     settings.grad_scale_func = optimizer.scale_loss
     settings.finalize_model_grads_func = part_of_megatron("distributed").finalize_model_grads
     run = part_of_megatron("pipeline_parallel").get_forward_backward_func()
-    feed = feed_of(config, blueprint.corpus, here.replica, here.num_replicas)
+    feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
     def step(number: int) -> float:
         batch = feed.training(number)
@@ -114,12 +123,12 @@ def make_step(config: Config, rank: int) -> Step:
     return step
 
 
-def _place(config: Config, here: Seat, device: torch.device) -> None:
+def _place(config: Config, here: ParallelRanks, device: torch.device) -> None:
     """Megatron's groups over the default group's ranks, in our order: of a stage, the stages, the replicas."""
     per_rank = config.pipeline.stages_per_rank
     part_of_megatron("parallel_state").initialize_model_parallel(
-        tensor_model_parallel_size=here.tensor_size,
-        pipeline_model_parallel_size=here.num_ranks,
+        tensor_model_parallel_size=here.tp_size,
+        pipeline_model_parallel_size=here.pp_size,
         virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
         order="tp-cp-ep-pp-dp",
         create_gloo_process_groups=False,
@@ -136,7 +145,9 @@ def transformer_config(config: Config, device: torch.device) -> Any:
     """
     model, pipeline, dtype = config.model, config.pipeline, _DTYPES[config.train.parameters]
     per_rank = pipeline.stages_per_rank
-    again: dict[str, Any] = {"recompute_granularity": None if pipeline.recompute == "none" else pipeline.recompute}
+    again: dict[str, Any] = {
+        "recompute_granularity": None if pipeline.recompute == "none" else pipeline.recompute
+    }
     if pipeline.recompute == "full":
         again |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     return part_of_megatron("transformer").TransformerConfig(
@@ -152,23 +163,27 @@ def transformer_config(config: Config, device: torch.device) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending what is freed
-        overlap_p2p_comm=per_rank > 1,  # in batches two ranks would mistake what each sends both forward and backward
+        deallocate_pipeline_outputs=device.type
+        == "cuda",  # gloo would still be sending what is freed
+        overlap_p2p_comm=per_rank
+        > 1,  # in batches two ranks would mistake what each sends both forward and backward
         batch_p2p_comm=per_rank == 1,
         use_cpu_initialization=device.type == "cpu",
         **again,
     )
 
 
-def _chunk(blueprint: Blueprint, settings: Any, here: Seat, index: int, device: torch.device) -> Any:
+def _chunk(
+    run_plan: RunPlan, settings: Any, here: ParallelRanks, index: int, device: torch.device
+) -> Any:
     """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for its replicas."""
-    config = blueprint.config
+    config = run_plan.config
     model = _bare_model(config, settings, here, index).to(device)
-    assert blueprint.model is not None
+    assert run_plan.model is not None
     names = BERT if config.model.layers == "bert" else GPT
     for layer, given in parameters_by_layer(model, names, config.model.num_layers):
-        ours = materialise(blueprint.model, layer, config.train.seed, "cpu")
-        load(given, ours, config.model.num_heads, here.tensor_rank, here.tensor_size)
+        ours = materialise(run_plan.model, layer, config.train.seed, "cpu")
+        load(given, ours, config.model.num_heads, here.tp_rank, here.tp_size)
     if config.train.parameters != "fp32":
         model = part_of_megatron("transformer.module").Float16Module(settings, model)
     distributed = part_of_megatron("distributed")
@@ -178,9 +193,9 @@ def _chunk(blueprint: Blueprint, settings: Any, here: Seat, index: int, device: 
     return distributed.DistributedDataParallel(settings, shares, model)
 
 
-def _bare_model(config: Config, settings: Any, here: Seat, index: int) -> Any:
+def _bare_model(config: Config, settings: Any, here: ParallelRanks, index: int) -> Any:
     per_rank = config.pipeline.stages_per_rank
-    stage = index * here.num_ranks + here.place
+    stage = index * here.pp_size + here.pp_rank
     what: dict[str, Any] = {
         "config": settings,
         "vocab_size": vocabulary_of(config),
@@ -249,7 +264,9 @@ def _mean_of_words(losses: torch.Tensor) -> Told:
     return _told(losses.float().mean())
 
 
-def _forward_bert(feed: Feed, model: Any) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Told]]:
+def _forward_bert(
+    feed: Feed, model: Any
+) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Told]]:
     """As `_forward_gpt`; the last chunk gives the loss of each token [B, T], and logits of the pairs [B, 2]."""
     (tokens, types, lengths), targets = next(feed)
     within = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -262,7 +279,9 @@ def _forward_bert(feed: Feed, model: Any) -> tuple[torch.Tensor | Tensors, Calla
 def _masked_words_and_pairs(asked: torch.Tensor, pairs: torch.Tensor, output: Tensors) -> Told:
     """As `stage.bert.masked_and_pair_loss`, of losses."""
     losses, judged = (tensor.float() for tensor in output)
-    words = (losses * asked).sum() / asked.sum()  # not picked out: the host would wait to hear how many there are
+    words = (
+        losses * asked
+    ).sum() / asked.sum()  # not picked out: the host would wait to hear how many there are
     return _told(words + F.cross_entropy(judged, pairs))
 
 
@@ -270,10 +289,10 @@ def _told(loss: torch.Tensor) -> Told:
     return loss, {"loss": loss.detach().clone()}  # Megatron scales the first in place
 
 
-def _mean_loss(losses: list[torch.Tensor], here: Seat, device: torch.device) -> float:
+def _mean_loss(losses: list[torch.Tensor], here: ParallelRanks, device: torch.device) -> float:
     """Over micro-batches and replicas. All ranks of a last stage know the same, and count once."""
     total = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
-    total /= here.tensor_size * here.num_replicas
+    total /= here.tp_size * here.dp_size
     dist.all_reduce(total)
     return float(total)
 

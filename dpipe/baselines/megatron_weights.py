@@ -62,7 +62,10 @@ GPT = Names(
     "decoder",
     _EMBEDDING,
     _BLOCK,
-    {**_named("decoder.final_layernorm", _both("norm")), "output_layer.weight": Source("output.weight", 0)},
+    {
+        **_named("decoder.final_layernorm", _both("norm")),
+        "output_layer.weight": Source("output.weight", 0),
+    },
 )
 BERT = Names(
     "encoder",
@@ -96,12 +99,19 @@ def parameters_by_layer(
     if ends:
         raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's model")
     for block in blocks:
-        yield block.layer_number, {name: (p, names.block[name]) for name, p in block.named_parameters()}
+        yield (
+            block.layer_number,
+            {name: (p, names.block[name]) for name, p in block.named_parameters()},
+        )
 
 
 @torch.no_grad()
 def load(
-    given: Mapping[str, tuple[nn.Parameter, Source]], layer: nn.Module, num_heads: int, rank: int, size: int
+    given: Mapping[str, tuple[nn.Parameter, Source]],
+    layer: nn.Module,
+    num_heads: int,
+    rank: int,
+    size: int,
 ) -> None:
     """Copy a layer of ours into the parameters that tensor parallel rank `rank` of `size` has of it."""
     ours = dict(layer.named_parameters())

@@ -25,13 +25,13 @@ from dpipe.dataparallel.optimizer import AdamSettings, whole
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Batch, Executor, Parts
 from dpipe.engine.recorder import Recorder
+from dpipe.plan.partition import split
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.gpt import gpt
-from dpipe.stage.masters import Masters
+from dpipe.stage.master_weights import MasterWeights
 from dpipe.stage.model import LayeredModel
-from dpipe.stage.partition import split
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
@@ -95,7 +95,9 @@ class Case:
         """The same at each step, so that there is something to learn and a loop that learns nothing is seen."""
         shape = (self.num_microbatches, self.microbatch_size, self.context + 1)
         tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-        return Batch([(t[:, :-1].contiguous(),) for t in tokens], [t[:, 1:].contiguous() for t in tokens])
+        return Batch(
+            [(t[:, :-1].contiguous(),) for t in tokens], [t[:, 1:].contiguous() for t in tokens]
+        )
 
     @property
     def step_flops(self) -> float:
@@ -137,7 +139,9 @@ class _Loop:
         return time.perf_counter() - began
 
     def measured(self) -> Measured:
-        return Measured(median(self.seconds), tuple(self.losses), self.peak_bytes, dict(self.timers()))
+        return Measured(
+            median(self.seconds), tuple(self.losses), self.peak_bytes, dict(self.timers())
+        )
 
 
 def compare_mfu(case: Case) -> list[dict[str, Any]]:
@@ -160,13 +164,19 @@ def check_parity(case: Case, plain: Measured, ours: Measured) -> None:
     """Raises `AssertionError` where the two have not trained alike."""
     bound = 1e-4 if case.precision == "fp32" else 0.05
     difference = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
-    assert difference < bound, f"the losses differ by {difference}: {plain.losses} against {ours.losses}"
+    assert difference < bound, (
+        f"the losses differ by {difference}: {plain.losses} against {ours.losses}"
+    )
     assert plain.losses[-1] < plain.losses[0], f"the plain loop has learned nothing: {plain.losses}"
 
 
 def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> dict[str, Any]:
     """What a table shows; `mfu` is None on a device whose peak is not known."""
-    name = torch.cuda.get_device_name(case.device) if torch.device(case.device).type == "cuda" else "CPU"
+    name = (
+        torch.cuda.get_device_name(case.device)
+        if torch.device(case.device).type == "cuda"
+        else "CPU"
+    )
     peak = peak_of(name)
     tokens = case.microbatch_size * case.num_microbatches * case.context
     return {
@@ -178,7 +188,9 @@ def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> 
         "device": name,
         "step_s": measured.step_s,
         "tokens_per_s": tokens / measured.step_s,
-        "mfu": None if peak is None else mfu(case.step_flops, measured.step_s, peak, case.precision),
+        "mfu": None
+        if peak is None
+        else mfu(case.step_flops, measured.step_s, peak, case.precision),
         "memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
         "over plain": None if plain is None else measured.step_s / plain.step_s,
     }
@@ -188,15 +200,25 @@ def _plain_loop(case: Case) -> _Loop:
     """A training loop without dpipe's engine, in this process."""
     layers = case.layers(range(case.num_layers + 2))
     half = None if case.parameters == "fp32" else _DTYPES[case.parameters]
-    masters = None if half is None else Masters(layers, half)
-    own = [(str(i), p) for i, p in enumerate(p for layer in layers.values() for p in layer.parameters())]
-    named = own if masters is None else [(n, p) for pairs in masters.named.values() for n, p in pairs]
+    masters = None if half is None else MasterWeights(layers, half)
+    own = [
+        (str(i), p)
+        for i, p in enumerate(p for layer in layers.values() for p in layer.parameters())
+    ]
+    named = (
+        own if masters is None else [(n, p) for pairs in masters.named.values() for n, p in pairs]
+    )
     groups = [
-        {"params": [s.values for s in whole(named) if s.decays is decays], "weight_decay": 0.1 * decays}
+        {
+            "params": [s.values for s in whole(named) if s.decays is decays],
+            "weight_decay": 0.1 * decays,
+        }
         for decays in (True, False)
     ]
     fused = torch.device(case.device).type == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None)
+    optimizer = torch.optim.AdamW(
+        groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None
+    )
     forward, batch = _plain_forward(case, list(layers.values())), case.batch()
 
     def step(index: int) -> float:
@@ -204,7 +226,10 @@ def _plain_loop(case: Case) -> _Loop:
         if masters is not None:
             masters.refresh()
         for (inputs,), targets in zip(batch.inputs, batch.targets, strict=True):
-            loss = forward(upload(inputs, torch.device(case.device)), upload(targets, torch.device(case.device)))
+            loss = forward(
+                upload(inputs, torch.device(case.device)),
+                upload(targets, torch.device(case.device)),
+            )
             (loss / case.num_microbatches).backward()
             losses.append(loss.detach())
             if masters is not None:
@@ -216,16 +241,26 @@ def _plain_loop(case: Case) -> _Loop:
     return _Loop(step)
 
 
-def _plain_forward(case: Case, layers: list[nn.Module]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _plain_forward(
+    case: Case, layers: list[nn.Module]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     autocasts = case.parameters == "fp32" and case.precision != "fp32"
     for layer in layers if case.compiled else ():
         layer.compile()
 
     def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x: Any = tokens
-        with torch.autocast(tokens.device.type, _DTYPES[case.precision]) if autocasts else nullcontext():
+        with (
+            torch.autocast(tokens.device.type, _DTYPES[case.precision])
+            if autocasts
+            else nullcontext()
+        ):
             for layer in layers:
-                x = checkpoint(layer, x, use_reentrant=False) if case.recompute == "full" else layer(x)
+                x = (
+                    checkpoint(layer, x, use_reentrant=False)
+                    if case.recompute == "full"
+                    else layer(x)
+                )
         return case.model().loss(x.float(), targets)
 
     return forward
@@ -253,7 +288,9 @@ def _process(rank: int, case: Case, port: int, results: Any) -> None:
     store.set(str(rank), f"127.0.0.1:{transport.port}")
     peers = {rank - 1, rank + 1} & set(range(case.stages))
     transport.connect({r: store.get(str(r)).decode() for r in range(case.stages)}, peers)
-    results.put((rank, _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)])[0]))
+    results.put(
+        (rank, _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)])[0])
+    )
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(case.stages)])
     transport.close()
@@ -278,9 +315,20 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
         device=streams.device,
     )
     replicas, recorder = Single({rank: stage}, _ADAM), Recorder(rank, streams)
-    boundary = TensorSpec((case.microbatch_size, case.context, case.width), _DTYPES[case.parameters])
+    boundary = TensorSpec(
+        (case.microbatch_size, case.context, case.width), _DTYPES[case.parameters]
+    )
     boundaries = [(boundary,)] * (case.stages - 1)
-    parts = Parts(rank, {rank: stage}, transport, codec("none"), boundaries, replicas, recorder, streams=streams)
+    parts = Parts(
+        rank,
+        {rank: stage},
+        transport,
+        codec("none"),
+        boundaries,
+        replicas,
+        recorder,
+        streams=streams,
+    )
     executor, plan = Executor(parts), lower(generate("1f1b", case.stages, case.num_microbatches))
     timers: dict[str, float] = {}
 
@@ -324,7 +372,9 @@ def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) 
 
 
 XL = Case("GPT-3 XL 1.3B", num_layers=24, width=2048, num_heads=16, context=2048)
-MEDIUM = Case("GPT-2 345M", num_layers=24, width=1024, num_heads=16, context=1024, microbatch_size=8)
+MEDIUM = Case(
+    "GPT-2 345M", num_layers=24, width=1024, num_heads=16, context=1024, microbatch_size=8
+)
 TINY = Case(
     "tiny",
     num_layers=2,
@@ -339,7 +389,9 @@ TINY = Case(
     parameters="fp32",
 )
 # On a CPU a step of seconds, so that what is compared is the engine beside compute and not beside nothing.
-SMALL = replace(TINY, name="small", num_layers=4, width=512, num_heads=8, context=256, vocab_size=8192)
+SMALL = replace(
+    TINY, name="small", num_layers=4, width=512, num_heads=8, context=256, vocab_size=8192
+)
 
 
 def compare_here() -> list[dict[str, Any]]:

@@ -89,11 +89,22 @@ def rate_gbps(moved: Sequence[Moved]) -> float:
 @click.option("--connections", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--seconds", default=5.0, show_default=True)
 @click.option("--warm-up", "warm_up_s", default=2.0, show_default=True)
-def main(rank: int, addresses: tuple[str, str], kind: str, connections: int, seconds: float, warm_up_s: float) -> None:
-    transport = _KINDS[kind](rank, bind=addresses[rank], port=PORT, connections=connections, connect_timeout_s=_JOIN_S)
+def main(
+    rank: int,
+    addresses: tuple[str, str],
+    kind: str,
+    connections: int,
+    seconds: float,
+    warm_up_s: float,
+) -> None:
+    transport = _KINDS[kind](
+        rank, bind=addresses[rank], port=PORT, connections=connections, connect_timeout_s=_JOIN_S
+    )
     click.echo("listening")  # only now may rank 0 be started, which dials
     try:
-        transport.connect({r: f"{address}:{PORT}" for r, address in enumerate(addresses)}, {1 - rank})
+        transport.connect(
+            {r: f"{address}:{PORT}" for r, address in enumerate(addresses)}, {1 - rank}
+        )
         if rank == 0:
             send(transport, warm_up_s, seconds)
         else:

@@ -65,17 +65,29 @@ class Size:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.microbatch_size * self.num_microbatches, self.context + 1)
-        tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            self.vocab_size, shape, generator=torch.Generator().manual_seed(step)
+        )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 # To compare losses alone, in seconds.
-SMALL = Size(num_layers=2, width=16, num_heads=2, context=16, num_microbatches=4, microbatch_size=2, num_steps=4)
+SMALL = Size(
+    num_layers=2,
+    width=16,
+    num_heads=2,
+    context=16,
+    num_microbatches=4,
+    microbatch_size=2,
+    num_steps=4,
+)
 
 Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 
 
-def compare_pipelining(schedule: str, size: Size | None = None, transport: str = "grpc") -> dict[str, Any]:
+def compare_pipelining(
+    schedule: str, size: Size | None = None, transport: str = "grpc"
+) -> dict[str, Any]:
     """Median seconds a step of each engine, the median ratio of two steps that follow each other and between what
     values the middle half of those ratios lies, and the largest difference between their losses.
 
@@ -116,7 +128,9 @@ def _rank(rank: int, schedule: str, size: Size, kind: str, port: int, results: A
     times: tuple[list[float], list[float]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
     for index, turn in itertools.product(range(size.num_steps), (0, 1)):
-        engine = (index + turn) % 2  # who goes first changes: what a step leaves behind it falls on both
+        engine = (
+            index + turn
+        ) % 2  # who goes first changes: what a step leaves behind it falls on both
         inputs, targets = size.batch(index)
         dist.barrier()
         began = time.perf_counter()
@@ -146,7 +160,9 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
         splits_backward=plan.splits,
     )
     boundary = TensorSpec((size.microbatch_size, size.context, size.width), torch.float32)
-    parts = Parts(rank, {rank: stage}, transport, codec("none"), ((boundary,),), Single(), Recorder(rank))
+    parts = Parts(
+        rank, {rank: stage}, transport, codec("none"), ((boundary,),), Single(), Recorder(rank)
+    )
     executor = Executor(parts)
     optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
     steps = itertools.count()
@@ -168,7 +184,9 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
 def torch_step(rank: int, schedule: str, size: Size) -> Step:
     module = nn.Sequential(*_layers(rank, size).values())
     stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
-    plan = torch_schedule(generate(schedule, NUM_RANKS, size.num_microbatches), [stage], size.model().loss)
+    plan = torch_schedule(
+        generate(schedule, NUM_RANKS, size.num_microbatches), [stage], size.model().loss
+    )
     optimizer = torch.optim.AdamW(module.parameters())
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:

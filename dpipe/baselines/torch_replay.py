@@ -15,8 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
-from dpipe.config import Config
-from dpipe.engine.forecast import forecast, per_stage
+from dpipe.config.load import Config
+from dpipe.plan.costs import per_stage
+from dpipe.plan.forecast import forecast
 from dpipe.stage.replay import wait
 
 
@@ -24,7 +25,9 @@ class _Wait(torch.autograd.Function):
     """Takes `forward_s` there and `input_s` back. The weight is what makes autograd come back at all."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: "ReplayModule") -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: "ReplayModule"
+    ) -> torch.Tensor:
         ctx.stage = stage
         wait(stage.forward_s)
         return stage.output.detach()
@@ -45,7 +48,10 @@ class ReplayModule(nn.Module):
         message = torch.zeros(1, replay.message_bytes // 4)
         self.forward_s = per_stage(replay.forward_ms, stages)[index] / 1e3
         backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
-        self.input_s, self._weight_s = backward_s * replay.input_share, backward_s * (1 - replay.input_share)
+        self.input_s, self._weight_s = (
+            backward_s * replay.input_share,
+            backward_s * (1 - replay.input_share),
+        )
         self.input = torch.zeros(1, 1) if index == 0 else message
         self.output = torch.zeros(1, 1) if index == stages - 1 else message
         self.weight = nn.Parameter(torch.zeros(()))
@@ -77,7 +83,11 @@ def make_step(config: Config, rank: int) -> Step:
     """One step on torch's engine; the loss of a replay is 0."""
     microbatches, last = config.train.num_microbatches, config.pipeline.stages - 1
     order = forecast(config).schedule
-    modules = {index: ReplayModule(config, index) for index, of in enumerate(order.rank_of_stage) if of == rank}
+    modules = {
+        index: ReplayModule(config, index)
+        for index, of in enumerate(order.rank_of_stage)
+        if of == rank
+    }
     stages = [_stage(module, index, order.num_stages) for index, module in modules.items()]
     plan = torch_schedule(order, stages, lambda output, target: output.sum())
     inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
@@ -94,10 +104,18 @@ def make_step(config: Config, rank: int) -> Step:
 
 def _stage(module: ReplayModule, index: int, num_stages: int) -> PipelineStage:
     # As tensors that require grad: else torch takes the boundary for one that no gradient crosses.
-    inputs, outputs = (torch.empty_like(t, requires_grad=True) for t in (module.input, module.output))
+    inputs, outputs = (
+        torch.empty_like(t, requires_grad=True) for t in (module.input, module.output)
+    )
     device, weight_gradient = torch.device("cpu"), module.weight_gradient
     return PipelineStage(
-        module, index, num_stages, device, input_args=inputs, output_args=outputs, dw_builder=weight_gradient
+        module,
+        index,
+        num_stages,
+        device,
+        input_args=inputs,
+        output_args=outputs,
+        dw_builder=weight_gradient,
     )
 
 

@@ -13,14 +13,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 from dpipe.schedule.generate import generate
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import to_csv
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OWN: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def torch_schedule(order: Schedule, stages: Sequence[PipelineStage], loss: Loss) -> _PipelineSchedule:
+def torch_schedule(
+    order: Schedule, stages: Sequence[PipelineStage], loss: Loss
+) -> _PipelineSchedule:
     """What runs `order` on this rank, whose stages are `stages`, lowest first."""
     text, microbatches = to_csv(order), order.num_microbatches
     for name, engine in _OWN.items():

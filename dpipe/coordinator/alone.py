@@ -14,7 +14,9 @@ class Alone:
     clock_offset_ns = 0
 
     def __init__(
-        self, advertised: str | None = None, on_upload: Callable[[int, str, bytes], None] | None = None
+        self,
+        advertised: str | None = None,
+        on_upload: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
         self.addresses: dict[int, str | None] = {0: advertised}
         self._on_upload = on_upload

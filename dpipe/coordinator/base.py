@@ -26,7 +26,9 @@ class Gathered:
         try:
             return self.parts.result(timeout_s)
         except TimeoutError:
-            raise RunError(f"waited {timeout_s:g} s for {self.key!r}: {self._who_is_missing()}") from None
+            raise RunError(
+                f"waited {timeout_s:g} s for {self.key!r}: {self._who_is_missing()}"
+            ) from None
 
     def _who_is_missing(self) -> str:
         self.missing = Future()  # a fresh question each time

@@ -46,7 +46,12 @@ class Coordinator:
     """See `base.Coordination`. Made by `join`; every method may be called from any thread."""
 
     def __init__(
-        self, address: str, join: pb.Join, security: Security, heartbeat_s: float, say: Callable[[str], None]
+        self,
+        address: str,
+        join: pb.Join,
+        security: Security,
+        heartbeat_s: float,
+        say: Callable[[str], None],
     ) -> None:
         self.rank: int = join.rank
         self.world_size: int = join.world_size
@@ -63,7 +68,9 @@ class Coordinator:
         self._verdict: Future[RunAborted] = Future()
         self._gathers: dict[str, Gathered] = {}
         self._callbacks: list[Callable[[RunAborted], None]] = []
-        self._clock: deque[tuple[int, int]] = deque(maxlen=_CLOCK_SAMPLES)  # (round trip, offset), ns
+        self._clock: deque[tuple[int, int]] = deque(
+            maxlen=_CLOCK_SAMPLES
+        )  # (round trip, offset), ns
         self._ponged = threading.Event()
         self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
         self._outbox.put(pb.ToCoordinator(join=join))
@@ -73,7 +80,9 @@ class Coordinator:
             METHOD, request_serializer=None, response_deserializer=None
         )
         self._call = dial(self._outgoing(), metadata=token_metadata(security))
-        self._reader = threading.Thread(target=self._read, name=f"coordination of rank {self.rank}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name=f"coordination of rank {self.rank}", daemon=True
+        )
         self._reader.start()
 
     @classmethod
@@ -97,7 +106,9 @@ class Coordinator:
         at once when this rank, or another one, is refused.
         """
         text = json.dumps(shared, sort_keys=True)
-        join = pb.Join(protocol=PROTOCOL, rank=rank, world_size=world_size, advertised=advertised, shared=text)
+        join = pb.Join(
+            protocol=PROTOCOL, rank=rank, world_size=world_size, advertised=advertised, shared=text
+        )
         say = _now_and_then(on_wait)
         deadline = time.monotonic() + join_s
         while True:
@@ -123,14 +134,21 @@ class Coordinator:
         try:
             welcome = self._welcome.result(_SLACK_S)
         except TimeoutError:
-            raise JoinError(f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join") from None
+            raise JoinError(
+                f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join"
+            ) from None
         listed = [a.advertised if a.HasField("advertised") else None for a in welcome.addresses]
         self.addresses = dict(enumerate(listed))
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
             if not self._ponged.wait(self._heartbeat_s) or self._over:
-                raise JoinError(str(self._over or f"the coordinator at {self._address} let us in and fell silent"))
+                raise JoinError(
+                    str(
+                        self._over
+                        or f"the coordinator at {self._address} let us in and fell silent"
+                    )
+                )
 
     @property
     def clock_offset_ns(self) -> int:
@@ -141,7 +159,9 @@ class Coordinator:
         gathered = Gathered(key, lambda: self._send(pb.ToCoordinator(ask=pb.Ask(key=key))))
         with self._lock:
             if key in self._gathers:
-                raise ValueError(f"rank {self.rank} has already given its part of {key!r}, which is still under way")
+                raise ValueError(
+                    f"rank {self.rank} has already given its part of {key!r}, which is still under way"
+                )
             self._gathers[key] = gathered
             over = self._over
         if over:
@@ -196,7 +216,9 @@ class Coordinator:
 
     def _send(self, message: pb.ToCoordinator) -> None:
         if message.ByteSize() >= MAX_BYTES:
-            raise ValueError(f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is {MAX_BYTES}")
+            raise ValueError(
+                f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is {MAX_BYTES}"
+            )
         self._outbox.put(message)
 
     def _outgoing(self) -> Iterator[bytes]:
@@ -208,7 +230,9 @@ class Coordinator:
                 message = self._outbox.get(timeout=max(0.0, ping_at - time.monotonic()))
             except queue.Empty:
                 now = time.monotonic()
-                if now - ping_at > interval_s:  # this process was stopped: what came meanwhile is still unread
+                if (
+                    now - ping_at > interval_s
+                ):  # this process was stopped: what came meanwhile is still unread
                     self._heard_at = now
                 if now - self._heard_at > self._heartbeat_s:
                     self._call.cancel()
@@ -224,7 +248,10 @@ class Coordinator:
                 self._take(message)
         self._call.cancel()
         if not self._reached:
-            _settle(self._welcome, error=_explain(self._call.code(), self._call.details() or "", self._address))
+            _settle(
+                self._welcome,
+                error=_explain(self._call.code(), self._call.details() or "", self._address),
+            )
         if not self._leaving:
             self._end(self._lost())
 
@@ -261,7 +288,9 @@ class Coordinator:
         ranks = tuple(missing.ranks)
         if not missing.key:
             self._missing = ranks
-            self._say(f"waiting at {self._address} for {name_ranks(ranks)} of {self.world_size} to join")
+            self._say(
+                f"waiting at {self._address} for {name_ranks(ranks)} of {self.world_size} to join"
+            )
         elif gathered := self._gathers.get(missing.key):
             _settle(gathered.missing, ranks)
 
@@ -277,7 +306,10 @@ class Coordinator:
             gathers, self._gathers = list(self._gathers.values()), {}
             callbacks, self._callbacks = self._callbacks, []
         _settle(self._verdict, error)
-        _settle(self._welcome, error=JoinError(f"rank {self.rank} cannot join at {self._address}: {error}"))
+        _settle(
+            self._welcome,
+            error=JoinError(f"rank {self.rank} cannot join at {self._address}: {error}"),
+        )
         self._ponged.set()
         for gathered in gathers:
             _settle(gathered.parts, error=error)
@@ -319,13 +351,19 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
         case grpc.StatusCode.UNAUTHENTICATED:
             return JoinError(f"the coordinator at {address} refused this rank: {reason}")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return JoinError(f"what listens at {address} is not dpipe's coordinator; check the port")
-        case grpc.StatusCode.UNAVAILABLE if "ssl" in reason.lower() or "certificate" in reason.lower():
+            return JoinError(
+                f"what listens at {address} is not dpipe's coordinator; check the port"
+            )
+        case grpc.StatusCode.UNAVAILABLE if (
+            "ssl" in reason.lower() or "certificate" in reason.lower()
+        ):
             return JoinError(
                 f"no secure connection to the coordinator at {address}: {reason}; check that node.tls_cert, "
                 "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on none"
             )
-        case grpc.StatusCode.UNAVAILABLE if "Socket closed" in reason:  # for good, or a tunnel that is up too early
+        case grpc.StatusCode.UNAVAILABLE if (
+            "Socket closed" in reason
+        ):  # for good, or a tunnel that is up too early
             return _NotThere(
                 "something listens there and hangs up; are node.tls_cert, node.tls_key and node.tls_ca set on both "
                 "sides, from one authority?"

@@ -13,7 +13,9 @@ M = TypeVar("M", bound=Message)
 
 METHOD = "/dpipe.wire.v1.Coordinator/Attend"
 PROTOCOL = 1
-FRAME_BYTES = 256 << 10  # each is a sign of life: also at 1 Mbit/s they come oftener than heartbeats
+FRAME_BYTES = (
+    256 << 10
+)  # each is a sign of life: also at 1 Mbit/s they come oftener than heartbeats
 MAX_BYTES = 512 << 20  # bounds what a peer can make this process hold
 
 _LAST, _MORE = b"\0", b"\1"
@@ -32,7 +34,9 @@ def assemble(frames: Iterable[bytes], kind: type[M]) -> Iterator[M]:
     data = bytearray()
     for frame in frames:
         if frame[:1] not in (_LAST, _MORE) or len(data) + len(frame) > MAX_BYTES:
-            raise DecodeError(f"{len(frame)} bytes are not a frame, or their message exceeds {MAX_BYTES} bytes")
+            raise DecodeError(
+                f"{len(frame)} bytes are not a frame, or their message exceeds {MAX_BYTES} bytes"
+            )
         data += frame[1:]
         if frame[:1] == _LAST:
             yield kind.FromString(bytes(data))

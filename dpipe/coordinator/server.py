@@ -1,7 +1,7 @@
-"""`CoordinatorServer`: the streams of all ranks around one `Meeting`; it lives in rank 0's process.
+"""`CoordinatorServer`: the streams of all ranks around one `Membership`; it lives in rank 0's process.
 
 rank 1 ══stream══ reader thread ──┐  one lock   ┌── outbox ── writer (gRPC's thread) ══stream══ rank 1
-rank 2 ══stream══ reader thread ──┼─▶ Meeting ──┼── outbox ── writer                 ══stream══ rank 2
+rank 2 ══stream══ reader thread ──┼─▶ Membership ──┼── outbox ── writer                 ══stream══ rank 2
                   clock thread  ──┘             └── ...
 """
 
@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.frame import METHOD, assemble, cut
-from dpipe.coordinator.meeting import SYMPTOM_GRACE_S, Meeting, Member, host_of
+from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Membership, Member, host_of
 from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
@@ -48,19 +48,27 @@ class CoordinatorServer:
         join_s: float = 120.0,
         on_upload: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
-        self._meeting = Meeting(world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic())
+        self._meeting = Membership(
+            world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic()
+        )
         self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
         self._num_streams = 0
         self._readers: set[threading.Thread] = set()
         self._on_upload = on_upload
         self._stopped = threading.Event()
         self._clock = threading.Thread(
-            target=self._tick, args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),), name="coordinator clock"
+            target=self._tick,
+            args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),),
+            name="coordinator clock",
         )
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._attend)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._attend
+        )
         service, _, method = METHOD.removeprefix("/").partition("/")
         handlers = [grpc.method_handlers_generic_handler(service, {method: handler})]
-        self._server, self.port = serve(handlers, bind, port, security, max_workers=world_size + _STRANGERS)
+        self._server, self.port = serve(
+            handlers, bind, port, security, max_workers=world_size + _STRANGERS
+        )
         self._clock.start()
 
     def close(self, wait_s: float = 5.0) -> None:
@@ -69,7 +77,9 @@ class CoordinatorServer:
             if not self._meeting.complete:
                 self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
             if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
-                self._meeting.end("the coordinator (rank 0) stopped while other ranks were still at work")
+                self._meeting.end(
+                    "the coordinator (rank 0) stopped while other ranks were still at work"
+                )
         self._stopped.set()
         self._server.stop(_STOP_S).wait(2 * _STOP_S)
         with self._lock:
@@ -82,13 +92,18 @@ class CoordinatorServer:
             with self._lock:
                 self._meeting.tick(time.monotonic())
                 for member in self._meeting.members.values():
-                    member.tell(pb.FromCoordinator())  # a sign of life, also while an upload keeps the reader
+                    member.tell(
+                        pb.FromCoordinator()
+                    )  # a sign of life, also while an upload keeps the reader
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
         outbox: Outbox = queue.SimpleQueue()
         reader = threading.Thread(
-            target=self._read, args=(frames, context.peer(), outbox), name="coordinator reader", daemon=True
+            target=self._read,
+            args=(frames, context.peer(), outbox),
+            name="coordinator reader",
+            daemon=True,
         )
         with self._lock:
             self._num_streams += 1
@@ -159,7 +174,9 @@ class CoordinatorServer:
         except Exception as error:
             what = str(error) if isinstance(error, DpipeError) else repr(error)
             with self._lock:
-                self._meeting.end(f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {what}")
+                self._meeting.end(
+                    f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {what}"
+                )
         finally:
             member.heard_at = time.monotonic()
 

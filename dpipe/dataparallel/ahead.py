@@ -16,7 +16,10 @@ import torch
 from dpipe.dataparallel.base import Moments
 from dpipe.dataparallel.optimizer import Optimizer
 
-_OWN, _MEAN = "own_grad", "delayed_grad"  # in a checkpoint; who finds no gradient of its own takes the mean
+_OWN, _MEAN = (
+    "own_grad",
+    "delayed_grad",
+)  # in a checkpoint; who finds no gradient of its own takes the mean
 
 
 class Ahead:
@@ -40,7 +43,11 @@ class Ahead:
     def go(self, learning_rate: float) -> None:
         """Step by the gradients remembered until `come_back`; not by one that is not finite."""
         own, self._own = self._own, []
-        if own and self._optimizer.learns and bool(torch.stack([g.sum() for g in own]).isfinite().all()):
+        if (
+            own
+            and self._optimizer.learns
+            and bool(torch.stack([g.sum() for g in own]).isfinite().all())
+        ):
             self._agreed = [s.values.clone() for s in self._optimizer.slices]
             self._optimizer.look_ahead([gradient * self._share for gradient in own], learning_rate)
 
@@ -54,8 +61,13 @@ class Ahead:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The gradients that are remembered, for a checkpoint."""
-        names = [f"{s.name}.{_OWN}{self._optimizer.range_of(s)}{self._mark}" for s in self._optimizer.slices]
-        return {n: g * self._share for n, g in zip(names, self._own, strict=True)} if self._own else {}
+        names = [
+            f"{s.name}.{_OWN}{self._optimizer.range_of(s)}{self._mark}"
+            for s in self._optimizer.slices
+        ]
+        return (
+            {n: g * self._share for n, g in zip(names, self._own, strict=True)} if self._own else {}
+        )
 
     @property
     def _share(self) -> float:

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 
 from dpipe.dataparallel.ahead import Ahead
+from dpipe.dataparallel.background import Flights, Ready
 from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
-from dpipe.dataparallel.flights import Flights, Ready
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.row import Row
 from dpipe.dataparallel.single import Single
@@ -49,7 +49,9 @@ class AllReduce:
         name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
         self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
         ahead = self._single.optimizers.items() if lag else ()
-        self._ahead = {stage: Ahead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead}
+        self._ahead = {
+            stage: Ahead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead
+        }
         self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
@@ -87,7 +89,11 @@ class AllReduce:
         return self._flights.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
-        state = {name: gradient for ahead in self._ahead.values() for name, gradient in ahead.state().items()}
+        state = {
+            name: gradient
+            for ahead in self._ahead.values()
+            for name, gradient in ahead.state().items()
+        }
         state |= self._single.state() if self._speaks else {}
         for stage, row in self._rows.items() if self._speaks else ():
             state |= self._flights.delayed_state(stage, slice(0, row.length), whole=True)

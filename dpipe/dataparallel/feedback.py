@@ -61,7 +61,9 @@ class FeedbackWire(PlainWire):
         exact = values if owed is None else values + owed
         wire = self._codec.encode(exact)
         residual = exact - self._codec.decode(wire, TensorSpec.of(exact))
-        if residual.sum().isfinite():  # else the step will be skipped, and what was owed before still is
+        if (
+            residual.sum().isfinite()
+        ):  # else the step will be skipped, and what was owed before still is
             self._residuals[key] = residual
         return wire
 
@@ -72,4 +74,8 @@ class FeedbackWire(PlainWire):
 
 def wire(name: str) -> Wire:
     """The wire called `name`; raises `ValueError` on an unknown one. Only int8 rounds enough to need feedback."""
-    return FeedbackWire(codec(name)) if name == "int8" else PlainWire(codec(name), lossy=name != "none")
+    return (
+        FeedbackWire(codec(name))
+        if name == "int8"
+        else PlainWire(codec(name), lossy=name != "none")
+    )

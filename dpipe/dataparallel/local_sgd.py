@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from dpipe.dataparallel.allreduce import Averaging
+from dpipe.dataparallel.background import Flights
 from dpipe.dataparallel.base import Layers, Moments, Named, Report, Traffic
-from dpipe.dataparallel.flights import Flights
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.row import Row
 from dpipe.dataparallel.single import Single
@@ -106,7 +106,9 @@ class LocalSgd:
     def restore(self, num_updates: int, moments: Moments) -> None:
         suffixes = ("exp_avg", "exp_avg_sq") if num_updates else ()
         names = [f"{name}.{suffix}" for name, _ in self._named for suffix in suffixes]
-        self._single.restore(num_updates, {n: moments.get(f"{n}{self._mark}", moments[n]) for n in names})
+        self._single.restore(
+            num_updates, {n: moments.get(f"{n}{self._mark}", moments[n]) for n in names}
+        )
         with torch.no_grad():
             for name, parameter in self._named if self._replica > 0 else ():
                 known = moments.get(f"{name}.local{self._mark}", moments.get(f"{name}.anchor"))
@@ -129,7 +131,9 @@ class LocalSgd:
 
     def _launch(self, stage: int, fragment: "Fragment", averaging: Averaging) -> None:
         difference = fragment.take_off()
-        fragment.landed = self._thread.submit(lambda: averaging.average(difference, stage, lambda piece: None))
+        fragment.landed = self._thread.submit(
+            lambda: averaging.average(difference, stage, lambda piece: None)
+        )
 
     def _land(self, stage: int) -> None:
         for fragment in self._fragments[stage]:
@@ -147,7 +151,9 @@ class Fragment:
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.row = Row(named)
-        self.anchor, self.momentum, self.base, self.difference = torch.zeros(4, self.row.length).unbind()
+        self.anchor, self.momentum, self.base, self.difference = torch.zeros(
+            4, self.row.length
+        ).unbind()
         self.landed: Future[None] | None = None
         self._read(self.anchor)
 
@@ -164,7 +170,9 @@ class Fragment:
         """The outer step (Sutskever et al. 2013, as torch.optim.SGD has it)."""
         self.landed = None
         self.momentum.mul_(outer.momentum).add_(self.difference)
-        self.anchor.sub_(self.difference.add_(self.momentum, alpha=outer.momentum), alpha=outer.learning_rate)
+        self.anchor.sub_(
+            self.difference.add_(self.momentum, alpha=outer.momentum), alpha=outer.learning_rate
+        )
         for index, parameter in enumerate(self.row.parameters):
             agreed = self.row.view(self.anchor, index).to(parameter.device)
             if outer.overlap:

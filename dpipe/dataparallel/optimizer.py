@@ -48,11 +48,15 @@ class Optimizer:
     Without `settings` nothing is learned: a replayed stage has bytes to exchange, and no arithmetic.
     """
 
-    def __init__(self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool
+    ) -> None:
         self.slices, self._whole, self._settings = slices, whole, settings
         # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to gain.
         self._fused = bool(slices) and slices[0].values.is_cuda
-        self._adamw = _adamw(slices, settings, self._fused) if slices and settings is not None else None
+        self._adamw = (
+            _adamw(slices, settings, self._fused) if slices and settings is not None else None
+        )
 
     @property
     def learns(self) -> bool:
@@ -71,10 +75,14 @@ class Optimizer:
         assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
             state, decay = self._state_of(s), settings.weight_decay if s.decays else 0.0
-            avg, avg_sq = (state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS)
+            avg, avg_sq = (
+                state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS
+            )
             updates = float(state["step"]) if state else 0.0
             gradient = gradient.to(s.values)
-            adamw_step(s.values, gradient, avg, avg_sq, updates, settings.betas, learning_rate, decay)
+            adamw_step(
+                s.values, gradient, avg, avg_sq, updates, settings.betas, learning_rate, decay
+            )
 
     def range_of(self, s: Slice) -> str:
         """What a name in a checkpoint ends in for `s`."""
@@ -92,13 +100,25 @@ class Optimizer:
     def restore(self, num_updates: int, moments: Moments) -> None:
         for s in self.slices if num_updates else ():
             self._state_of(s).update(
-                {"step": torch.tensor(float(num_updates), device=s.values.device if self._fused else "cpu")}
-                | {key: s.cut(moments[f"{s.name}.{key}"]).to(s.values.device, copy=True) for key in _MOMENTS}
+                {
+                    "step": torch.tensor(
+                        float(num_updates), device=s.values.device if self._fused else "cpu"
+                    )
+                }
+                | {
+                    key: s.cut(moments[f"{s.name}.{key}"]).to(s.values.device, copy=True)
+                    for key in _MOMENTS
+                }
             )
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._state_of(s)[key].nbytes for s in self.slices for key in _MOMENTS if self._state_of(s))
+        return sum(
+            self._state_of(s)[key].nbytes
+            for s in self.slices
+            for key in _MOMENTS
+            if self._state_of(s)
+        )
 
     def _state_of(self, s: Slice) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {} if self._adamw is None else self._adamw.state[s.values]
@@ -110,7 +130,9 @@ def _adamw(slices: Sequence[Slice], settings: AdamSettings, fused: bool) -> torc
         {"params": [s.values for s in slices if s.decays], "weight_decay": settings.weight_decay},
         {"params": [s.values for s in slices if not s.decays], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=fused or None)
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=settings.betas, fused=fused or None
+    )
 
 
 def whole(named: Iterable[Named]) -> list[Slice]:
@@ -120,7 +142,12 @@ def whole(named: Iterable[Named]) -> list[Slice]:
 
 def trained(stage: Layers) -> list[Named]:
     """The parameters of a stage that learn, in order."""
-    return [pair for pairs in stage.layer_parameters().values() for pair in pairs if pair[1].requires_grad]
+    return [
+        pair
+        for pairs in stage.layer_parameters().values()
+        for pair in pairs
+        if pair[1].requires_grad
+    ]
 
 
 def adamw_step(

@@ -55,7 +55,9 @@ class Row:
         """The gradients as they are now; they stay reachable here when the stage forgets them."""
         return [parameter.grad for parameter in self.parameters]
 
-    def fill(self, row: torch.Tensor, piece: slice, source: Sequence[torch.Tensor | None], factor: float) -> None:
+    def fill(
+        self, row: torch.Tensor, piece: slice, source: Sequence[torch.Tensor | None], factor: float
+    ) -> None:
         """Put `piece` of the row together from `source` times `factor`; what is None is zero."""
         for span in self.spans(piece):
             tensor, out = source[span.index], row[span.here]

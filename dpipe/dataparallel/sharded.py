@@ -19,9 +19,9 @@ from concurrent.futures import Future
 import torch
 
 from dpipe.dataparallel.ahead import Ahead
+from dpipe.dataparallel.background import Flights, Gradients
 from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
-from dpipe.dataparallel.exchange import DirectExchange
-from dpipe.dataparallel.flights import Flights, Gradients
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
 from dpipe.dataparallel.row import Row, parameter_slice
 
@@ -43,11 +43,20 @@ class Sharded:
     ) -> None:
         self._gradients, self._parameters, self._uncounted = gradients, parameters, uncounted
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
-        self._shards = {index: Shard(row, gradients.shard(row.length), settings) for index, row in self._rows.items()}
-        self._flights = Flights(self._rows, gradients.fail, lag=0, name=f"dpipe-shard-{gradients.replica}")
+        self._shards = {
+            index: Shard(row, gradients.shard(row.length), settings)
+            for index, row in self._rows.items()
+        }
+        self._flights = Flights(
+            self._rows, gradients.fail, lag=0, name=f"dpipe-shard-{gradients.replica}"
+        )
         self._gathering: dict[int, Future[None]] = {}
-        self._ahead = {index: Ahead(shard.optimizer) for index, shard in self._shards.items() if lag}
-        self._held: dict[int, Gradients] = {}  # with a delay, until the next step has gathered its parameters
+        self._ahead = {
+            index: Ahead(shard.optimizer) for index, shard in self._shards.items() if lag
+        }
+        self._held: dict[
+            int, Gradients
+        ] = {}  # with a delay, until the next step has gathered its parameters
         self._rate = self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
@@ -104,7 +113,9 @@ class Sharded:
         state: dict[str, torch.Tensor] = {}
         for stage, shard in self._shards.items():
             state |= self._ahead[stage].state() if stage in self._ahead else {}
-            state |= shard.optimizer.state() | self._flights.delayed_state(stage, shard.piece, whole=False)
+            state |= shard.optimizer.state() | self._flights.delayed_state(
+                stage, shard.piece, whole=False
+            )
         return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:

@@ -25,7 +25,8 @@ class Single:
     ) -> None:
         self._stages, self._uncounted = stages or {}, uncounted
         self.optimizers = {
-            index: Optimizer(whole(trained(stage)), settings, whole=True) for index, stage in self._stages.items()
+            index: Optimizer(whole(trained(stage)), settings, whole=True)
+            for index, stage in self._stages.items()
         }
         self._rate, self._loss_scale = 0.0, 1.0
 
@@ -41,12 +42,20 @@ class Single:
     def report(self, *, measure: bool) -> Report:
         if not measure:
             return Report()
-        pairs = [pair for stage in self._stages.values() for pair in stage.layer_parameters().items()]
+        pairs = [
+            pair for stage in self._stages.values() for pair in stage.layer_parameters().items()
+        ]
         squares = {
-            layer: [(n, squared_norm(p)) for n, p in named if n not in self._uncounted] for layer, named in pairs
+            layer: [(n, squared_norm(p)) for n, p in named if n not in self._uncounted]
+            for layer, named in pairs
         }
-        sums = {layer: sum(value for _, value in values) / self._loss_scale**2 for layer, values in squares.items()}
-        names = (name for values in squares.values() for name, value in values if not _is_finite(value))
+        sums = {
+            layer: sum(value for _, value in values) / self._loss_scale**2
+            for layer, values in squares.items()
+        }
+        names = (
+            name for values in squares.values() for name, value in values if not _is_finite(value)
+        )
         return Report(sums, next(names, None))
 
     def step(self, stage: int, factor: float | None) -> bool:
@@ -68,7 +77,9 @@ class Single:
         return []
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {name: moment for o in self.optimizers.values() for name, moment in o.state().items()}
+        return {
+            name: moment for o in self.optimizers.values() for name, moment in o.state().items()
+        }
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         for optimizer in self.optimizers.values():

@@ -8,7 +8,7 @@ trainer.py     the loop; metrics.py: where its numbers go; display.py: what a pe
                the first, without messages, for NCCL
 checkpoint.py  safetensors by layer names, any cut; resume.py: going on from one
 forecast.py    what a run will take, before it starts, without torch; arithmetic.py: its layers by formula; sizes.py,
-               memory.py, exchange_memory.py, fit.py: what it holds, and whether that fits; blueprint.py: all of it
+               memory.py, exchange_memory.py, fit.py: what it holds, and whether that fits; run_plan.py: all of it
                checked
 join.py        how a rank comes among the others; replicas.py: its seat, and how its replicas agree
 stages.py      a rank's stages; build.py: configuration in, running rank out: the only composition root

@@ -21,7 +21,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import draw
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane
@@ -37,7 +37,9 @@ class StageLike(Protocol):
 
     @property
     def held(self) -> int: ...
-    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
+    def forward(
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+    ) -> Tensors: ...
     def backward(self, microbatch: int, grads: Tensors) -> Tensors: ...
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors: ...
     def backward_weight(self, microbatch: int) -> None: ...
@@ -93,7 +95,10 @@ class Executor:
         self._parts = parts
 
     def run(
-        self, schedule: Schedule, batch: Batch, on_step: Callable[[int, float | None], None] | None = None
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        on_step: Callable[[int, float | None], None] | None = None,
     ) -> float | None:
         """Run this rank's program once: training where `on_step` is given, evaluation where not.
 
@@ -110,7 +115,9 @@ class Executor:
                 run.do(action)
             except Exception as error:
                 rank = self._parts.global_rank(self._parts.rank)
-                error.add_note(f"rank {rank} was at {action}:\n{draw(schedule, action, self._parts.row)}")
+                error.add_note(
+                    f"rank {rank} was at {action}:\n{draw(schedule, action, self._parts.row)}"
+                )
                 self._parts.transport.fail(error)
                 raise
         run.finish()
@@ -141,7 +148,9 @@ class _Run:
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
         self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
-        self._due: deque[tuple[int, list[Pending[None]]]] = deque()  # stages to agree on, once these have left
+        self._due: deque[tuple[int, list[Pending[None]]]] = (
+            deque()
+        )  # stages to agree on, once these have left
         self._losses: list[torch.Tensor] = []
         self._loss: float | None = None
         self._tied_added = self._completed = False
@@ -187,7 +196,9 @@ class _Run:
             pending.settle()
             self._parts.recorder.moved(Lane.SEND, action, pending.moved)
         held = {index: stage.held for index, stage in self._parts.stages.items() if stage.held}
-        assert not held, f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
+        assert not held, (
+            f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
+        )
 
     def loss(self) -> float | None:
         """Once read it is known: on a GPU the host would wait for all that was queued since, the update too."""
@@ -204,7 +215,11 @@ class _Run:
         targets = self._batch.targets[m] if last and self._batch.targets else None
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
-            outputs = stage.forward(m, inputs, targets) if self._on_step else stage.evaluate(inputs, targets)
+            outputs = (
+                stage.forward(m, inputs, targets)
+                if self._on_step
+                else stage.evaluate(inputs, targets)
+            )
         if last:
             self._losses += outputs
         else:
@@ -212,7 +227,11 @@ class _Run:
 
     def _backward(self, action: Action, backward: Callable[[int, Tensors], Tensors]) -> None:
         assert action.microbatch is not None
-        grads = () if self._schedule.is_last(action.stage) else self._take(self._schedule.requires(action)[1])
+        grads = (
+            ()
+            if self._schedule.is_last(action.stage)
+            else self._take(self._schedule.requires(action)[1])
+        )
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
         if action.stage > 0:
@@ -223,7 +242,10 @@ class _Run:
         if source in self._made:
             return self._made.pop(source)[0]
         wires = self._wait(source)
-        return tuple(self._parts.codec.decode(w, spec) for w, spec in zip(wires, self._specs(source), strict=True))
+        return tuple(
+            self._parts.codec.decode(w, spec)
+            for w, spec in zip(wires, self._specs(source), strict=True)
+        )
 
     def _wait(self, recv: Action) -> list[torch.Tensor]:
         pending = self._arriving.pop(recv)
@@ -247,7 +269,9 @@ class _Run:
         """The stage's input for RECV_F; for RECV_B the gradients of its output, one a floating-point tensor."""
         if recv.op is Op.RECV_F:
             return self._parts.boundaries[recv.stage - 1]
-        return tuple(spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point)
+        return tuple(
+            spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point
+        )
 
     def _send(
         self,
@@ -261,7 +285,9 @@ class _Run:
         to = parts.global_rank(peer(self._schedule, action))
         with parts.streams.sending(made, tensors):
             wires = [encode(tensor) for tensor in tensors]
-            self._leaving += [(action, parts.transport.send(wire, to, str(action))) for wire in wires]
+            self._leaving += [
+                (action, parts.transport.send(wire, to, str(action))) for wire in wires
+            ]
         parts.recorder.sent(to, sum(wire.nbytes for wire in wires))
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
@@ -278,7 +304,11 @@ class _Run:
         if receive in self._arriving:
             weight = self._parts.tied[action.stage]
             weight.grad = _gradient(weight) + self._wait(receive)[0]
-        elif self._parts.tied_here and not self._tied_added and action.stage in (0, self._schedule.num_stages - 1):
+        elif (
+            self._parts.tied_here
+            and not self._tied_added
+            and action.stage in (0, self._schedule.num_stages - 1)
+        ):
             first, last = self._parts.tied_here
             first.grad = _gradient(first) + _gradient(last)
             last.grad = first.grad.clone()

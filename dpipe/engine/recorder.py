@@ -33,7 +33,9 @@ class _Timing(AbstractContextManager[None]):
 
     def __exit__(self, *raised: object) -> None:
         cpu_ns = time.thread_time_ns() - self._cpu_ns
-        self._notes.append(_Note(self._lane, self._action, self._start, self._streams.mark(), cpu_ns))
+        self._notes.append(
+            _Note(self._lane, self._action, self._start, self._streams.mark(), cpu_ns)
+        )
 
 
 class Recorder:
@@ -74,7 +76,9 @@ class Recorder:
         finally:
             self._parts.append((name, start, self._streams.mark()))
 
-    def moved(self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None) -> None:
+    def moved(
+        self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None
+    ) -> None:
         """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
         if moved is not None:
             self._transfers.append((lane, action, moved, peer))
@@ -87,7 +91,10 @@ class Recorder:
         """Seconds of compute in this step so far; waits until the device has come here."""
         self._streams.catch_up()
         ns = self._streams.ns
-        return sum(ns(note.end) - ns(note.start) for note in self._notes if note.lane is Lane.COMPUTE) / 1e9
+        return (
+            sum(ns(note.end) - ns(note.start) for note in self._notes if note.lane is Lane.COMPUTE)
+            / 1e9
+        )
 
     @property
     def sent_bytes(self) -> dict[int | str, int]:
@@ -99,13 +106,28 @@ class Recorder:
         self._streams.catch_up()
         spans = [
             self._span(
-                *(n.lane, n.action, self._streams.ns(n.start), self._streams.ns(n.end), clock_offset_ns, n.cpu_ns),
+                *(
+                    n.lane,
+                    n.action,
+                    self._streams.ns(n.start),
+                    self._streams.ns(n.end),
+                    clock_offset_ns,
+                    n.cpu_ns,
+                ),
                 num_bytes=n.num_bytes,
             )
             for n in self._notes
         ]
         spans += [
-            self._span(lane, action, m.start_ns, m.end_ns, clock_offset_ns, num_bytes=m.num_bytes, peer=peer)
+            self._span(
+                lane,
+                action,
+                m.start_ns,
+                m.end_ns,
+                clock_offset_ns,
+                num_bytes=m.num_bytes,
+                peer=peer,
+            )
             for lane, action, m, peer in self._transfers
         ]
         self._notes, self._transfers, self._sent, self.action = [], [], {}, None
@@ -117,7 +139,9 @@ class Recorder:
         parts, self._parts = self._parts, []
         sums: dict[str, float] = {}
         for name, start, end in parts:
-            sums[name] = sums.get(name, 0.0) + (self._streams.ns(end) - self._streams.ns(start)) / 1e6
+            sums[name] = (
+                sums.get(name, 0.0) + (self._streams.ns(end) - self._streams.ns(start)) / 1e6
+            )
         return sums
 
     def _span(

@@ -14,21 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dpipe.config import Run, Train
+from dpipe.config.load import Run, Train
+from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
-from dpipe.engine import checkpoint
 from dpipe.engine.executor import Executor
-from dpipe.engine.feed import Feed
-from dpipe.engine.metrics import Metrics
 from dpipe.engine.recorder import Recorder
-from dpipe.engine.replicas import Seat
-from dpipe.engine.shards import as_slices, first_buffers, whole_parameters
-from dpipe.engine.trace import StepSpans, dump_steps
 from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
+from dpipe.ranks import ParallelRanks
+from dpipe.report.metrics import Metrics
+from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage
+from dpipe.store import checkpoint
+from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
 from dpipe.timeline.timers import Timers
@@ -50,7 +50,7 @@ class Meeting(Protocol):
 class Job:
     """What one rank trains, and with what."""
 
-    here: Seat
+    here: ParallelRanks
     train: Train
     run: Run
     context: int
@@ -63,13 +63,15 @@ class Job:
     data_parallel: DataParallel
     update: Update
     feed: Feed
-    meeting: Meeting
+    coordinator: Meeting
     timeout_s: float
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]
     metrics: Metrics | None = None  # rank 0
     streams: Streams = HOST
-    utilisation: Callable[[float], float | None] = lambda seconds: None  # MFU of a step of so many seconds
+    utilisation: Callable[[float], float | None] = lambda seconds: (
+        None
+    )  # MFU of a step of so many seconds
 
 
 class Trainer:
@@ -94,10 +96,12 @@ class Trainer:
             if ended or (self._is_due(job.train.eval_every) and not stopped):
                 self._evaluate()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
-                stopped = self._catch_up() or stopped  # first: a step that was not finite is not to be saved
+                stopped = (
+                    self._catch_up() or stopped
+                )  # first: a step that was not finite is not to be saved
                 self._save()
         if self._traces:
-            job.meeting.upload("trace", dump_steps(self._traces))
+            job.coordinator.upload("trace", dump_steps(self._traces))
         return self.next_step < job.train.steps
 
     def _one_step(self, step: int) -> bool:
@@ -110,7 +114,7 @@ class Trainer:
             batch = job.feed.training(step)
         job.executor.run(job.schedule, batch, job.update)
         self._record_exchange()
-        spans = job.recorder.take(job.meeting.clock_offset_ns)
+        spans = job.recorder.take(job.coordinator.clock_offset_ns)
         self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
@@ -137,12 +141,20 @@ class Trainer:
     def _report(self, step: int, began: float) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by then."""
         self._record_exchange()
-        seconds, recorder, streams = time.perf_counter() - began, self.job.recorder, self.job.streams
+        seconds, recorder, streams = (
+            time.perf_counter() - began,
+            self.job.recorder,
+            self.job.streams,
+        )
         told = step % self.job.run.log_every == 0
         return {
             "bubble": 1 - recorder.busy_s / seconds,
-            "mb_per_s": {f"{self.job.here.rank}->{peer}": n / 1e6 / seconds for peer, n in recorder.sent_bytes.items()},
-            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,  # peak; Linux counts in KiB
+            "mb_per_s": {
+                f"{self.job.here.rank}->{peer}": n / 1e6 / seconds
+                for peer, n in recorder.sent_bytes.items()
+            },
+            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            / 1e3,  # peak; Linux counts in KiB
             "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
             "gpu_memory_mb": None if (peak := streams.peak_bytes()) is None else peak / 1e6,
             "gpu_use_percent": streams.use_percent() if told else None,
@@ -154,7 +166,9 @@ class Trainer:
             return
         seconds = self._step_s.pop(verdict.step)
         if verdict.culprit is not None:
-            LOG.warning("step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit)
+            LOG.warning(
+                "step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit
+            )
         if verdict.step % self.job.run.log_every and verdict.step + 1 < self.job.train.steps:
             return
         ms_per_sample = seconds / self.job.train.batch_size * 1e3
@@ -175,20 +189,30 @@ class Trainer:
             "ms_per_sample": seconds / train.batch_size * 1e3,
             "tokens_per_s": train.batch_size * self.job.context / seconds,
             "bubble": sum(report["bubble"] for report in reports) / len(reports),
-            "mb_per_s": {link: rate for report in reports for link, rate in report["mb_per_s"].items()},
+            "mb_per_s": {
+                link: rate for report in reports for link, rate in report["mb_per_s"].items()
+            },
             "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
-            "optimizer_mb": {str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)},
+            "optimizer_mb": {
+                str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)
+            },
             **self._of_gpus(verdict, seconds),
         }
 
     def _of_gpus(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
         """Peak memory and use by rank, and the share of the GPUs' arithmetic that was used; nothing on CPUs."""
         by_rank = {
-            name: {str(r): report[name] for r, report in enumerate(verdict.reports) if report[name] is not None}
+            name: {
+                str(r): report[name]
+                for r, report in enumerate(verdict.reports)
+                if report[name] is not None
+            }
             for name in ("gpu_memory_mb", "gpu_use_percent")
         }
         used = self.job.utilisation(seconds)
-        return {name: told for name, told in by_rank.items() if told} | ({} if used is None else {"mfu": used})
+        return {name: told for name, told in by_rank.items() if told} | (
+            {} if used is None else {"mfu": used}
+        )
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.next_step % every == 0
@@ -199,10 +223,14 @@ class Trainer:
         if job.train.eval_every is None:
             return
         batches = range(job.train.eval_batches)
-        losses = [job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches]
+        losses = [
+            job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches
+        ]
         job.recorder.take()
-        losses = losses if job.here.tensor_rank == 0 else [None]
-        payloads = job.meeting.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(job.timeout_s)
+        losses = losses if job.here.tp_rank == 0 else [None]
+        payloads = job.coordinator.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(
+            job.timeout_s
+        )
         loss = _mean([_mean(known) for known in map(json.loads, payloads) if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
@@ -214,7 +242,7 @@ class Trainer:
         if job.checkpoint_url is None:
             return
         numbers, moments = job.update.state()
-        parameters = whole_parameters(job.stages, job.here) if job.here.replica == 0 else {}
+        parameters = whole_parameters(job.stages, job.here) if job.here.dp_rank == 0 else {}
         moments, layouts = as_slices(job.stages, moments, job.here)
         checkpoint.save(
             job.checkpoint_url,
@@ -223,7 +251,7 @@ class Trainer:
             parameters,
             moments,
             {**numbers, "configuration": job.configuration},
-            lambda payload: job.meeting.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
+            lambda payload: job.coordinator.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),

@@ -19,14 +19,16 @@ from typing import Any, Protocol
 
 import torch
 
-from dpipe.config import Train
+from dpipe.config.load import Train
 from dpipe.dataparallel.base import DataParallel
-from dpipe.engine.replicas import Seat
 from dpipe.errors import NumericError
+from dpipe.ranks import ParallelRanks
 from dpipe.stage.stage import Timed
 
 INITIAL_LOSS_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000  # steps without an overflow before the scale doubles, as torch.amp.GradScaler
+GROWTH_INTERVAL = (
+    2000  # steps without an overflow before the scale doubles, as torch.amp.GradScaler
+)
 
 
 class Gathering(Protocol):
@@ -47,7 +49,9 @@ class Verdict:
     loss: float
     norm: float | None
     stop: bool
-    culprit: str | None  # the first rank and parameter whose gradient is not finite, or what else is not
+    culprit: (
+        str | None
+    )  # the first rank and parameter whose gradient is not finite, or what else is not
     reports: tuple[dict[str, Any], ...] = field(default=())
 
 
@@ -108,7 +112,7 @@ class Update:
         *,
         gather: Callable[[str, bytes], Gathering],
         timeout_s: float,
-        here: Seat = Seat(),  # noqa: B008 - frozen
+        here: ParallelRanks = ParallelRanks(),  # noqa: B008 - frozen
         lag: int = 1,
         timed: Timed = nullcontext,
     ) -> None:
@@ -123,7 +127,9 @@ class Update:
         self.loss_scale = LossScale(train.precision == "fp16")
         self.num_updates = 0
 
-    def begin(self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]) -> None:
+    def begin(
+        self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]
+    ) -> None:
         """`wants_stop` and `report` are asked when the ballot is cast, at this step's first STEP."""
         self._step, self._wants_stop, self._report = step, wants_stop, report
         self._settled = self._changed = False
@@ -155,7 +161,10 @@ class Update:
         """
         for stage in self._stages:
             self._data_parallel.finish(stage)
-        return {"num_updates": self.num_updates, **self.loss_scale.state()}, self._data_parallel.state()
+        return {
+            "num_updates": self.num_updates,
+            **self.loss_scale.state(),
+        }, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         self.num_updates = numbers["num_updates"]
@@ -167,8 +176,14 @@ class Update:
         with self._timed("optimizer-unscale-and-check-inf"):
             seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
-        loss = loss if self._here.tensor_rank == 0 else None
-        ballot = {"loss": loss, "norms": norms, "bad": seen.bad, "stop": self._wants_stop(), "report": self._report()}
+        loss = loss if self._here.tp_rank == 0 else None
+        ballot = {
+            "loss": loss,
+            "norms": norms,
+            "bad": seen.bad,
+            "stop": self._wants_stop(),
+            "report": self._report(),
+        }
         with self._timed("optimizer-clip-main-grad"):
             gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
             self._pending.append((self._step, gathering))
@@ -200,7 +215,7 @@ class Update:
 def count(
     step: int,
     ballots: Sequence[dict[str, Any]],
-    here: Seat = Seat(),  # noqa: B008 - frozen
+    here: ParallelRanks = ParallelRanks(),  # noqa: B008 - frozen
     *,
     independent: bool = False,
 ) -> Verdict:
@@ -210,13 +225,22 @@ def count(
     over all ranks, or, where replicas are `independent`, over the ranks of this one. The loss is the replicas' mean.
     """
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
-    assert len(losses) == here.num_replicas, f"step {step}: {len(losses)} ranks report a loss, not {here.num_replicas}"
+    assert len(losses) == here.dp_size, (
+        f"step {step}: {len(losses)} ranks report a loss, not {here.dp_size}"
+    )
     loss = sum(losses) / len(losses)
     mine = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
     squares = _add_up(ballot["norms"] for ballot in mine)
     norm = math.sqrt(sum(squares[layer] for layer in sorted(squares))) if squares else None
     stop = any(ballot["stop"] for ballot in ballots)
-    return Verdict(step, loss, norm, stop, _culprit(ballots, loss), tuple(ballot["report"] for ballot in ballots))
+    return Verdict(
+        step,
+        loss,
+        norm,
+        stop,
+        _culprit(ballots, loss),
+        tuple(ballot["report"] for ballot in ballots),
+    )
 
 
 def _add_up(norms: Iterable[Mapping[str, float]]) -> dict[int, float]:
@@ -229,7 +253,9 @@ def _add_up(norms: Iterable[Mapping[str, float]]) -> dict[int, float]:
 
 def _culprit(ballots: Sequence[dict[str, Any]], loss: float) -> str | None:
     """What is not finite: a rank's own gradient, else an average that overflowed, else the loss."""
-    named = ((rank, ballot["bad"]) for rank, ballot in enumerate(ballots) if ballot["bad"] is not None)
+    named = (
+        (rank, ballot["bad"]) for rank, ballot in enumerate(ballots) if ballot["bad"] is not None
+    )
     for rank, name in named:
         return f"the gradient of {name} on rank {rank}"
     squares = _add_up(ballot["norms"] for ballot in ballots)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
 from dpipe.schedule.links import compute_needs, counterpart, receives_by_link, sends_by_link
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import draw
 
 _MAKES = {
@@ -52,17 +52,25 @@ def _check_complete(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if action not in expected:
-                raise _error(schedule, f"{action} on rank {rank} does not belong here: {_sizes(schedule)}", action)
+                raise _error(
+                    schedule,
+                    f"{action} on rank {rank} does not belong here: {_sizes(schedule)}",
+                    action,
+                )
             if (home := schedule.rank_of_stage[action.stage]) != rank:
                 raise _error(
-                    schedule, f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}", action
+                    schedule,
+                    f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}",
+                    action,
                 )
     counts = Counter(action for program in schedule.programs for action in program)
     for action in expected:
         if counts[action] != 1:
             times = f"{counts[action]} times" if counts[action] else "missing"
             home = schedule.rank_of_stage[action.stage]
-            raise _error(schedule, f"{action} is {times} on rank {home}: {_sizes(schedule)}", action)
+            raise _error(
+                schedule, f"{action} is {times} on rank {home}: {_sizes(schedule)}", action
+            )
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
@@ -84,7 +92,10 @@ def _expected_ops(schedule: Schedule, stage: int, microbatch: int, trains: bool)
     after = schedule.lowered and not schedule.is_last(stage) and schedule.hops(stage, stage + 1)
     yield from [Op.RECV_F] * before + [Op.F] + [Op.SEND_F] * after
     if trains:
-        split = Action(stage, Op.I, microbatch) in schedule.index or Action(stage, Op.W, microbatch) in schedule.index
+        split = (
+            Action(stage, Op.I, microbatch) in schedule.index
+            or Action(stage, Op.W, microbatch) in schedule.index
+        )
         yield from [Op.RECV_B] * after + ([Op.I, Op.W] if split else [Op.B]) + [Op.SEND_B] * before
 
 
@@ -96,7 +107,9 @@ def _check_microbatch_order(schedule: Schedule) -> None:
             for made in _MAKES.get(action.op, ()):
                 if action.microbatch != turns[action.stage, made]:
                     due = f"the next {made} of stage {action.stage} is for micro-batch {turns[action.stage, made]}"
-                    raise _error(schedule, f"{action} on rank {rank} is out of order: {due}", action)
+                    raise _error(
+                        schedule, f"{action} on rank {rank} is out of order: {due}", action
+                    )
                 turns[action.stage, made] += 1
 
 
@@ -105,10 +118,16 @@ def _check_links(schedule: Schedule) -> None:
     received = receives_by_link(schedule)
     for (source, target), sends in sends_by_link(schedule).items():
         expected = [counterpart(send, schedule.num_stages) for send in sends]
-        for number, (send, here, there) in enumerate(zip(sends, expected, received[source, target], strict=True)):
+        for number, (send, here, there) in enumerate(
+            zip(sends, expected, received[source, target], strict=True)
+        ):
             if here != there:
                 message = f"the link from rank {source} to rank {target} disagrees on message {number}: rank {source}"
-                raise _error(schedule, f"{message} sends {send} where rank {target} posts {there}, not {here}", there)
+                raise _error(
+                    schedule,
+                    f"{message} sends {send} where rank {target} posts {there}, not {here}",
+                    there,
+                )
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -117,9 +136,14 @@ def _check_progress(schedule: Schedule) -> None:
     done = _reachable(needs)
     if len(done) < len(needs):
         stops = [
-            next((a for a in program if a not in done and a.op not in RECVS), None) for program in schedule.programs
+            next((a for a in program if a not in done and a.op not in RECVS), None)
+            for program in schedule.programs
         ]
-        stuck = {stop: next(n for n in needs[stop] if n not in done) for stop in stops if stop is not None}
+        stuck = {
+            stop: next(n for n in needs[stop] if n not in done)
+            for stop in stops
+            if stop is not None
+        }
         lines = (
             f"rank {schedule.rank_of_stage[stop.stage]} stops at {stop}, which waits for {need}"
             f" on rank {schedule.rank_of_stage[need.stage]}"
@@ -134,7 +158,9 @@ def _needs(schedule: Schedule) -> dict[Action, list[Action]]:
     for program in schedule.programs:
         before: list[Action] = []
         for action in program:
-            data = schedule.requires(action) if schedule.lowered else compute_needs(schedule, action)
+            data = (
+                schedule.requires(action) if schedule.lowered else compute_needs(schedule, action)
+            )
             needs[action] = [*data, *before]
             if action.op not in RECVS:
                 before = [action]
@@ -165,7 +191,11 @@ def _sizes(schedule: Schedule) -> str:
 
 
 def _error(schedule: Schedule, message: str, culprit: Action) -> ScheduleError:
-    mark = culprit if culprit.op in COMPUTE and culprit in schedule.index else _beside(schedule, culprit)
+    mark = (
+        culprit
+        if culprit.op in COMPUTE and culprit in schedule.index
+        else _beside(schedule, culprit)
+    )
     return ScheduleError(f"schedule {schedule.name!r}: {message}\n{draw(schedule, mark)}")
 
 
@@ -175,7 +205,8 @@ def _beside(schedule: Schedule, culprit: Action) -> Action | None:
         (
             action
             for action in schedule.index
-            if action.op in COMPUTE and (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
+            if action.op in COMPUTE
+            and (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
         ),
         None,
     )

@@ -92,7 +92,8 @@ class Exchange:
     def rotated(self, message: Message, by: int) -> Message:
         """The same message between replicas that lie `by` further on."""
         owner, source, target = (
-            (end + by) % self.num_replicas for end in (message.owner, message.source, message.target)
+            (end + by) % self.num_replicas
+            for end in (message.owner, message.source, message.target)
         )
         return Message(message.role, message.part, owner, source, target)
 
@@ -115,7 +116,11 @@ class Exchange:
     @cached_property
     def waits(self) -> Mapping[Message, frozenset[Message]]:
         """`requires` of every message."""
-        return {message: frozenset(self.requires(message)) for program in self.programs for message in program}
+        return {
+            message: frozenset(self.requires(message))
+            for program in self.programs
+            for message in program
+        }
 
     @cached_property
     def _by_part(self) -> Mapping[tuple[int, int, int], list[Message]]:
@@ -147,12 +152,20 @@ def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> E
     for replica in range(num_replicas):
         # The next replica first, so that they do not all send to replica 0 at once.
         others = [(replica + hop) % num_replicas for hop in range(1, num_replicas)]
-        reduces = [[Message(Role.REDUCE, part, other, replica, other) for other in others] for part in range(num_parts)]
-        gathers = [[Message(Role.GATHER, part, replica, replica, o) for o in others] for part in range(num_parts)]
+        reduces = [
+            [Message(Role.REDUCE, part, other, replica, other) for other in others]
+            for part in range(num_parts)
+        ]
+        gathers = [
+            [Message(Role.GATHER, part, replica, replica, o) for o in others]
+            for part in range(num_parts)
+        ]
         programs.append(_interleaved(reduces, gathers, num_parts if sharded else AHEAD))
     name = "sharded" if sharded else "all-reduce"
     after = frozenset({Role.GATHER}) if sharded else frozenset()
-    return Exchange(name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), after_step=after)
+    return Exchange(
+        name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), after_step=after
+    )
 
 
 def local_sgd(num_replicas: int, num_parts: int = 1) -> Exchange:
@@ -165,17 +178,32 @@ def silent(num_replicas: int) -> Exchange:
     return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
 
 
-def parameter_server(num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False) -> Exchange:
+def parameter_server(
+    num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
+) -> Exchange:
     """A server adds up everything and steps; a part goes back as soon as it is final (Li et al. 2014).
 
     `stale`: to each replica as soon as its own has come; the slowest is waited for some steps later.
     """
     _at_least(num_replicas, num_parts)
     server, replicas, parts = num_replicas, range(num_replicas), range(num_parts)
-    pushes = [tuple(Message(Role.REDUCE, part, server, replica, server) for part in parts) for replica in replicas]
-    pulls = tuple(Message(Role.GATHER, part, server, server, replica) for part in parts for replica in replicas)
+    pushes = [
+        tuple(Message(Role.REDUCE, part, server, replica, server) for part in parts)
+        for replica in replicas
+    ]
+    pulls = tuple(
+        Message(Role.GATHER, part, server, server, replica)
+        for part in parts
+        for replica in replicas
+    )
     return Exchange(
-        "parameter-server", num_replicas, num_parts, (server,), (*pushes, pulls), barrier=barrier, stale=stale
+        "parameter-server",
+        num_replicas,
+        num_parts,
+        (server,),
+        (*pushes, pulls),
+        barrier=barrier,
+        stale=stale,
     )
 
 
@@ -189,10 +217,16 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     parts, last = range(num_parts), num_replicas - 1
     programs = []
     for replica in range(num_replicas):
-        reduces = [Message(Role.REDUCE, part, 0, replica, replica - 1) for part in parts if replica > 0]
-        gathers = [Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last]
+        reduces = [
+            Message(Role.REDUCE, part, 0, replica, replica - 1) for part in parts if replica > 0
+        ]
+        gathers = [
+            Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last
+        ]
         programs.append((*reduces, *gathers))
-    return Exchange("central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False)
+    return Exchange(
+        "central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False
+    )
 
 
 def exchange(
@@ -215,10 +249,14 @@ def exchange(
 
 def draw(exchange: Exchange) -> str:
     """One line an end."""
-    return "\n".join(f"{end} | {'   '.join(map(str, program))}" for end, program in enumerate(exchange.programs))
+    return "\n".join(
+        f"{end} | {'   '.join(map(str, program))}" for end, program in enumerate(exchange.programs)
+    )
 
 
-def _interleaved(first: list[list[Message]], then: list[list[Message]], ahead: int) -> tuple[Message, ...]:
+def _interleaved(
+    first: list[list[Message]], then: list[list[Message]], ahead: int
+) -> tuple[Message, ...]:
     """Part by part; the first kind is `ahead` parts ahead of the other."""
     order: list[Message] = []
     for turn in range(len(first) + ahead):

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.split import SplitProgram
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -32,7 +32,12 @@ def generate(
     "auto" is not here: it needs the simulator (`dpipe.timeline.search`).
     """
     if name != "zero-bubble":
-        _refuse(name, "memory_limit", memory_limit is not None, 'only "zero-bubble" can limit what is held')
+        _refuse(
+            name,
+            "memory_limit",
+            memory_limit is not None,
+            'only "zero-bubble" can limit what is held',
+        )
     if name in ("1f1b", "zero-bubble"):
         _refuse(name, "stages_per_rank", stages_per_rank != 1, 'use "interleaved" or "gpipe"')
     match name:
@@ -61,7 +66,11 @@ def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> S
     """
     forwards = forward_only(num_stages, num_microbatches, stages_per_rank).programs
     backwards = [
-        tuple(Action(a.stage, Op.B, m) for a in reversed(program[::num_microbatches]) for m in range(num_microbatches))
+        tuple(
+            Action(a.stage, Op.B, m)
+            for a in reversed(program[::num_microbatches])
+            for m in range(num_microbatches)
+        )
         for program in forwards
     ]
     programs = [f + b for f, b in zip(forwards, backwards, strict=True)]
@@ -80,7 +89,14 @@ def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 
     num_ranks = _ranks(num_stages, stages_per_rank)
     _at_least_one("num_microbatches", num_microbatches)
     programs = [
-        tuple(chain(*(_each(stage, Op.F, num_microbatches) for stage in range(rank, num_stages, num_ranks))))
+        tuple(
+            chain(
+                *(
+                    _each(stage, Op.F, num_microbatches)
+                    for stage in range(rank, num_stages, num_ranks)
+                )
+            )
+        )
         for rank in range(num_ranks)
     ]
     return _schedule("forward-only", num_microbatches, num_stages, programs)
@@ -100,13 +116,17 @@ def one_f_one_b(num_stages: int, num_microbatches: int, in_flight: int | None = 
     """
     depths = _depths(num_stages, num_microbatches, in_flight)
     programs = [
-        _one_and_one(_each(rank, Op.F, num_microbatches), _each(rank, Op.B, num_microbatches), depth)
+        _one_and_one(
+            _each(rank, Op.F, num_microbatches), _each(rank, Op.B, num_microbatches), depth
+        )
         for rank, depth in enumerate(depths)
     ]
     return _schedule("1f1b", num_microbatches, num_stages, programs)
 
 
-def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int, in_flight: int | None = None) -> Schedule:
+def interleaved(
+    num_ranks: int, stages_per_rank: int, num_microbatches: int, in_flight: int | None = None
+) -> Schedule:
     """1F1B with several stages a rank, a shorter bubble for more messages (Narayanan et al. 2021).
 
     Micro-batches go in groups of `num_ranks` or a few more, so that any number of them is welcome: a rank takes a group
@@ -128,14 +148,21 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_microbatches: int, in_
     def program(rank: int) -> Program:
         stages = range(rank, num_stages, num_ranks)
         forwards = tuple(Action(s, Op.F, m) for group in groups for s in stages for m in group)
-        backwards = tuple(Action(s, Op.B, m) for group in groups for s in reversed(stages) for m in group)
+        backwards = tuple(
+            Action(s, Op.B, m) for group in groups for s in reversed(stages) for m in group
+        )
         return _one_and_one(forwards, backwards, depths[rank])
 
-    return _schedule("interleaved", num_microbatches, num_stages, [program(rank) for rank in range(num_ranks)])
+    return _schedule(
+        "interleaved", num_microbatches, num_stages, [program(rank) for rank in range(num_ranks)]
+    )
 
 
 def zero_bubble(
-    num_stages: int, num_microbatches: int, in_flight: int | None = None, memory_limit: int | None = None
+    num_stages: int,
+    num_microbatches: int,
+    in_flight: int | None = None,
+    memory_limit: int | None = None,
 ) -> Schedule:
     """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
 
@@ -156,11 +183,16 @@ def zero_bubble(
         for rank, op in zip(ranks, choices, strict=True):
             if op is not None:
                 rank.do(op)
-    return _schedule("zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks])
+    return _schedule(
+        "zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks]
+    )
 
 
 def split_programs(
-    num_stages: int, num_microbatches: int, in_flight: int | None = None, memory_limit: int | None = None
+    num_stages: int,
+    num_microbatches: int,
+    in_flight: int | None = None,
+    memory_limit: int | None = None,
 ) -> list[SplitProgram]:
     """The ranks of a schedule that splits the backward pass, nothing done yet; parameters as in `zero_bubble`."""
     depths = _depths(num_stages, num_microbatches, in_flight)
@@ -199,10 +231,15 @@ def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> li
     _at_least_one("num_microbatches", num_microbatches)
     first = num_stages if in_flight is None else in_flight
     _at_least_one("in_flight", first)
-    return [min(num_microbatches, -(-first * (num_stages - rank) // num_stages)) for rank in range(num_stages)]
+    return [
+        min(num_microbatches, -(-first * (num_stages - rank) // num_stages))
+        for rank in range(num_stages)
+    ]
 
 
-def _interleaved_depths(num_ranks: int, stages_per_rank: int, groups: list[range], in_flight: int | None) -> list[int]:
+def _interleaved_depths(
+    num_ranks: int, stages_per_rank: int, groups: list[range], in_flight: int | None
+) -> list[int]:
     """The activations in flight on each rank, falling from the first rank to the last by equal steps.
 
     Two bounds keep it from waiting for itself. The last stage must get the head of a group before the first backward:
@@ -238,15 +275,21 @@ def _each(stage: int, op: Op, num_microbatches: int) -> Program:
     return tuple(Action(stage, op, microbatch) for microbatch in range(num_microbatches))
 
 
-def _schedule(name: str, num_microbatches: int, num_stages: int, programs: list[Program]) -> Schedule:
-    return Schedule(num_microbatches, tuple(s % len(programs) for s in range(num_stages)), tuple(programs), name)
+def _schedule(
+    name: str, num_microbatches: int, num_stages: int, programs: list[Program]
+) -> Schedule:
+    return Schedule(
+        num_microbatches, tuple(s % len(programs) for s in range(num_stages)), tuple(programs), name
+    )
 
 
 def _ranks(num_stages: int, stages_per_rank: int) -> int:
     _at_least_one("num_stages", num_stages)
     _at_least_one("stages_per_rank", stages_per_rank)
     if num_stages % stages_per_rank:
-        raise ScheduleError(f"{num_stages} stages cannot be dealt out by {stages_per_rank} a rank; make it a multiple")
+        raise ScheduleError(
+            f"{num_stages} stages cannot be dealt out by {stages_per_rank} a rank; make it a multiple"
+        )
     return num_stages // stages_per_rank
 
 

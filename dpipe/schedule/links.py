@@ -3,9 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+from itertools import pairwise
+
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, SENDS, Action, Op
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 Link = tuple[int, int]  # (from rank, to rank)
 
@@ -63,3 +65,13 @@ def _by_link(schedule: Schedule, sending: bool) -> dict[Link, list[Action]]:
                 other = peer(schedule, action)
                 links[(rank, other) if sending else (other, rank)].append(action)
     return dict(links)
+
+
+def neighbours(schedule: Schedule, rank: int) -> set[int]:
+    """The ranks that `rank` exchanges activations, gradients or a tied weight's gradient with."""
+    owner = schedule.rank_of_stage
+    hops = set(pairwise(owner))
+    if schedule.tied:
+        hops.add((owner[0], owner[-1]))
+    ends = {frozenset(hop) for hop in hops if rank in hop}
+    return {other for hop in ends for other in hop if other != rank}

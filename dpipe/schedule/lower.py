@@ -18,13 +18,18 @@ from dataclasses import replace
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, Action, Op
 from dpipe.schedule.links import counterpart, sends_by_link
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 Program = tuple[Action, ...]
 
 
 def lower(
-    schedule: Schedule, *, tied: bool = False, reduce: bool = False, step: bool = True, recv_ahead: int = 2
+    schedule: Schedule,
+    *,
+    tied: bool = False,
+    reduce: bool = False,
+    step: bool = True,
+    recv_ahead: int = 2,
 ) -> Schedule:
     """Add communication, reduction and step to a compute-only schedule that passes `check()`.
 
@@ -33,7 +38,9 @@ def lower(
     Raises `ScheduleError` for a schedule that is already lowered and for a negative `recv_ahead`.
     """
     if schedule.lowered:
-        raise ScheduleError(f"schedule {schedule.name!r} is lowered already; lower what the generator made")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} is lowered already; lower what the generator made"
+        )
     if recv_ahead < 0:
         raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
     trains = schedule.backward_of(0, 0) in schedule.index
@@ -46,8 +53,12 @@ def lower(
 
 
 def _with_tied_sends(schedule: Schedule) -> Schedule:
-    tied = [stage for stage in range(schedule.num_stages) if schedule.tied_partner(stage) is not None]
-    return _inserted_after(schedule, {_last_gradient(schedule, s): Action(s, Op.SEND_TIED) for s in tied})
+    tied = [
+        stage for stage in range(schedule.num_stages) if schedule.tied_partner(stage) is not None
+    ]
+    return _inserted_after(
+        schedule, {_last_gradient(schedule, s): Action(s, Op.SEND_TIED) for s in tied}
+    )
 
 
 def _with_reduce(schedule: Schedule) -> Schedule:
@@ -70,12 +81,18 @@ def _with_step(schedule: Schedule) -> Schedule:
     return _appended(schedule, [Action(stage, Op.STEP) for stage in range(schedule.num_stages)])
 
 
-_MADE_FOR = {Op.F: (Op.SEND_F, 1), Op.B: (Op.SEND_B, -1), Op.I: (Op.SEND_B, -1)}  # and how many stages on that is
+_MADE_FOR = {
+    Op.F: (Op.SEND_F, 1),
+    Op.B: (Op.SEND_B, -1),
+    Op.I: (Op.SEND_B, -1),
+}  # and how many stages on that is
 
 
 def _with_sends(schedule: Schedule) -> Schedule:
     sends = {}
-    for action in (action for program in schedule.programs for action in program if action.op in _MADE_FOR):
+    for action in (
+        action for program in schedule.programs for action in program if action.op in _MADE_FOR
+    ):
         op, ahead = _MADE_FOR[action.op]
         other = action.stage + ahead
         if 0 <= other < schedule.num_stages and schedule.hops(action.stage, other):
@@ -86,7 +103,9 @@ def _with_sends(schedule: Schedule) -> Schedule:
 def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.programs]
     needed_at = [_needed_at(schedule, program) for program in schedule.programs]
-    computes = [[i for i, a in enumerate(program) if a.op in COMPUTE] for program in schedule.programs]
+    computes = [
+        [i for i, a in enumerate(program) if a.op in COMPUTE] for program in schedule.programs
+    ]
     for (_, rank), sends in sorted(sends_by_link(schedule).items()):
         latest = len(schedule.programs[rank])
         # From the last message to the first: none may be posted after the ones behind it.
@@ -96,7 +115,8 @@ def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
             latest = min(latest, _earlier(needed, computes[rank], ahead))
             posts[rank][latest].append(receive)
     return _rewritten(
-        schedule, [_with_posts(program, at) for program, at in zip(schedule.programs, posts, strict=True)]
+        schedule,
+        [_with_posts(program, at) for program, at in zip(schedule.programs, posts, strict=True)],
     )
 
 
@@ -138,8 +158,14 @@ def _inserted_after(schedule: Schedule, additions: Mapping[Action, Action]) -> S
 
 def _appended(schedule: Schedule, additions: Sequence[Action]) -> Schedule:
     """Put each action at the end of the program of its stage's rank."""
-    tails = ([a for a in additions if schedule.rank_of_stage[a.stage] == rank] for rank in range(schedule.num_ranks))
-    return _rewritten(schedule, [(*program, *tail) for program, tail in zip(schedule.programs, tails, strict=True)])
+    tails = (
+        [a for a in additions if schedule.rank_of_stage[a.stage] == rank]
+        for rank in range(schedule.num_ranks)
+    )
+    return _rewritten(
+        schedule,
+        [(*program, *tail) for program, tail in zip(schedule.programs, tails, strict=True)],
+    )
 
 
 def _rewritten(schedule: Schedule, programs: Sequence[Program]) -> Schedule:

@@ -17,7 +17,12 @@ class SplitProgram:
     """
 
     def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
-        self.stage, self.num_microbatches, self.depth, self.limit = stage, num_microbatches, depth, limit
+        self.stage, self.num_microbatches, self.depth, self.limit = (
+            stage,
+            num_microbatches,
+            depth,
+            limit,
+        )
         self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
         self.program: list[Action] = []
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, Action, parse_action
 from dpipe.schedule.links import compute_needs
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 Slots = list[Action | None]
 
@@ -25,7 +25,12 @@ def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = 
     """
     rows = _in_slots(schedule)
     length = max(map(len, rows))
-    marked = [column for row in rows for column, action in enumerate(row) if mark is not None and action == mark]
+    marked = [
+        column
+        for row in rows
+        for column, action in enumerate(row)
+        if mark is not None and action == mark
+    ]
     first = max(0, min(marked) - _AROUND) if marked else 0
     last = min(length, max(marked) + _AROUND + 1) if marked else length
     cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
@@ -43,7 +48,9 @@ def to_csv(schedule: Schedule) -> str:
     """One row a rank, one cell a compute action: what `_load_csv(..., format="compute_only")` of torch reads."""
     rows = io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
-    writer.writerows([str(action) for action in program if action.op in COMPUTE] for program in schedule.programs)
+    writer.writerows(
+        [str(action) for action in program if action.op in COMPUTE] for program in schedule.programs
+    )
     return rows.getvalue()
 
 
@@ -78,16 +85,26 @@ def _parse_cell(cell: str, rank: int, column: int) -> Action:
 
 def _in_slots(schedule: Schedule) -> list[Slots]:
     """Each rank's compute actions in unit slots, None where it idles; rows of one length."""
-    programs = [[action for action in program if action.op in COMPUTE] for program in schedule.programs]
+    programs = [
+        [action for action in program if action.op in COMPUTE] for program in schedule.programs
+    ]
     rows: list[Slots] = [[] for _ in programs]
     done: set[Action] = set()
     position = [0] * len(programs)
     while any(at < len(program) for at, program in zip(position, programs, strict=True)):
-        heads = [program[at] if at < len(program) else None for at, program in zip(position, programs, strict=True)]
+        heads = [
+            program[at] if at < len(program) else None
+            for at, program in zip(position, programs, strict=True)
+        ]
         ready = [a if a is not None and _is_ready(schedule, a, done) else None for a in heads]
         started = [action for action in ready if action is not None]
         if not started:
-            return _level([[*row, *program[at:]] for row, program, at in zip(rows, programs, position, strict=True)])
+            return _level(
+                [
+                    [*row, *program[at:]]
+                    for row, program, at in zip(rows, programs, position, strict=True)
+                ]
+            )
         done.update(started)
         for rank, action in enumerate(ready):
             rows[rank].append(action)

@@ -54,7 +54,9 @@ class Embedding(nn.Module):
         self.draws = dropout > 0
         initialise(self)
 
-    def forward(self, tokens_BT: torch.Tensor, types_BT: torch.Tensor, lengths_B: torch.Tensor) -> Masked:
+    def forward(
+        self, tokens_BT: torch.Tensor, types_BT: torch.Tensor, lengths_B: torch.Tensor
+    ) -> Masked:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.tokens(tokens_BT) + self.positions(positions_T) + self.types(types_BT)
         return self.dropout(x_BTD), lengths_B
@@ -91,7 +93,9 @@ class Head(nn.Module):
         self.pair = nn.Linear(width, 2)
         initialise(self)
 
-    def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x_BTD: torch.Tensor, lengths_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x_BTD = self.norm(x_BTD)
         logits_BTV = self.output(self.transform_norm(F.gelu(self.transform(x_BTD))))
         pair_B2 = self.pair(torch.tanh(self.pooler(x_BTD[:, 0])))
@@ -99,7 +103,14 @@ class Head(nn.Module):
 
 
 def bert(
-    *, vocab_size: int, num_layers: int, width: int, num_heads: int, context: int, dropout: float, tied: bool
+    *,
+    vocab_size: int,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    context: int,
+    dropout: float,
+    tied: bool,
 ) -> LayeredModel:
     """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
     layer = partial(Layer, width, num_heads, num_layers, dropout)
@@ -109,11 +120,16 @@ def bert(
         partial(Head, vocab_size, width),
     )
     ends = ("tokens.weight", "output.weight") if tied else None
-    return LayeredModel(layers, masked_and_pair_loss, ends, lambda group: partial(masked_and_pair_loss, group=group))
+    return LayeredModel(
+        layers, masked_and_pair_loss, ends, lambda group: partial(masked_and_pair_loss, group=group)
+    )
 
 
 def masked_and_pair_loss(
-    logits_BTV: torch.Tensor, pair_B2: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
+    logits_BTV: torch.Tensor,
+    pair_B2: torch.Tensor,
+    targets_BT: torch.Tensor,
+    group: TensorGroup | None = None,
 ) -> torch.Tensor:
     """Cross entropy in nats: the mean over the words that were masked out, plus the mean over the pairs.
 

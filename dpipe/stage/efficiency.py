@@ -53,10 +53,16 @@ def peak_of(device_name: str) -> Peak | None:
     return next((peak for peak in PEAKS if peak.name.lower() in device_name.lower()), None)
 
 
-def gpt_train_flops(*, num_sequences: int, context: int, width: int, num_layers: int, vocab_size: int) -> float:
+def gpt_train_flops(
+    *, num_sequences: int, context: int, width: int, num_layers: int, vocab_size: int
+) -> float:
     """Model FLOPs of a training step over `num_sequences` sequences."""
     forward = gpt_layer_flops(
-        batch_size=num_sequences, context=context, width=width, num_layers=num_layers, vocab_size=vocab_size
+        batch_size=num_sequences,
+        context=context,
+        width=width,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
     )
     return train_flops(forward)
 
@@ -66,6 +72,8 @@ def train_flops(forward: Iterable[float]) -> float:
     return _BACKWARD_AND_FORWARD * sum(forward)
 
 
-def mfu(step_flops: float, seconds: float, peak: Peak, precision: str, num_devices: int = 1) -> float:
+def mfu(
+    step_flops: float, seconds: float, peak: Peak, precision: str, num_devices: int = 1
+) -> float:
     """The share of what `num_devices` could have done in that time."""
     return step_flops / (seconds * peak.flops(precision) * num_devices)

@@ -34,7 +34,11 @@ _INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
-    tensor_plan: ClassVar = {"tokens": VocabularyEmbedding, "positions": SequenceEmbedding, "dropout": SequenceDropout}
+    tensor_plan: ClassVar = {
+        "tokens": VocabularyEmbedding,
+        "positions": SequenceEmbedding,
+        "dropout": SequenceDropout,
+    }
 
     def __init__(self, vocab_size: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -87,7 +91,9 @@ class SplitAttentionCore(Piece, AttentionCore):
             return super().forward(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
         if self.causal:
-            later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+            later_TT = torch.ones(
+                scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device
+            ).triu(1)
             scores_BNTT = scores_BNTT.masked_fill(later_TT, -math.inf)
         if lengths_B is not None:
             scores_BNTT = scores_BNTT.masked_fill(~_up_to(lengths_B, k_BNTH.shape[2]), -math.inf)
@@ -112,7 +118,9 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
-        q_BNTH, k_BNTH, v_BNTH = (self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1))
+        q_BNTH, k_BNTH, v_BNTH = (
+            self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1)
+        )
         y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
@@ -134,7 +142,9 @@ class Block(nn.Module):
         "dropout": SequenceDropout,
     }
 
-    def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float, *, causal: bool = True) -> None:
+    def __init__(
+        self, width: int, num_heads: int, num_layers: int, dropout: float, *, causal: bool = True
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout, causal=causal)
@@ -170,7 +180,14 @@ class Head(nn.Module):
 
 
 def gpt(
-    *, vocab_size: int, num_layers: int, width: int, num_heads: int, context: int, dropout: float, tied: bool
+    *,
+    vocab_size: int,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    context: int,
+    dropout: float,
+    tied: bool,
 ) -> LayeredModel:
     """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
     block = partial(Block, width, num_heads, num_layers, dropout)
@@ -183,10 +200,16 @@ def gpt(
     return LayeredModel(layers, word_loss, ends, lambda group: partial(word_loss, group=group))
 
 
-def word_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None) -> torch.Tensor:
+def word_loss(
+    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
+) -> torch.Tensor:
     """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the words."""
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
-    return F.cross_entropy(logits_NV, targets_N) if group is None else split_cross_entropy(logits_NV, targets_N, group)
+    return (
+        F.cross_entropy(logits_NV, targets_N)
+        if group is None
+        else split_cross_entropy(logits_NV, targets_N, group)
+    )
 
 
 def initialise(layer: nn.Module) -> None:

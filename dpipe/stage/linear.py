@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Products = dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]]  # by weight, the factors of its gradients
+Products = dict[
+    nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]
+]  # by weight, the factors of its gradients
 
 
 class WeightGradients:
@@ -68,7 +70,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, gradients: WeightGradients
+        ctx: Any,
+        input: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        gradients: WeightGradients,
     ) -> torch.Tensor:
         flat = input.reshape(-1, weight.shape[1])
         used_weight: torch.Tensor = weight
@@ -83,7 +89,9 @@ class _Product(torch.autograd.Function):
         return F.linear(flat, used_weight, used_bias).view(*input.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
         flat, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
@@ -104,7 +112,9 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
     from other parameters (`torch.nn.utils.weight_norm`), whose gradient has further to go.
     """
     for linear in module.modules():
-        plain = type(linear) is nn.Linear and "weight" in dict(linear.named_parameters(recurse=False))
+        plain = type(linear) is nn.Linear and "weight" in dict(
+            linear.named_parameters(recurse=False)
+        )
         if plain:
             linear.__class__ = Linear
         if isinstance(linear, Linear):

@@ -43,7 +43,9 @@ class LayeredModel:
         return self.split_loss(group)
 
 
-def materialise(model: LayeredModel, layer_index: int, seed: int, device: torch.device | str) -> nn.Module:
+def materialise(
+    model: LayeredModel, layer_index: int, seed: int, device: torch.device | str
+) -> nn.Module:
     """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU.
 
     Parameters and buffers become contiguous where they are not: one that is transposed, expanded or in another memory
@@ -94,14 +96,20 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
-        raise ConfigError(f"model.options do not fit {name}{inspect.signature(function)}: {error}") from None
+        raise ConfigError(
+            f"model.options do not fit {name}{inspect.signature(function)}: {error}"
+        ) from None
     try:
         with seeded("layers", seed):
-            layers, loss = _checked(name, function(**options))  # which makes them, where it was given a generator
+            layers, loss = _checked(
+                name, function(**options)
+            )  # which makes them, where it was given a generator
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's own code raises
-        raise ConfigError(f"model.layers {name!r}: {function.__name__} raised {_told(error)}") from error
+        raise ConfigError(
+            f"model.layers {name!r}: {function.__name__} raised {_told(error)}"
+        ) from error
     return LayeredModel(tuple(_factory(name, i, layer) for i, layer in enumerate(layers)), loss)
 
 
@@ -117,10 +125,14 @@ def _find(name: str) -> Callable[..., Any]:
             f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed or lie in {folder}"
         ) from error
     except Exception as error:  # whatever a user's own code raises
-        raise ConfigError(f"model.layers {name!r}: cannot import {module_name!r}: {_told(error)}") from error
+        raise ConfigError(
+            f"model.layers {name!r}: cannot import {module_name!r}: {_told(error)}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"model.layers {name!r}: {module.__name__} has no function {function_name!r}")
+        raise ConfigError(
+            f"model.layers {name!r}: {module.__name__} has no function {function_name!r}"
+        )
     return function  # type: ignore[no-any-return]
 
 
@@ -169,7 +181,9 @@ def _factory(name: str, index: int, layer: Callable[..., Any]) -> Callable[[], n
         # Copied, because the ranks of one process must not share parameters.
         made = copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
         if not isinstance(made, nn.Module):
-            raise ConfigError(f"model.layers {name!r}: layer {index} makes {made!r:.80}, not an nn.Module")
+            raise ConfigError(
+                f"model.layers {name!r}: layer {index} makes {made!r:.80}, not an nn.Module"
+            )
         return made
 
     return make

@@ -24,7 +24,11 @@ def recompute_attention(layer: nn.Module, *, compiled: bool = False) -> None:
 
     What is compiled takes torch's own way of setting them, which is for one thread.
     """
-    draws: dict[str, Any] = {} if compiled else {"preserve_rng_state": False, "context_fn": same_draws}
+    draws: dict[str, Any] = (
+        {} if compiled else {"preserve_rng_state": False, "context_fn": same_draws}
+    )
     for core in attention_cores(layer):
         # Looked up on the class, so that a second call does not wrap what the first has wrapped.
-        core.forward = partial(checkpoint, partial(type(core).forward, core), use_reentrant=False, **draws)
+        core.forward = partial(
+            checkpoint, partial(type(core).forward, core), use_reentrant=False, **draws
+        )

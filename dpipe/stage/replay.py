@@ -42,9 +42,14 @@ class ReplayStage:
         self._forward_s, self._backward_s = forward_s, backward_s
         self._input_s, self._weight_s = backward_s * input_share, backward_s * (1 - input_share)
         self._exchange, self._num_exchanges = exchange, num_exchanges
-        message = torch.zeros(message_bytes // 4)  # never written to, so that every message can be the same tensor
+        message = torch.zeros(
+            message_bytes // 4
+        )  # never written to, so that every message can be the same tensor
         nothing: Tensors = ()
-        self._inputs, self._outputs = (nothing if first else (message,)), ((torch.zeros(()),) if last else (message,))
+        self._inputs, self._outputs = (
+            (nothing if first else (message,)),
+            ((torch.zeros(()),) if last else (message,)),
+        )
         self._output_grads = nothing if last else (message,)
         self._parameter = nn.Parameter(torch.zeros(parameter_bytes // 4))
         self._gradient = torch.zeros_like(self._parameter)
@@ -55,7 +60,9 @@ class ReplayStage:
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         self._num_backwards = 0
 
-    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+    def forward(
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+    ) -> Tensors:
         outputs = self.evaluate(inputs, targets)
         self._stashed.add(microbatch)
         return outputs

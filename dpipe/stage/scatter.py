@@ -26,17 +26,27 @@ class Scattered:
     def held(self) -> int:
         return self._stage.held
 
-    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
-        return self._part(self._stage.forward(microbatch, self._whole(inputs, self._first), targets), self._last)
+    def forward(
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+    ) -> Tensors:
+        return self._part(
+            self._stage.forward(microbatch, self._whole(inputs, self._first), targets), self._last
+        )
 
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
-        return self._part(self._stage.evaluate(self._whole(inputs, self._first), targets), self._last)
+        return self._part(
+            self._stage.evaluate(self._whole(inputs, self._first), targets), self._last
+        )
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        return self._part(self._stage.backward(microbatch, self._whole(grads, self._last)), self._first)
+        return self._part(
+            self._stage.backward(microbatch, self._whole(grads, self._last)), self._first
+        )
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
-        return self._part(self._stage.backward_input(microbatch, self._whole(grads, self._last)), self._first)
+        return self._part(
+            self._stage.backward_input(microbatch, self._whole(grads, self._last)), self._first
+        )
 
     def backward_weight(self, microbatch: int) -> None:
         self._stage.backward_weight(microbatch)
@@ -50,12 +60,17 @@ class Scattered:
     def _whole(self, tensors: Tensors, at_the_end: bool) -> Tensors:
         if at_the_end:
             return tensors
-        return tuple(self._group.all_gather(t, _WIDTH) if t.is_floating_point() else t for t in tensors)
+        return tuple(
+            self._group.all_gather(t, _WIDTH) if t.is_floating_point() else t for t in tensors
+        )
 
     def _part(self, tensors: Tensors, at_the_end: bool) -> Tensors:
         if at_the_end:
             return tensors
-        cut = (self._group.part(t, _WIDTH).contiguous() if t.is_floating_point() else t for t in tensors)
+        cut = (
+            self._group.part(t, _WIDTH).contiguous() if t.is_floating_point() else t
+            for t in tensors
+        )
         return tuple(cut)
 
 

@@ -13,7 +13,9 @@ import torch
 
 # The default generators belong to the process, and the ranks of a test are threads of one.
 _LOCK = threading.Lock()
-_DRAWING = threading.local()  # its `generators` are those that `seeded` has set, where this thread is inside it
+_DRAWING = (
+    threading.local()
+)  # its `generators` are those that `seeded` has set, where this thread is inside it
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import nn
 
 from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
-from dpipe.stage.masters import Masters
+from dpipe.stage.master_weights import MasterWeights
 from dpipe.stage.model import Loss, given_by, saved_buffers
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
@@ -28,7 +28,9 @@ from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
-Timed = Callable[[str], AbstractContextManager[object]]  # around a part of the work, by its timer's name
+Timed = Callable[
+    [str], AbstractContextManager[object]
+]  # around a part of the work, by its timer's name
 
 _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,10 +78,14 @@ class Stage:
     ) -> None:
         self.index, self._first_microbatch, self._timed = index, first_microbatch, timed
         self._layers, self._loss, self._last = dict(layers), loss, max(layers)
-        self._num_microbatches, self._keeps_graph, self._seed = num_microbatches, recompute != "full", seed
+        self._num_microbatches, self._keeps_graph, self._seed = (
+            num_microbatches,
+            recompute != "full",
+            seed,
+        )
         stored, self._device = _HALF[parameters], torch.device(device)
         self._half = _HALF[precision] if stored is None else None
-        self._masters = None if stored is None else Masters(self._layers, stored)
+        self._masters = None if stored is None else MasterWeights(self._layers, stored)
         self._stale = True  # whether the masters may have changed since the layers last saw them
         self._passes: dict[int, list[_Pass]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
@@ -101,7 +107,9 @@ class Stage:
         self._step, self._loss_factor = step, loss_scale / self._num_microbatches
         self._stale = True
 
-    def forward(self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
+    def forward(
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+    ) -> Tensors:
         """Run the layers and stash what their backward needs. `targets` are for the last stage, whose output is the
         loss: a scalar in fp32, the mean over the micro-batch, not scaled. Outputs carry no graph.
 
@@ -115,7 +123,9 @@ class Stage:
         passes: list[_Pass] = []
         for index in self._layers:
             number = self._first_microbatch + microbatch
-            run = partial(self._run, index, ("draw", self._seed, self._step, number, index), targets)
+            run = partial(
+                self._run, index, ("draw", self._seed, self._step, number, index), targets
+            )
             if passes and self._keeps_graph and _learn_as_one(inputs):
                 _go_on(inputs)
             else:
@@ -142,7 +152,9 @@ class Stage:
 
     def backward_input(self, microbatch: int, grads: Tensors) -> Tensors:
         """As `backward`, but leave the weight gradients of linear layers for `backward_weight`."""
-        assert self._splits_backward, f"stage {self.index} was made for schedules that do not split the backward pass"
+        assert self._splits_backward, (
+            f"stage {self.index} was made for schedules that do not split the backward pass"
+        )
         input_grads = self._backward(microbatch, grads)
         self._waiting[microbatch] = self._weight_gradients.take()
         self._collect()
@@ -188,7 +200,10 @@ class Stage:
             if self._masters is not None
             else {index: layer.named_parameters() for index, layer in self._layers.items()}
         )
-        return {i: [(f"layers.{i}.{name}", parameter) for name, parameter in pairs] for i, pairs in named.items()}
+        return {
+            i: [(f"layers.{i}.{name}", parameter) for name, parameter in pairs]
+            for i, pairs in named.items()
+        }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for named in self.layer_parameters().values():
@@ -217,7 +232,9 @@ class Stage:
         passes = self._passes[microbatch]
         if self._loss is not None:
             assert not grads, "the last stage makes its gradient itself"
-            grads = (torch.full((), self._loss_factor, device=self._device),)  # made there: a copy would be waited for
+            grads = (
+                torch.full((), self._loss_factor, device=self._device),
+            )  # made there: a copy would be waited for
         while passes:
             grads = self._backward_graph(microbatch, passes.pop(), grads)
         del self._passes[microbatch]
@@ -254,18 +271,28 @@ class Stage:
                 self._masters.collect()
 
     def _run(
-        self, index: int, draw_key: tuple[str | int, ...], targets: torch.Tensor | None, inputs: Tensors
+        self,
+        index: int,
+        draw_key: tuple[str | int, ...],
+        targets: torch.Tensor | None,
+        inputs: Tensors,
     ) -> Tensors:
         """One layer, and the loss behind the model's last."""
         layer = self._layers[index]
         # A layer is taken to draw random numbers unless it says that it does not.
-        drawing = seeded(*draw_key, device=self._device) if getattr(layer, "draws", True) else nullcontext()
+        drawing = (
+            seeded(*draw_key, device=self._device)
+            if getattr(layer, "draws", True)
+            else nullcontext()
+        )
         try:
             with drawing, self._autocast():
                 returned = layer(*inputs)
             outputs = self._canonical(given_by(index, layer, returned))
             if self._loss is not None and index == self._last:
-                outputs = (self._learnable(_scalar(self._loss(*map(_single, outputs), targets)), inputs),)
+                outputs = (
+                    self._learnable(_scalar(self._loss(*map(_single, outputs), targets)), inputs),
+                )
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
@@ -278,7 +305,9 @@ class Stage:
         """
         if loss.requires_grad or not torch.is_grad_enabled():
             return loss
-        parameters = (parameter for layer in self._layers.values() for parameter in layer.parameters())
+        parameters = (
+            parameter for layer in self._layers.values() for parameter in layer.parameters()
+        )
         if any(learner.requires_grad for learner in (*inputs, *parameters)):
             raise RunError(
                 "the loss has no gradient, so that nothing would learn: let the last layers and the model's loss "
@@ -287,7 +316,9 @@ class Stage:
         return loss
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+        return (
+            nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+        )
 
     def _canonical(self, outputs: Tensors) -> Tensors:
         """As they would arrive over a wire, so that a neighbour in the same stage sees the same: contiguous, fp32."""
@@ -306,7 +337,9 @@ class Stage:
                 f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {got} came back for outputs of "
                 f"shapes {expected}; the stage behind must return one for each floating-point tensor it was given"
             )
-        pairs = [(o, g.to(o.device)) for o, g in zip(floating, grads, strict=True) if o.requires_grad]
+        pairs = [
+            (o, g.to(o.device)) for o, g in zip(floating, grads, strict=True) if o.requires_grad
+        ]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 

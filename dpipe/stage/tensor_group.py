@@ -18,7 +18,9 @@ from dpipe.wire.collective import open_group
 
 _LOOK = timedelta(seconds=0.2)
 
-Watch = Callable[[int], AbstractContextManager[None]]  # around an exchange, with the bytes that this rank sends
+Watch = Callable[
+    [int], AbstractContextManager[None]
+]  # around an exchange, with the bytes that this rank sends
 
 
 class TensorGroup:
@@ -42,28 +44,39 @@ class TensorGroup:
         self.watch: Watch = lambda num_bytes: nullcontext()
         self._device = torch.device(device)
         self._error: Exception | None = None
-        self._group: Any = open_group(store, rank, self.size, host=host, device=self._device, timeout_s=timeout_s)
+        self._group: Any = open_group(
+            store, rank, self.size, host=host, device=self._device, timeout_s=timeout_s
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or what `op` makes, of everybody's `tensor`, as a new one."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._do(lambda: self._group.allreduce([out], options), 2 * out.nbytes * (self.size - 1) // self.size)
+        self._do(
+            lambda: self._group.allreduce([out], options),
+            2 * out.nbytes * (self.size - 1) // self.size,
+        )
         return out
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Everybody's `tensor`, one behind the other along `dim`."""
         mine = tensor.detach().contiguous()
         out = mine.new_empty((self.size, *mine.shape))
-        self._do(lambda: self._group._allgather_base(out.view(-1), mine.view(-1)), mine.nbytes * (self.size - 1))
+        self._do(
+            lambda: self._group._allgather_base(out.view(-1), mine.view(-1)),
+            mine.nbytes * (self.size - 1),
+        )
         return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(), dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part, along `dim`, of the sum of everybody's `tensor`."""
         parts = torch.stack(tensor.detach().chunk(self.size, dim))
         out = torch.empty_like(parts[0])
-        self._do(lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1)), out.nbytes * (self.size - 1))
+        self._do(
+            lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1)),
+            out.nbytes * (self.size - 1),
+        )
         return out
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -96,5 +109,7 @@ class TensorGroup:
                 raise self._error
             try:
                 done = work.wait(_LOOK)
-            except RuntimeError:  # the look timed out, as the group will by itself, or the exchange is over
+            except (
+                RuntimeError
+            ):  # the look timed out, as the group will by itself, or the exchange is over
                 done = work.is_completed() and work.wait()  # which raises where it has failed

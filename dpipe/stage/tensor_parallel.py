@@ -59,7 +59,9 @@ def enter(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N80
     """In front of a matrix of which each rank has some columns: the whole of x, and the sum of all its gradients."""
     if group.sequence:
         return _through(
-            x_BSD, lambda x: group.all_gather(x, _SEQUENCE), lambda grad: group.reduce_scatter(grad, _SEQUENCE)
+            x_BSD,
+            lambda x: group.all_gather(x, _SEQUENCE),
+            lambda grad: group.reduce_scatter(grad, _SEQUENCE),
         )
     return _through(x_BSD, lambda x: x.view_as(x), group.all_reduce)
 
@@ -68,12 +70,16 @@ def leave(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N80
     """Behind a matrix of which each rank has some rows: the sum of what they made."""
     if group.sequence:
         return _through(
-            x_BSD, lambda x: group.reduce_scatter(x, _SEQUENCE), lambda grad: group.all_gather(grad, _SEQUENCE)
+            x_BSD,
+            lambda x: group.reduce_scatter(x, _SEQUENCE),
+            lambda grad: group.all_gather(grad, _SEQUENCE),
         )
     return _through(x_BSD, group.all_reduce, lambda grad: grad)
 
 
-def split_dropout(x: torch.Tensor, probability: float, group: TensorGroup, dim: int) -> torch.Tensor:
+def split_dropout(
+    x: torch.Tensor, probability: float, group: TensorGroup, dim: int
+) -> torch.Tensor:
     """Dropout on a part, along `dim`, of what one process would have: it draws for all of it and takes its part."""
     whole = list(x.shape)
     whole[dim] *= group.size
@@ -81,7 +87,9 @@ def split_dropout(x: torch.Tensor, probability: float, group: TensorGroup, dim: 
     return x * noise.clone()  # a view would keep all of it
 
 
-def _kept_in_part(whole: torch.Tensor, part: torch.Tensor, group: TensorGroup) -> AbstractContextManager[object]:
+def _kept_in_part(
+    whole: torch.Tensor, part: torch.Tensor, group: TensorGroup
+) -> AbstractContextManager[object]:
     """What is kept of `whole` for backward, in whatever shape, is its `part`."""
     place = whole.untyped_storage()._cdata
 
@@ -89,7 +97,11 @@ def _kept_in_part(whole: torch.Tensor, part: torch.Tensor, group: TensorGroup) -
         return kept.shape if kept.untyped_storage()._cdata == place else kept
 
     def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
-        return group.all_gather(part, _SEQUENCE).view(packed) if isinstance(packed, torch.Size) else packed
+        return (
+            group.all_gather(part, _SEQUENCE).view(packed)
+            if isinstance(packed, torch.Size)
+            else packed
+        )
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -124,9 +136,15 @@ class ColumnLinear(Piece, Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))  # here, so that half as much is exchanged
+            input = input.to(
+                torch.get_autocast_dtype(input.device.type)
+            )  # here, so that half as much is exchanged
         whole = enter(input, self.group)
-        with _kept_in_part(whole, input.detach(), self.group) if self.group.sequence else nullcontext():
+        with (
+            _kept_in_part(whole, input.detach(), self.group)
+            if self.group.sequence
+            else nullcontext()
+        ):
             return self.product(whole, self.bias)
 
 
@@ -230,7 +248,9 @@ class Split:
         """Cuts `layers`, by their index in the model, in place."""
         self.group = group
         self.shards = {
-            f"layers.{index}.{name}": shard for index, layer in layers.items() for name, shard in _cut(layer, group)
+            f"layers.{index}.{name}": shard
+            for index, layer in layers.items()
+            for name, shard in _cut(layer, group)
         }
 
     def add_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -240,13 +260,19 @@ class Split:
         gradients = [p.grad for name, p in named if name not in self.shards and p.grad is not None]
         if gradients:
             row = self.group.all_reduce(torch.cat([grad.flatten() for grad in gradients]))
-            for grad, total in zip(gradients, row.split([g.numel() for g in gradients]), strict=True):
+            for grad, total in zip(
+                gradients, row.split([g.numel() for g in gradients]), strict=True
+            ):
                 grad.copy_(total.view_as(grad))
 
     def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
         """The parameter of that name, put together from all ranks, of which each has to ask."""
         shard = self.shards.get(name)
-        return mine if shard is None else shard.join(self.group.all_gather(mine.flatten(), 0).chunk(self.group.size))
+        return (
+            mine
+            if shard is None
+            else shard.join(self.group.all_gather(mine.flatten(), 0).chunk(self.group.size))
+        )
 
 
 def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:

@@ -18,7 +18,9 @@ from dpipe.stage.tensor_group import TensorGroup
 _IGNORED = -100  # as torch's cross_entropy has it: a target that asks for nothing
 
 
-def split_cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def split_cross_entropy(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup
+) -> torch.Tensor:
     """The mean over targets that are not ignored, in nats, the same on all ranks; `logits_NV` are this rank's V / T."""
     loss: torch.Tensor = _CrossEntropy.apply(logits_NV, targets_N, group)  # type: ignore[no-untyped-call]
     return loss
@@ -26,7 +28,9 @@ def split_cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, group:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup
+    ) -> torch.Tensor:
         peak_N = group.all_reduce(logits_NV.amax(-1), dist.ReduceOp.MAX)
         shifted_NV = logits_NV - peak_N.unsqueeze(-1)
         here_N = targets_N - group.rank * logits_NV.shape[-1]

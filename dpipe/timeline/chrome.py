@@ -21,12 +21,16 @@ Event = dict[str, Any]
 _LANES = list(Lane)
 
 
-def chrome_trace(steps: Sequence[tuple[float, Timeline]], predicted: Timeline | None = None) -> Event:
+def chrome_trace(
+    steps: Sequence[tuple[float, Timeline]], predicted: Timeline | None = None
+) -> Event:
     """The trace of `steps`, each with when it began (microseconds), as a value for `json.dump`.
 
     The prediction begins where the first step does.
     """
-    tracks = [_Track(number, start_us, timeline) for number, (start_us, timeline) in enumerate(steps)]
+    tracks = [
+        _Track(number, start_us, timeline) for number, (start_us, timeline) in enumerate(steps)
+    ]
     if predicted is not None:
         tracks.append(_Track(len(tracks), steps[0][0] if steps else 0.0, predicted, predicted=True))
     events = [event for track in tracks for event in track.events()]
@@ -41,8 +45,20 @@ def _names(rows: Sequence[tuple[int, int]]) -> Iterator[Event]:
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for pid, tid in rows:
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": _LANES[tid].value}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": pid,
+            "tid": tid,
+            "args": {"name": _LANES[tid].value},
+        }
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": pid,
+            "tid": tid,
+            "args": {"sort_index": tid},
+        }
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,11 @@ class _Track:
 
     def events(self) -> Iterator[Event]:
         num_stages = 1 + max((span.action.stage for span in self.timeline.spans), default=0)
-        receives = {(self._row(span), span.action): span for span in self.timeline.spans if span.lane == Lane.RECV}
+        receives = {
+            (self._row(span), span.action): span
+            for span in self.timeline.spans
+            if span.lane == Lane.RECV
+        }
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:

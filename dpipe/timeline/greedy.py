@@ -12,12 +12,13 @@ stages whose F, I and W take as long as a hop (`draw()` shows order, not time):
 
 from dataclasses import replace
 
+from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import split_programs
-from dpipe.schedule.plan import Schedule
-from dpipe.timeline.simulate import Cost, Simulation
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.simulate import Simulation
 from dpipe.timeline.span import Lane
-from dpipe.topology import Network
 
 
 def greedy(

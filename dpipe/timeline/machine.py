@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
 
-from dpipe.topology import Egress, Host, Network
+from dpipe.network.egress import Egress
+from dpipe.network.link import Host, Network
 
 Call = Callable[[], None]
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
@@ -38,7 +39,9 @@ class Cores:
     def __init__(self, clock: Clock, host: Host) -> None:
         self.host = host
         self._clock = clock
-        self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}  # microseconds left on a whole core
+        self._threads: dict[
+            Hashable, deque[tuple[float, Call]]
+        ] = {}  # microseconds left on a whole core
         self._since_us = 0.0
         self._plans = 0  # as in `Sender`
 
@@ -62,7 +65,9 @@ class Cores:
         self._plans += 1
         if self._threads:
             plan, left_us = self._plans, min(tasks[0][0] for tasks in self._threads.values())
-            self._clock.at(self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan))
+            self._clock.at(
+                self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan)
+            )
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
@@ -106,10 +111,14 @@ class Sender:
                      <-delay->
     """
 
-    def __init__(self, clock: Clock, network: Network, rank: int, cores: Mapping[int, Cores]) -> None:
+    def __init__(
+        self, clock: Clock, network: Network, rank: int, cores: Mapping[int, Cores]
+    ) -> None:
         self._clock, self._network, self._rank, self._cores = clock, network, rank, cores
         self._egress = Egress[Since](network, rank)
-        self._plans = 0  # the completion that is due belongs to the latest plan; earlier ones are void
+        self._plans = (
+            0  # the completion that is due belongs to the latest plan; earlier ones are void
+        )
 
     def send(self, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is at `target`."""
@@ -124,7 +133,9 @@ class Sender:
         self._egress.offer(target, through, num_bytes, self._clock.now_us)
         self._plan()
 
-    def _with_work(self, rank: int, thread: Hashable, num_bytes: int, after_us: float, over: Since) -> Since:
+    def _with_work(
+        self, rank: int, thread: Hashable, num_bytes: int, after_us: float, over: Since
+    ) -> Since:
         """`over`, to be told that the bytes are through, but not before `rank` has done its work on them."""
         cores = self._cores.get(rank)
         if cores is None or not cores.host.moving_us(num_bytes):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,14 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.working + self.exchange
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.working
+            + self.exchange
+        )
 
 
 def peak_memory(
@@ -79,20 +86,33 @@ def peak_memory(
     own. Raises `ScheduleError` where the stages are not as many as the schedule's.
     """
     if len(stages) != schedule.num_stages:
-        raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the memory {len(stages)}")
+        raise ScheduleError(
+            f"the schedule has {schedule.num_stages} stages, the memory {len(stages)}"
+        )
     return tuple(
-        _Walk(schedule, stages, rank, keeps_gradients).worst(program) for rank, program in enumerate(schedule.programs)
+        _Walk(schedule, stages, rank, keeps_gradients).worst(program)
+        for rank, program in enumerate(schedule.programs)
     )
 
 
 class _Walk:
     """One rank through its program: what it holds now, and what it held when it held most."""
 
-    def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool) -> None:
-        own = [stage for stage, owner in zip(stages, schedule.rank_of_stage, strict=True) if owner == rank]
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool
+    ) -> None:
+        own = [
+            stage
+            for stage, owner in zip(stages, schedule.rank_of_stage, strict=True)
+            if owner == rank
+        ]
         self._stages, self._keeps_gradients = stages, keeps_gradients
-        self._rounded: list[tuple[int, int, LayerMemory]] = []  # whose gradients are not with their masters yet
-        self._made: set[tuple[int, int]] = set()  # the layers, by stage and place in it, that have gradients
+        self._rounded: list[
+            tuple[int, int, LayerMemory]
+        ] = []  # whose gradients are not with their masters yet
+        self._made: set[tuple[int, int]] = (
+            set()
+        )  # the layers, by stage and place in it, that have gradients
         self._now = RankMemory(
             parameters=_total(own, "parameter_bytes") + _total(own, "rounded_bytes"),
             gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,
@@ -122,7 +142,9 @@ class _Walk:
             ends = end.held_bytes + (0 if kept else end.given_bytes)
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
-                self._hold(ends * (place == len(layers) - 2))  # by then its last layer is done with it
+                self._hold(
+                    ends * (place == len(layers) - 2)
+                )  # by then its last layer is done with it
             self._hold(-ends)
             self._collect()
         elif action.op is Op.W:

@@ -10,15 +10,16 @@ from dataclasses import replace
 from itertools import chain
 
 from dpipe.errors import ScheduleError
+from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.greedy import greedy
-from dpipe.timeline.replicas import Replicas
-from dpipe.timeline.simulate import Cost, Simulation
-from dpipe.topology import Network
+from dpipe.timeline.simulate import Simulation
 
 _GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
 
@@ -48,7 +49,9 @@ def search(
 
     candidates = chain(
         _candidates(num_stages, num_microbatches, stages_per_rank, shallowest, limit),
-        _greedy_candidates(num_stages, num_microbatches, cost, network, limit) if stages_per_rank == 1 else (),
+        _greedy_candidates(num_stages, num_microbatches, cost, network, limit)
+        if stages_per_rank == 1
+        else (),
     )
     found = [c for c in candidates if max(peak_in_flight(c)) <= limit]
     if held_bytes is not None:
@@ -56,14 +59,18 @@ def search(
     return _best(found, cost, network, replicas)
 
 
-def _best(candidates: Sequence[Schedule], cost: Cost, network: Network, replicas: Replicas | None) -> Schedule:
+def _best(
+    candidates: Sequence[Schedule], cost: Cost, network: Network, replicas: Replicas | None
+) -> Schedule:
     """The last ones are tried first: they follow the network's clock, and the others soon fall behind them."""
     best: tuple[float, int, int] = (math.inf, 0, 0)
     for number, candidate in reversed([*enumerate(candidates)]):
         held = max(peak_in_flight(candidate))
         most_us = best[0] if (held, number) < best[1:] else best[0] - 1
         lowered = lower(candidate, reduce=replicas is not None)
-        best = min(best, (_Race(lowered, cost, network, replicas, most_us).rounded_us(), held, number))
+        best = min(
+            best, (_Race(lowered, cost, network, replicas, most_us).rounded_us(), held, number)
+        )
     return candidates[best[2]]
 
 
@@ -71,12 +78,19 @@ class _Race(Simulation):
     """A simulation that is given up as soon as a rank would be late even if it waited no more."""
 
     def __init__(
-        self, schedule: Schedule, cost: Cost, network: Network, replicas: Replicas | None, most_us: float
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        network: Network,
+        replicas: Replicas | None,
+        most_us: float,
     ) -> None:
         super().__init__(schedule, cost, network, replicas=replicas)
         self.most_us = most_us
         self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
-        self.tail_us = [self._exchange_us(rank, program) for rank, program in enumerate(self.programs)]
+        self.tail_us = [
+            self._exchange_us(rank, program) for rank, program in enumerate(self.programs)
+        ]
 
     def rounded_us(self) -> float:
         """How long the step takes; infinite where it is given up."""
@@ -105,7 +119,11 @@ class _LateError(Exception):
 
 
 def first_fit(
-    num_stages: int, num_microbatches: int, *, memory_limit: int | None = None, stages_per_rank: int = 1
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    memory_limit: int | None = None,
+    stages_per_rank: int = 1,
 ) -> Schedule:
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the time is spent."""
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
@@ -114,11 +132,15 @@ def first_fit(
     return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
 
 
-def _bounds(num_stages: int, num_microbatches: int, memory_limit: int | None, stages_per_rank: int) -> tuple[int, int]:
+def _bounds(
+    num_stages: int, num_microbatches: int, memory_limit: int | None, stages_per_rank: int
+) -> tuple[int, int]:
     """The least activations that a rank must be able to hold, and the most that it may."""
     everything = num_microbatches * stages_per_rank
     limit = everything if memory_limit is None else min(memory_limit, everything)
-    generate("gpipe", num_stages, num_microbatches, stages_per_rank=stages_per_rank)  # refuses sizes that make no sense
+    generate(
+        "gpipe", num_stages, num_microbatches, stages_per_rank=stages_per_rank
+    )  # refuses sizes that make no sense
     least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
     if limit < least:
         raise ScheduleError(
@@ -136,7 +158,9 @@ def _candidates(
 
     def named(name: str, **parameters: int) -> Schedule:
         per_rank = 1 if name in ("1f1b", "zero-bubble") else stages_per_rank
-        schedule = generate(name, num_stages, num_microbatches, stages_per_rank=per_rank, **parameters)
+        schedule = generate(
+            name, num_stages, num_microbatches, stages_per_rank=per_rank, **parameters
+        )
         chosen = ", ".join(f"{key}={value}" for key, value in parameters.items())
         return replace(schedule, name=f"auto: {name}" + (f" {chosen}" if chosen else ""))
 

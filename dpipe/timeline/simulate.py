@@ -15,132 +15,28 @@ The model, event by event:
                                                                  ^ the link's delay after the send began
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Self, assert_never
+from collections.abc import Sequence
+from functools import partial
 
-from dpipe.errors import ConfigError, ScheduleError
-from dpipe.schedule.action import RECVS, SENDS, TIED, Action, Op
+from dpipe.errors import ScheduleError
+from dpipe.network.link import Host, Network
+from dpipe.schedule.action import RECVS, SENDS, Action, Op
 from dpipe.schedule.check import check
-from dpipe.schedule.exchange import Role
 from dpipe.schedule.links import counterpart
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Exchanges, Replicas
 from dpipe.timeline.machine import Clock, Cores, Sender
-from dpipe.timeline.replicas import Exchanges, Replicas
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.topology import Host, Network
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What each stage takes, one value a stage (microseconds), and what each hop carries, one value a hop (bytes).
-
-    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule splits it. Hop s is
-    between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes` come back (default: as many).
-    `update_us` is the optimizer's step (default: nothing). Where there are replicas, the whole gradient of a stage is
-    `reduce_bytes` on the wire, and what is agreed on `gather_bytes` (defaults: nothing; as many).
-    Raises `ConfigError` where the lengths do not fit each other.
-    """
-
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    input_us: tuple[float, ...]
-    weight_us: tuple[float, ...]
-    activation_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...] = ()
-    update_us: tuple[float, ...] = ()
-    reduce_bytes: tuple[int, ...] = ()
-    gather_bytes: tuple[int, ...] = ()
-    tied_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
-        object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
-        object.__setattr__(self, "reduce_bytes", self.reduce_bytes or (0,) * self.num_stages)
-        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_bytes"):
-            self._expect(name, self.num_stages)
-        if self.gather_bytes:
-            self._expect("gather_bytes", self.num_stages)
-        for name in ("activation_bytes", "gradient_bytes"):
-            self._expect(name, self.num_stages - 1)
-
-    def _expect(self, name: str, length: int) -> None:
-        if len(getattr(self, name)) != length:
-            raise ConfigError(
-                f"{name} must have {length} values for {self.num_stages} stages, got {getattr(self, name)}"
-            )
-
-    @classmethod
-    def uniform(
-        cls,
-        num_stages: int,
-        forward_us: float,
-        backward_us: float,
-        message_bytes: int,
-        input_share: float = 0.5,
-        update_us: float = 0.0,
-    ) -> Self:
-        """Every stage and every hop alike; `input_share` of the backward pass makes the input gradient."""
-        return cls(
-            forward_us=(forward_us,) * num_stages,
-            backward_us=(backward_us,) * num_stages,
-            input_us=(backward_us * input_share,) * num_stages,
-            weight_us=(backward_us * (1 - input_share),) * num_stages,
-            activation_bytes=(message_bytes,) * (num_stages - 1),
-            update_us=(update_us,) * num_stages,
-        )
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.forward_us)
-
-    def duration_us(self, action: Action) -> float:
-        """How long `action` keeps its rank; moving bytes keeps nobody."""
-        taken_us = self._taken_us.get(action.op)
-        return taken_us[action.stage] if taken_us else 0.0
-
-    def num_bytes(self, action: Action) -> int:
-        """What a send or a receive moves; nothing for any other action."""
-        if action.op in TIED:
-            return self.tied_bytes
-        moved = self._moved_bytes.get(action.op)
-        return moved[action.stage] if moved else 0
-
-    @cached_property
-    def _taken_us(self) -> Mapping[Op, tuple[float, ...]]:
-        """By op and stage."""
-        return {
-            Op.F: self.forward_us,
-            Op.B: self.backward_us,
-            Op.I: self.input_us,
-            Op.W: self.weight_us,
-            Op.STEP: self.update_us,
-        }
-
-    @cached_property
-    def _moved_bytes(self) -> Mapping[Op, tuple[int, ...]]:
-        """By op and stage: hop s is behind stage s, and before the stage after it."""
-        return {
-            Op.SEND_F: self.activation_bytes,
-            Op.RECV_F: (0, *self.activation_bytes),
-            Op.SEND_B: (0, *self.gradient_bytes),
-            Op.RECV_B: self.gradient_bytes,
-        }
-
-    def exchanged_bytes(self, stage: int, role: Role) -> int:
-        """What all of a stage is on the wire, in one direction of its exchange."""
-        match role:
-            case Role.REDUCE:
-                return self.reduce_bytes[stage]
-            case Role.GATHER:
-                return (self.gather_bytes or self.reduce_bytes)[stage]
-        assert_never(role)
 
 
 def simulate(
-    schedule: Schedule, cost: Cost, network: Network, hosts: Sequence[Host] = (), replicas: Replicas | None = None
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host] = (),
+    replicas: Replicas | None = None,
 ) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
 
@@ -165,19 +61,34 @@ class Simulation:
         replicas: Replicas | None = None,
     ) -> None:
         if schedule.num_stages != cost.num_stages:
-            raise ScheduleError(f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}")
+            raise ScheduleError(
+                f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
+            )
         self.schedule, self.cost, self.network, self.replicas = schedule, cost, network, replicas
         self.clock = Clock()
         self.spans: list[Span] = []
-        self.mirrored = replicas is not None and not hosts and replicas.alike(network, schedule.num_ranks)
+        self.mirrored = (
+            replicas is not None and not hosts and replicas.alike(network, schedule.num_ranks)
+        )
         simulated = 1 if replicas is None or self.mirrored else replicas.count
         self.programs = schedule.programs * simulated
         self.done: list[set[Action]] = [set() for _ in range(simulated)]
         self.position = [0 for _ in self.programs]
-        self.idle_since: list[float | None] = [0.0 for _ in self.programs]  # None while the rank computes
-        self.awaited: list[set[Action]] = [set() for _ in self.programs]  # what the rank's next action still lacks
-        self.cores = {rank: cores for host in hosts for cores in [Cores(self.clock, host)] for rank in host.ranks}
-        self.exchanges = None if replicas is None else Exchanges(self, replicas, mirrored=self.mirrored)
+        self.idle_since: list[float | None] = [
+            0.0 for _ in self.programs
+        ]  # None while the rank computes
+        self.awaited: list[set[Action]] = [
+            set() for _ in self.programs
+        ]  # what the rank's next action still lacks
+        self.cores = {
+            rank: cores
+            for host in hosts
+            for cores in [Cores(self.clock, host)]
+            for rank in host.ranks
+        }
+        self.exchanges = (
+            None if replicas is None else Exchanges(self, replicas, mirrored=self.mirrored)
+        )
         self.sending: list[set[Action]] = [set() for _ in self.programs]
         self._senders: dict[int, Sender] = {}
 
@@ -197,7 +108,9 @@ class Simulation:
 
     def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
         """`action` is over; its rank may have waited for it."""
-        self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action)))
+        self.spans.append(
+            Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action))
+        )
         self.complete(rank, action)
 
     def complete(self, rank: int, action: Action) -> None:
@@ -212,7 +125,9 @@ class Simulation:
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
             action = program[self.position[rank]]
             if action.op not in RECVS:
-                self.awaited[rank] = {need for need in self.schedule.requires(action) if need not in done}
+                self.awaited[rank] = {
+                    need for need in self.schedule.requires(action) if need not in done
+                }
                 if self.awaited[rank]:
                     return
             self.position[rank] += 1

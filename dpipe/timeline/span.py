@@ -57,8 +57,15 @@ class Timeline:
 
     @property
     def duration_us(self) -> float:
-        return max((s.end_us for s in self.spans), default=0.0) - min((s.start_us for s in self.spans), default=0.0)
+        return max((s.end_us for s in self.spans), default=0.0) - min(
+            (s.start_us for s in self.spans), default=0.0
+        )
 
     def on(self, rank: int, lane: Lane) -> tuple[Span, ...]:
         """The spans of one lane of one rank, by start."""
-        return tuple(sorted((s for s in self.spans if s.rank == rank and s.lane == lane), key=lambda s: s.start_us))
+        return tuple(
+            sorted(
+                (s for s in self.spans if s.rank == rank and s.lane == lane),
+                key=lambda s: s.start_us,
+            )
+        )

@@ -7,7 +7,7 @@ from typing import Any
 from dpipe.schedule.action import SENDS
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.links import peer
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.span import Lane, Span, Timeline
 
 Interval = tuple[float, float]
@@ -43,7 +43,9 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, where a link is "0->1"."""
-        links = {f"{source}->{target}": count for (source, target), count in self.link_bytes.items()}
+        links = {
+            f"{source}->{target}": count for (source, target), count in self.link_bytes.items()
+        }
         means = {"mean_bubble": self.mean_bubble, "mean_overlap": self.mean_overlap}
         return {**asdict(self), "link_bytes": links, **means}
 
@@ -60,13 +62,19 @@ class Comparison:
         return self.measured.step_us / self.predicted.step_us
 
     def as_dict(self) -> dict[str, Any]:
-        return {"predicted": self.predicted.as_dict(), "measured": self.measured.as_dict(), "ratio": self.ratio}
+        return {
+            "predicted": self.predicted.as_dict(),
+            "measured": self.measured.as_dict(),
+            "ratio": self.ratio,
+        }
 
 
 def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time passes."""
     if timeline.duration_us <= 0:
-        raise ValueError("a timeline in which no time passes has no summary; was anything recorded?")
+        raise ValueError(
+            "a timeline in which no time passes has no summary; was anything recorded?"
+        )
     ranks = range(timeline.num_ranks)
     lanes = [_lanes(timeline, rank) for rank in ranks]
     return Summary(
@@ -118,7 +126,11 @@ def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Ends, int]:
         elif span.lane == Lane.SEND and span.action.op in SENDS:
             first = span.rank - span.rank % schedule.num_ranks  # of this replica
             moved[span.rank, first + peer(schedule, span.action)] += span.num_bytes
-    return dict(sorted(moved.items(), key=lambda item: (item[0][0], isinstance(item[0][1], str), item[0][1])))
+    return dict(
+        sorted(
+            moved.items(), key=lambda item: (item[0][0], isinstance(item[0][1], str), item[0][1])
+        )
+    )
 
 
 def _union(spans: list[Span]) -> list[Interval]:

@@ -23,7 +23,11 @@ from dpipe.timeline.span import Lane, Span
 TIMERS = (
     *("forward-compute", "forward-recv", "forward-send"),
     *("backward-compute", "backward-recv", "backward-send", "backward-send-forward-recv"),
-    *("backward-layernorm-all-reduce", "backward-embedding-all-reduce", "backward-params-all-reduce"),
+    *(
+        "backward-layernorm-all-reduce",
+        "backward-embedding-all-reduce",
+        "backward-params-all-reduce",
+    ),
     "optimizer",
 )
 PARTS = (
@@ -87,6 +91,8 @@ def _timer(lane: Lane, op: Op) -> str | None:
             return "optimizer"
         case Lane.TENSOR:  # but for that of gradients it is inside of compute
             return "backward-layernorm-all-reduce" if op in (Op.REDUCE_GRAD, Op.STEP) else None
-        case Lane.RECV | Lane.REDUCE:  # bytes moving beside compute: what of it was waited for is in WAIT
+        case (
+            Lane.RECV | Lane.REDUCE
+        ):  # bytes moving beside compute: what of it was waited for is in WAIT
             return None
     assert_never(lane)

@@ -47,7 +47,9 @@ class Transport(Protocol):
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Pending[None]:
         """Queue `tensor` for `peer` and return at once; never blocks compute. The tensor must not change until done."""
 
-    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Pending[torch.Tensor]:
+    def recv(
+        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
+    ) -> Pending[torch.Tensor]:
         """Expect the next tensor from `peer` and return at once.
 
         `into` is where it shall be, on the CPU, contiguous and of the spec `like`; then `wait` gives that. Default:

@@ -53,7 +53,9 @@ def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
     theirs, hello = _challenge(greeting), greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(challenge=ours), deadline)
-    if not hmac.compare_digest(_receive(sock, deadline).proof, _proof(token, "dials", theirs, ours, hello)):
+    if not hmac.compare_digest(
+        _receive(sock, deadline).proof, _proof(token, "dials", theirs, ours, hello)
+    ):
         refuse(sock, _WRONG_TOKEN, deadline)
         raise TransferError(_WRONG_TOKEN)
     return Caller(hello, _proof(token, "answers", theirs, ours, hello))
@@ -69,7 +71,9 @@ def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
 
 def _proof(token: str, role: str, first: bytes, second: bytes, hello: Hello) -> bytes:
     """`first` is the challenge of the end that dialled. The lengths of all parts but the last are fixed by `role`."""
-    message = b"|".join((b"dpipe", role.encode(), first + second, hello.SerializeToString(deterministic=True)))
+    message = b"|".join(
+        (b"dpipe", role.encode(), first + second, hello.SerializeToString(deterministic=True))
+    )
     return hmac.digest(token.encode(), message, "sha256")
 
 
@@ -86,7 +90,9 @@ def _send(sock: socket.socket, greeting: Greeting, deadline: float) -> None:
 
 def _receive(sock: socket.socket, deadline: float) -> Greeting:
     try:
-        return Greeting.FromString(_read(sock, framed_size(_read(sock, PREFIX_BYTES, deadline)), deadline))
+        return Greeting.FromString(
+            _read(sock, framed_size(_read(sock, PREFIX_BYTES, deadline)), deadline)
+        )
     except DecodeError:
         raise TransferError("it does not greet as a dpipe transport") from None
 

@@ -27,7 +27,11 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE, _METHOD = "dpipe.wire.v1.Transport", "Connect"
 _HELLO_KEY = "dpipe-hello-bin"
-_MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
+_MALLOC = {
+    -1: 256 << 20,
+    -2: 16 << 20,
+    -3: 32 << 20,
+}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
 
 class _Connection(Connection):
@@ -41,7 +45,9 @@ class _Connection(Connection):
     def start(self, call: Any, messages: Iterator[bytes], hello: bytes | None) -> None:
         """Read `messages` in a thread of its own; `call` can cancel them; `hello` is what the dialled end echoes."""
         self._call = call
-        self._reader = Thread(target=self._read, args=(messages, hello), name=f"dpipe-read-{self.name}", daemon=True)
+        self._reader = Thread(
+            target=self._read, args=(messages, hello), name=f"dpipe-read-{self.name}", daemon=True
+        )
         self._reader.start()
 
     def cancel(self) -> None:
@@ -69,7 +75,9 @@ class _Connection(Connection):
     def _read(self, messages: Iterator[bytes], hello: bytes | None) -> None:
         try:
             if hello is not None and next(messages, None) != hello:
-                raise TransferError(f"{self.end.peer_name} is no dpipe transport: it does not answer as one")
+                raise TransferError(
+                    f"{self.end.peer_name} is no dpipe transport: it does not answer as one"
+                )
             self.open()
             for sequence in itertools.count():
                 message = next(messages, None)
@@ -90,11 +98,15 @@ class _Connection(Connection):
             self._fill(stripe, chunk, messages)
             receiving.end_stripe()
 
-    def _fill(self, stripe: memoryview, chunk: memoryview | bytes | None, messages: Iterator[bytes]) -> None:
+    def _fill(
+        self, stripe: memoryview, chunk: memoryview | bytes | None, messages: Iterator[bytes]
+    ) -> None:
         filled = 0
         while filled < len(stripe) or chunk:
             if chunk is None:
-                raise PeerLost(f"rank {self.end.rank} lost {self.end.peer_name}: it closed the link within a tensor")
+                raise PeerLost(
+                    f"rank {self.end.rank} lost {self.end.peer_name}: it closed the link within a tensor"
+                )
             if not 0 < len(chunk) <= len(stripe) - filled:
                 raise TransferError(
                     f"{self.end.peer_name} sent {len(chunk)} bytes where {len(stripe) - filled} are due"
@@ -113,7 +125,9 @@ class GrpcTransport(Mesh[_Connection]):
         _keep_memory()
         self._security = security
         self._channels: list[grpc.Channel] = []
-        accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._accept)
+        accept: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._accept
+        )
         handlers = [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: accept})]
         max_streams = MAX_LINKS * self._num_connections
         self._server, port = serve(handlers, bind, port, security, max_streams, bulk=True)

@@ -62,7 +62,9 @@ class Sending(_Transfer):
     Its bytes are looked at by the thread that sends them: the one that queues it has to compute.
     """
 
-    def __init__(self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark, num_stripes: int) -> None:
+    def __init__(
+        self, end: "LinkEnd", header: Header, tensor: torch.Tensor, ready: Mark, num_stripes: int
+    ) -> None:
         super().__init__(end, num_stripes)
         self.header = header
         self.view: memoryview | None = None
@@ -98,7 +100,9 @@ class Receiving(_Transfer):
         self.sequence = sequence
         self.expected: Header | None = None
         self.arrived: Header | None = None
-        self.tensor: torch.Tensor | None = None  # in host memory until it is complete, then on the device
+        self.tensor: torch.Tensor | None = (
+            None  # in host memory until it is complete, then on the device
+        )
         self.into: torch.Tensor | None = None  # host memory where it shall stay
         self._landed: Mark = None
 
@@ -212,14 +216,18 @@ class LinkEnd:
         with self.changed:
             receiving = self._entry(header.sequence)
             if receiving.arrived not in (None, header):
-                raise TransferError(f"the connections of {self.peer_name} disagree on tensor {header.sequence}")
+                raise TransferError(
+                    f"the connections of {self.peer_name} disagree on tensor {header.sequence}"
+                )
             receiving.arrived = header
             if (error := receiving.check()) is not None:
                 raise error
             if not self._wait_for_room(receiving, header.spec.num_bytes):
                 return None
             if receiving.tensor is None:
-                receiving.tensor = self.staging.empty(header.spec) if receiving.into is None else receiving.into
+                receiving.tensor = (
+                    self.staging.empty(header.spec) if receiving.into is None else receiving.into
+                )
                 self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
         receiving.begin()
         return receiving
@@ -234,7 +242,9 @@ class LinkEnd:
         if transfer.done() and not self._failed:
             return
         with self.changed:
-            in_time = self.changed.wait_for(lambda: self.error is not None or transfer.done(), self._timeout_s)
+            in_time = self.changed.wait_for(
+                lambda: self.error is not None or transfer.done(), self._timeout_s
+            )
         if not in_time:
             self.break_off(
                 TransferTimeout(
@@ -250,7 +260,9 @@ class LinkEnd:
         try:
             self.staging.block(ready, self._timeout_s)
         except TimeoutError as late:
-            error = TransferTimeout(f"rank {self.rank} cannot send {tag} to {self.peer_name}: {late}")
+            error = TransferTimeout(
+                f"rank {self.rank} cannot send {tag} to {self.peer_name}: {late}"
+            )
             self.break_off(error)
             raise error from None
 

@@ -13,7 +13,9 @@ from dpipe.wire.spec import TensorSpec
 class LocalHub:
     """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the other."""
 
-    def __init__(self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST) -> None:
+    def __init__(
+        self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
+    ) -> None:
         self.num_ranks = num_ranks
         self.ends = {
             (rank, peer): LinkEnd(rank, peer, timeout_s=transfer_timeout_s, streams=streams)
@@ -41,7 +43,9 @@ class LocalTransport:
         _deliver(sending, self._hub.ends[peer, self.rank])
         return sending
 
-    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Receiving:
+    def recv(
+        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
+    ) -> Receiving:
         return self._hub.ends[self.rank, peer].post(like, tag, into)
 
     def fail(self, error: Exception) -> None:
@@ -61,7 +65,9 @@ def _deliver(sending: Sending, end: LinkEnd) -> None:
     try:
         receiving = end.arrive(sending.header)
     except Exception as error:
-        end.break_off(error)  # what is wrong there is a lost peer here, once `on_broken` has come round
+        end.break_off(
+            error
+        )  # what is wrong there is a lost peer here, once `on_broken` has come round
         return
     if receiving is not None:
         assert receiving.tensor is not None

@@ -89,7 +89,9 @@ class Connection(ABC):
     def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
         """The tensor after `header` and where its stripe belongs; None once this end is closing and wants none."""
         if header.sequence != sequence:
-            raise TransferError(f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs")
+            raise TransferError(
+                f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs"
+            )
         receiving = self.end.arrive(header)
         if receiving is None:
             return None
@@ -200,7 +202,9 @@ class Mesh(ABC, Generic[ConnectionT]):
             for peer in peers:
                 end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
                 count = self._num_connections
-                self._links[peer] = Link(end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)])
+                self._links[peer] = Link(
+                    end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)]
+                )
         self._known.set()
         deadline = time.monotonic() + self._connect_timeout_s
         for peer in dialled:
@@ -218,7 +222,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         link = self._links[peer]
         return link.end.send(tensor, tag, link.enqueue)
 
-    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> Receiving:
+    def recv(
+        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
+    ) -> Receiving:
         return self._links[peer].end.post(like, tag, into)
 
     def bytes_sent(self, peer: int) -> int:
@@ -278,7 +284,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         for link in self._links.values():
             link.end.drain(left())
             link.enqueue(None)
-        connections = [connection for link in self._links.values() for connection in link.connections]
+        connections = [
+            connection for link in self._links.values() for connection in link.connections
+        ]
         for connection in connections:
             connection.join(left())
         for link in self._links.values():
@@ -292,7 +300,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         if hello.protocol != PROTOCOL:
             return f"rank {self.rank} speaks dpipe transport {PROTOCOL}, not {hello.protocol}: install one version"
         if hello.to_rank != self.rank:
-            return f"rank {self.rank} listens here, not rank {hello.to_rank}: addresses are mixed up"
+            return (
+                f"rank {self.rank} listens here, not rank {hello.to_rank}: addresses are mixed up"
+            )
         if self._closed or peer not in self._links:
             return f"rank {self.rank} expects no link from rank {peer}"
         if hello.num_connections != count or hello.connection >= count:

@@ -104,7 +104,9 @@ class _Receiving(_Transfer):
 class _Link:
     """One direction between this rank and `peer`. Both directions with a peer die together."""
 
-    def __init__(self, rank: int, peer: int, streams: CudaStreams, byte: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, peer: int, streams: CudaStreams, byte: int, timeout_s: float
+    ) -> None:
         self.rank, self.peer, self.streams = rank, peer, streams
         self._byte = byte  # NCCL's number for the type
         self.error: Exception | None = None
@@ -118,7 +120,12 @@ class _Link:
         self._calling = Lock()  # the communicator: NCCL must not be called with one that has ended
 
     def launch(
-        self, kind: type[_Transfer], what: str, move: Callable[..., None], other: int, tensor: torch.Tensor
+        self,
+        kind: type[_Transfer],
+        what: str,
+        move: Callable[..., None],
+        other: int,
+        tensor: torch.Tensor,
     ) -> _Transfer:
         """Queue the bytes of `tensor` on the current stream, which is this link's."""
         start = self.streams.mark()
@@ -168,7 +175,9 @@ class _Link:
         """May wait for the peer to do the same, and NCCL has no deadline for it."""
         with self._lock:
             first = self.error is None
-            self.error = self.error or PeerLost(f"rank {self.rank} has closed its link with rank {self.peer}")
+            self.error = self.error or PeerLost(
+                f"rank {self.rank} has closed its link with rank {self.peer}"
+            )
         if first and self.communicator is not None:
             idle = all(self.streams.done(transfer.end) for transfer in self.flying)
             self._end(self.communicator.destroy if idle else self.communicator.abort)
@@ -230,7 +239,9 @@ class NcclTransport:
     def offer(self, peers: Collection[int]) -> dict[int, list[int]]:
         """The ids of the communicators of the links from this rank, by target."""
         ids = {peer: self._nccl.get_unique_id() for peer in peers}
-        self._id_type = next((type(unique_id) for unique_id in ids.values()), bytes)  # a tuple before cupy 14
+        self._id_type = next(
+            (type(unique_id) for unique_id in ids.values()), bytes
+        )  # a tuple before cupy 14
         return {peer: list(unique_id) for peer, unique_id in ids.items()}
 
     def connect(self, offers: Mapping[int, Offer]) -> None:
@@ -241,7 +252,10 @@ class NcclTransport:
         mine = [pair for pair in pairs if self.rank in pair]
         errors: list[Exception] = []
         opener = Thread(
-            target=self._open_all, args=(mine, offers, errors), name=f"dpipe-nccl-open-{self.rank}", daemon=True
+            target=self._open_all,
+            args=(mine, offers, errors),
+            name=f"dpipe-nccl-open-{self.rank}",
+            daemon=True,
         )
         opener.start()
         in_time = self._opened.wait(self._connect_timeout_s)
@@ -271,7 +285,9 @@ class NcclTransport:
         assert isinstance(sending, _Sending)
         return sending
 
-    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> _Receiving:
+    def recv(
+        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
+    ) -> _Receiving:
         assert into is None, "NCCL fills the memory of a GPU"
         link = self._links[peer, self.rank]
         link.raise_if_broken()
@@ -307,13 +323,17 @@ class NcclTransport:
         with self._closing:
             deadline = time.monotonic() + _CLOSE_S
             for (source, _), link in self._links.items():
-                for transfer in tuple(link.flying) if source == self.rank and link.error is None else ():
+                for transfer in (
+                    tuple(link.flying) if source == self.rank and link.error is None else ()
+                ):
                     with suppress(TimeoutError):
                         self._streams.block(transfer.end, max(0.0, deadline - time.monotonic()))
             self._stopping.set()
             if self._watcher.is_alive():
                 self._watcher.join(_CLOSE_S)
-            closer = Thread(target=self._close_links, name=f"dpipe-nccl-close-{self.rank}", daemon=True)
+            closer = Thread(
+                target=self._close_links, name=f"dpipe-nccl-close-{self.rank}", daemon=True
+            )
             closer.start()
             closer.join(_CLOSE_S)
 
@@ -322,14 +342,18 @@ class NcclTransport:
         for link in self._links.values():
             link.close()
 
-    def _open_all(self, pairs: Sequence[tuple[int, int]], offers: Mapping[int, Offer], errors: list[Exception]) -> None:
+    def _open_all(
+        self, pairs: Sequence[tuple[int, int]], offers: Mapping[int, Offer], errors: list[Exception]
+    ) -> None:
         """Open the links one after the other. In a thread, because NCCL has no deadline for it."""
         try:
             for source, target in pairs:
                 self._raise_if_failed()
                 self._opening = source, target
                 peer = target if source == self.rank else source
-                link = _Link(self.rank, peer, self._streams, self._nccl.NCCL_UINT8, self._transfer_timeout_s)
+                link = _Link(
+                    self.rank, peer, self._streams, self._nccl.NCCL_UINT8, self._transfer_timeout_s
+                )
                 end = _SOURCE if source == self.rank else _TARGET
                 with self._streams.on(link.stream):
                     unique_id = self._id_type(offers[source][target])

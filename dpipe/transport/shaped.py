@@ -23,8 +23,9 @@ from typing import Generic, TypeVar
 import torch
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
+from dpipe.network.egress import Egress, Sent
+from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.topology import Egress, Network, Sent
 from dpipe.transport.base import Moved, Pending, Transport
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
@@ -79,7 +80,12 @@ class ShapedTransport:
     """
 
     def __init__(
-        self, inner: Transport, network: Network, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
+        self,
+        inner: Transport,
+        network: Network,
+        *,
+        transfer_timeout_s: float = 300.0,
+        streams: Streams = HOST,
     ) -> None:
         _refuse_what_needs_tc(network)
         self.rank = inner.rank
@@ -107,7 +113,9 @@ class ShapedTransport:
             self.changed.notify_all()
         return held
 
-    def recv(self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None) -> "_Expected":
+    def recv(
+        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
+    ) -> "_Expected":
         with self.watching(peer):
             return _Expected(self, self._inner.recv(like, peer, tag, into), peer)
 
@@ -121,7 +129,9 @@ class ShapedTransport:
     def close(self) -> None:
         """Let what was sent arrive, for at most 5 s where the links are whole, then close the transport below."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._num_held or self._broken or self._failed, _CLOSE_S)
+            self.changed.wait_for(
+                lambda: not self._num_held or self._broken or self._failed, _CLOSE_S
+            )
             self._stopped = True
             self.changed.notify_all()
         self._thread.join(_CLOSE_S)
@@ -129,7 +139,11 @@ class ShapedTransport:
 
     def error_of(self, peer: int) -> Exception | None:
         """Why nothing can be sent to `peer` any more."""
-        closed = PeerLost(f"rank {self.rank} has closed its link with rank {peer}") if self._stopped else None
+        closed = (
+            PeerLost(f"rank {self.rank} has closed its link with rank {peer}")
+            if self._stopped
+            else None
+        )
         return self._failed or self._broken.get(peer) or closed
 
     @contextmanager
@@ -158,7 +172,9 @@ class ShapedTransport:
                 now_us = _now_us()
                 self._offer_ready(now_us)
                 if (sent := self._flight.arrived(now_us)) is not None:
-                    sent.item.slot = Moved(int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes)
+                    sent.item.slot = Moved(
+                        int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes
+                    )
                     return sent.item
                 most_s = _LOOK_S if self._unready else _WAKE_S
                 self.changed.wait(min(most_s, (self._flight.due_us - now_us) / 1e6))
@@ -179,7 +195,9 @@ class _Held:
     """A tensor on its way out, in host memory from `ready` on: held by the shaper, then a transfer of the transport
     below."""
 
-    def __init__(self, shaper: ShapedTransport, tensor: torch.Tensor, ready: Mark, peer: int, tag: str) -> None:
+    def __init__(
+        self, shaper: ShapedTransport, tensor: torch.Tensor, ready: Mark, peer: int, tag: str
+    ) -> None:
         self.peer, self.tag, self.num_bytes, self.ready = peer, tag, tensor.nbytes, ready
         self.slot: Moved | None = None
         self.inner: Pending[None] | None = None
@@ -189,12 +207,16 @@ class _Held:
     def hand_over(self, transport: Transport) -> None:
         assert self._tensor is not None
         self.inner = transport.send(self._tensor, self.peer, self.tag)
-        self._tensor = None  # a step's sends are waited for at its end: they must not keep all its tensors
+        self._tensor = (
+            None  # a step's sends are waited for at its end: they must not keep all its tensors
+        )
 
     def wait(self) -> None:
         shaper = self._shaper
         with shaper.changed:
-            in_time = shaper.changed.wait_for(lambda: self.inner or shaper.error_of(self.peer), shaper.timeout_s)
+            in_time = shaper.changed.wait_for(
+                lambda: self.inner or shaper.error_of(self.peer), shaper.timeout_s
+            )
             error = None if self.inner else shaper.error_of(self.peer)
         if not in_time:
             error = TransferTimeout(

@@ -72,7 +72,9 @@ class Staging:
     def _lend(self, num_bytes: int) -> torch.Tensor:
         """Memory that comes back when the last tensor that sees it is gone: fresh pages cost as much as their bytes."""
         most = max(1, _SPARE_BYTES // num_bytes)
-        spare = self._spare.setdefault(num_bytes, deque(maxlen=most))  # without a lock: any thread frees, at any time
+        spare = self._spare.setdefault(
+            num_bytes, deque(maxlen=most)
+        )  # without a lock: any thread frees, at any time
         try:
             memory = spare.pop()
         except IndexError:

@@ -11,12 +11,22 @@ from threading import Lock
 from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
-_WRITE_BYTES = 512 << 10  # for the kernel at once: it sends these while it copies the next, and the cache holds both
-_WAKE_BYTES = 512 << 10  # a thread that waits for a tensor is woken for so many: a wake interrupts the sender's core
+_WRITE_BYTES = (
+    512 << 10
+)  # for the kernel at once: it sends these while it copies the next, and the cache holds both
+_WAKE_BYTES = (
+    512 << 10
+)  # a thread that waits for a tensor is woken for so many: a wake interrupts the sender's core
 _FEW_BYTES = 64 << 10  # not worth telling the kernel
-_MORE = getattr(socket, "MSG_MORE", 0)  # do not send this alone, where the system can wait for the rest
+_MORE = getattr(
+    socket, "MSG_MORE", 0
+)  # do not send this alone, where the system can wait for the rest
 _WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}  # seconds, seconds, probes; as gRPC's
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 2,
+}  # seconds, seconds, probes; as gRPC's
 
 
 class Stream:
@@ -122,7 +132,9 @@ class Tls:
         """TLS over `sock`, which it takes over; the caller does the handshake."""
         if server:
             return self._server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return self._client.wrap_socket(sock, server_hostname=TLS_NAME, do_handshake_on_connect=False)
+        return self._client.wrap_socket(
+            sock, server_hostname=TLS_NAME, do_handshake_on_connect=False
+        )
 
 
 def stream_over(sock: socket.socket) -> Stream:
@@ -162,10 +174,14 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(cadata=security.ca.decode())
-        with NamedTemporaryFile() as chain:  # readable by this user alone; Python's ssl takes keys from files only
+        with (
+            NamedTemporaryFile() as chain
+        ):  # readable by this user alone; Python's ssl takes keys from files only
             chain.write(security.key + b"\n" + security.cert)
             chain.flush()
             context.load_cert_chain(chain.name)
     except (ssl.SSLError, ValueError) as error:
-        raise JoinError(f"node.tls_cert, node.tls_key, node.tls_ca cannot be used: {error}") from None
+        raise JoinError(
+            f"node.tls_cert, node.tls_key, node.tls_ca cannot be used: {error}"
+        ) from None
     return context

@@ -43,7 +43,9 @@ class _Connection(Connection):
     def start(self, stream: Stream) -> None:
         self._stream = stream
         for verb, run in (("read", self._read), ("write", self._write)):
-            thread = Thread(target=run, args=(stream,), name=f"dpipe-{verb}-{self.name}", daemon=True)
+            thread = Thread(
+                target=run, args=(stream,), name=f"dpipe-{verb}-{self.name}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         self.open()
@@ -153,7 +155,9 @@ class TcpTransport(Mesh[_Connection]):
         self._token = security.token
         self._tls = Tls(security) if security.tls else None
         self._lobby = _Lobby()
-        self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)  # who may be in the lobby at once
+        self._strangers = BoundedSemaphore(
+            MAX_LINKS * self._num_connections
+        )  # who may be in the lobby at once
         self._stopping = Event()
         self._listener = _open_listener(bind, port)
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
@@ -161,14 +165,19 @@ class TcpTransport(Mesh[_Connection]):
         return int(self._listener.getsockname()[1])
 
     def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
-        self._lobby.spawn(partial(self._call, connection, address, hello, deadline), f"dpipe-dial-{connection.name}")
+        self._lobby.spawn(
+            partial(self._call, connection, address, hello, deadline),
+            f"dpipe-dial-{connection.name}",
+        )
 
     def _call(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
         """Open a connection to `address` and greet whoever is there."""
         end = connection.end
         host, _, port = address.rpartition(":")
         try:
-            raw = socket.create_connection((host.strip("[]"), int(port)), max(0.001, deadline - time.monotonic()))
+            raw = socket.create_connection(
+                (host.strip("[]"), int(port)), max(0.001, deadline - time.monotonic())
+            )
             with self._secured(raw, deadline, server=False) as sock:
                 greeting.call(sock, hello, self._token, deadline)
                 connection.start(stream_over(sock))
@@ -188,7 +197,9 @@ class TcpTransport(Mesh[_Connection]):
                 continue
             try:
                 raw, _ = self._listener.accept()
-            except OSError:  # nobody dialled, there are no more sockets to have, or this end is closing
+            except (
+                OSError
+            ):  # nobody dialled, there are no more sockets to have, or this end is closing
                 self._strangers.release()
                 self._stopping.wait(0.1)
             else:
@@ -215,7 +226,9 @@ class TcpTransport(Mesh[_Connection]):
         connection.start(stream_over(sock))
 
     @contextmanager
-    def _secured(self, raw: socket.socket, deadline: float, *, server: bool) -> Iterator[socket.socket]:
+    def _secured(
+        self, raw: socket.socket, deadline: float, *, server: bool
+    ) -> Iterator[socket.socket]:
         """`raw`, with TLS where it is on; closed if what is done with it fails."""
         sock = raw
         try:
@@ -244,7 +257,9 @@ def _open_listener(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server((host, port), family=family, backlog=MAX_LINKS, dualstack_ipv6=both)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=MAX_LINKS, dualstack_ipv6=both
+        )
     except OSError as error:
         raise JoinError(
             f"cannot listen on {bind}:{port}: {error.strerror}; set node.bind and node.port to what is free here"

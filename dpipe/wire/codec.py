@@ -22,7 +22,9 @@ from dpipe.wire.format import INT8_BLOCK, wire_bytes
 from dpipe.wire.spec import TensorSpec
 
 _INT8_MAX = 127
-_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # a smaller scale has too few bits to keep the bound
+_SMALLEST_SCALE = torch.finfo(
+    torch.float32
+).smallest_normal  # a smaller scale has too few bits to keep the bound
 
 
 class Codec(Protocol):
@@ -76,14 +78,24 @@ class _Int8:
         flat = tensor.detach().reshape(-1)
         blocks = pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK).float()
         scales = _scales(blocks)
-        quantized = (blocks / scales[:, None]).round_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).to(torch.int8)
-        return torch.cat([scales.view(torch.uint8), quantized.view(torch.uint8).view(-1)[: flat.numel()]])
+        quantized = (
+            (blocks / scales[:, None])
+            .round_()
+            .nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            .to(torch.int8)
+        )
+        return torch.cat(
+            [scales.view(torch.uint8), quantized.view(torch.uint8).view(-1)[: flat.numel()]]
+        )
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         if not like.dtype.is_floating_point:
             return wire
         num_blocks = _num_blocks(like)
-        scales, values = wire[: 4 * num_blocks].view(torch.float32), wire[4 * num_blocks :].view(torch.int8)
+        scales, values = (
+            wire[: 4 * num_blocks].view(torch.float32),
+            wire[4 * num_blocks :].view(torch.int8),
+        )
         padded = pad(values, (0, -values.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
         return (padded * scales[:, None]).view(-1)[: values.numel()].view(like.shape).to(like.dtype)
 

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 
-def open_group(store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout_s: float) -> Any:
+def open_group(
+    store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout_s: float
+) -> Any:
     """This rank's end: gloo, talking from `host`, or NCCL for GPUs. `store` is where the ends meet."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":

@@ -15,7 +15,14 @@ _MAX_DIMS = 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
@@ -44,16 +51,22 @@ class Header(NamedTuple):
         try:
             header = TensorHeader.FromString(message)
         except DecodeError:
-            raise TransferError(f"a message of {len(message)} bytes stands where a tensor's header belongs") from None
+            raise TransferError(
+                f"a message of {len(message)} bytes stands where a tensor's header belongs"
+            ) from None
         if (
             header.dtype not in _DTYPES
             or len(header.shape) > _MAX_DIMS
             or not all(0 <= size < 1 << 48 for size in header.shape)
         ):
-            raise TransferError(f"a header announces an impossible tensor: {header.dtype!r} {list(header.shape)[:16]}")
+            raise TransferError(
+                f"a header announces an impossible tensor: {header.dtype!r} {list(header.shape)[:16]}"
+            )
         spec = TensorSpec(tuple(header.shape), _DTYPES[header.dtype])
         if header.num_bytes != spec.num_bytes:
-            raise TransferError(f"a header announces {header.num_bytes} bytes for {spec}, which takes {spec.num_bytes}")
+            raise TransferError(
+                f"a header announces {header.num_bytes} bytes for {spec}, which takes {spec.num_bytes}"
+            )
         return cls(header.sequence, header.tag, spec)
 
 
@@ -66,7 +79,9 @@ def framed_size(prefix: bytes) -> int:
     """The size of the message behind `prefix`; raises `TransferError` for one that nobody here would send."""
     size = int.from_bytes(prefix, "big")
     if size > MAX_FRAMED_BYTES:
-        raise TransferError(f"a message of {size} bytes is announced where at most {MAX_FRAMED_BYTES} make sense")
+        raise TransferError(
+            f"a message of {size} bytes is announced where at most {MAX_FRAMED_BYTES} make sense"
+        )
     return size
 
 
@@ -74,7 +89,9 @@ def unframed(data: bytes) -> tuple[bytes, memoryview]:
     """The message at the start of `data`, and what follows it; raises `TransferError` where there is none."""
     end = PREFIX_BYTES + framed_size(data[:PREFIX_BYTES])
     if len(data) < end:
-        raise TransferError(f"a message of {len(data)} bytes stands where a tensor's header belongs")
+        raise TransferError(
+            f"a message of {len(data)} bytes stands where a tensor's header belongs"
+        )
     return data[PREFIX_BYTES:end], memoryview(data)[end:]
 
 

@@ -84,8 +84,14 @@ def _check(cert: str, key: str, ca: str) -> None:
         own.load_cert_chain(cert, key, password="")  # else it would ask at the terminal
     except ssl.SSLError as error:
         mismatch = error.reason == "KEY_VALUES_MISMATCH"
-        wrong = "does not belong to" if mismatch else f"cannot be used ({error.reason or 'no PEM'}) with"
-        raise JoinError(f"node.tls_key {key} {wrong} node.tls_cert {cert}; give the two of one pair, in PEM") from None
+        wrong = (
+            "does not belong to"
+            if mismatch
+            else f"cannot be used ({error.reason or 'no PEM'}) with"
+        )
+        raise JoinError(
+            f"node.tls_key {key} {wrong} node.tls_cert {cert}; give the two of one pair, in PEM"
+        ) from None
     try:
         other.load_verify_locations(ca)
     except ssl.SSLError as error:
@@ -95,7 +101,9 @@ def _check(cert: str, key: str, ca: str) -> None:
         _shake_hands(own, other)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _OUT_OF_DATE:
-            raise JoinError(f"node.tls_cert {cert}, or node.tls_ca {ca}: {error.verify_message}") from None
+            raise JoinError(
+                f"node.tls_cert {cert}, or node.tls_ca {ca}: {error.verify_message}"
+            ) from None
     except ssl.SSLError:
         pass  # whatever else is between them, gRPC has to judge: it is stricter here, and laxer there
 
@@ -103,13 +111,18 @@ def _check(cert: str, key: str, ca: str) -> None:
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
     """In memory, as far as the client's judgement of the server."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
     for end in (ends[0], ends[1], ends[0]):
         with suppress(ssl.SSLWantReadError):
             end.do_handshake()
 
 
-def open_channel(address: str, security: Security, *, own_connection: bool = False, bulk: bool = False) -> grpc.Channel:
+def open_channel(
+    address: str, security: Security, *, own_connection: bool = False, bulk: bool = False
+) -> grpc.Channel:
     """A channel to `host:port`. Channels to one address share a TCP connection unless `own_connection`.
 
     `bulk`: for tensors, at the price of megabytes a connection.
@@ -135,7 +148,9 @@ class _CheckToken(grpc.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         # A handler of single requests would wait for a first message, which a stream may never send.
-        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+            _refuse
+        )
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         shown = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
@@ -145,7 +160,9 @@ class _CheckToken(grpc.ServerInterceptor):
 
 
 def _refuse(request: Any, context: grpc.ServicerContext) -> None:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: node.token must be the same on every rank")
+    context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, "wrong token: node.token must be the same on every rank"
+    )
 
 
 def serve(
@@ -162,9 +179,14 @@ def serve(
     A streaming call holds one of `max_workers` threads for as long as it lives. `bulk`: as `open_channel`.
     """
     options = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
-    options.append(("grpc.so_reuseport", 0))  # else two servers share a port and each gets half the calls
+    options.append(
+        ("grpc.so_reuseport", 0)
+    )  # else two servers share a port and each gets half the calls
     server = grpc.server(
-        ThreadPoolExecutor(max_workers), list(handlers), interceptors=[_CheckToken(security.token)], options=options
+        ThreadPoolExecutor(max_workers),
+        list(handlers),
+        interceptors=[_CheckToken(security.token)],
+        options=options,
     )
     try:
         bound = _bind(server, f"{bind}:{port}", security)
@@ -182,5 +204,7 @@ def _bind(server: grpc.Server, address: str, security: Security) -> int:
     assert security.key is not None
     assert security.cert is not None
     pairs = [(security.key, security.cert)]
-    credentials = grpc.ssl_server_credentials(pairs, root_certificates=security.ca, require_client_auth=True)
+    credentials = grpc.ssl_server_credentials(
+        pairs, root_certificates=security.ca, require_client_auth=True
+    )
     return server.add_secure_port(address, credentials)

@@ -80,7 +80,11 @@ class Rank:
         alive = self.pid or self.holder  # before the exit code: the holder writes it and goes
         code = self.exit_code
         state = "ended" if code is not None else "running" if alive else "lost"
-        return {"state": state, "code": code, "since": _changed(self.file("exit" if code is not None else "pid"))}
+        return {
+            "state": state,
+            "code": code,
+            "since": _changed(self.file("exit" if code is not None else "pid")),
+        }
 
 
 def born(pid: int) -> int | None:
@@ -104,9 +108,13 @@ def status(spec: dict[str, Any]) -> dict[str, Any]:
     """What is installed, and the state of the ranks of a run (the newest) with the end of what each has printed."""
     run = spec["run"] or current()
     return {
-        "commit": (FOLDER / "commit").read_text(encoding="utf-8").strip() if (FOLDER / "commit").exists() else None,
+        "commit": (FOLDER / "commit").read_text(encoding="utf-8").strip()
+        if (FOLDER / "commit").exists()
+        else None,
         "run": run,
-        "ranks": {rank.number: rank.state() | _tail(rank, spec["lines"]) for rank in ranks_of(run)} if run else {},
+        "ranks": {rank.number: rank.state() | _tail(rank, spec["lines"]) for rank in ranks_of(run)}
+        if run
+        else {},
         "shaped": _read(SHAPED),
     }
 
@@ -143,26 +151,42 @@ def start(spec: dict[str, Any]) -> dict[str, Any]:
     _await(lambda: all(rank.file("pid").exists() for rank in ranks), START_S)
     for rank in ranks:
         if not rank.file("pid").exists():
-            raise Refused(f"rank {rank.number} has not started within {START_S:g} s: {_tail(rank, 1)['last']}")
+            raise Refused(
+                f"rank {rank.number} has not started within {START_S:g} s: {_tail(rank, 1)['last']}"
+            )
     return {"offsets": offsets}
 
 
 def _start_holder(rank: Rank, argv: list[str], environ: dict[str, str]) -> None:
     with rank.file("log").open("ab") as log:
         holder = subprocess.Popen(
-            [sys.executable, __file__, "hold"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, __file__, "hold"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     assert holder.stdin is not None
-    holder.stdin.write(json.dumps({**asdict(rank), "argv": argv, "environ": environ}).encode() + b"\n")
+    holder.stdin.write(
+        json.dumps({**asdict(rank), "argv": argv, "environ": environ}).encode() + b"\n"
+    )
     holder.stdin.close()
 
 
 def hold(spec: dict[str, Any]) -> None:
     """Run one rank and write how it ended; 128 + n where signal n ended it, as a shell has it."""
     rank = Rank(spec["run"], spec["number"])
-    environ = {**os.environ, **spec["environ"], "PYTHONUNBUFFERED": "1"}  # else a killed rank's last words are lost
+    environ = {
+        **os.environ,
+        **spec["environ"],
+        "PYTHONUNBUFFERED": "1",
+    }  # else a killed rank's last words are lost
     process = subprocess.Popen(
-        [sys.executable, *spec["argv"]], cwd=SOURCE, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, *spec["argv"]],
+        cwd=SOURCE,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
     pids = {"rank": process.pid, "holder": os.getpid()}
     _write(rank.file("pid"), {who: {"pid": pid, "born": born(pid)} for who, pid in pids.items()})
@@ -220,7 +244,10 @@ def stop(spec: dict[str, Any]) -> dict[str, Any]:
             with suppress(ProcessLookupError):
                 (os.killpg if number is signal.SIGKILL else os.kill)(pid, number)
     _await(lambda: not any(rank.pid for rank in alive), spec["wait_s"])
-    return {"told": [rank.number for rank in alive], "alive": [rank.number for rank in alive if rank.pid]}
+    return {
+        "told": [rank.number for rank in alive],
+        "alive": [rank.number for rank in alive if rank.pid],
+    }
 
 
 def pack(spec: dict[str, Any]) -> None:
@@ -266,7 +293,9 @@ def keep(spec: dict[str, Any]) -> dict[str, Any]:
     """Whoever says so still reaches this machine: its shaping may stay."""
     shaped = _read(SHAPED)
     if shaped is None:
-        raise Refused("the profile has been taken off again, because nobody reached this machine through it in time")
+        raise Refused(
+            "the profile has been taken off again, because nobody reached this machine through it in time"
+        )
     _write(SHAPED, {**shaped, "kept": True})
     return {}
 
@@ -289,7 +318,14 @@ def unshape(spec: dict[str, Any]) -> dict[str, Any]:
 
 def verify(spec: dict[str, Any]) -> dict[str, Any]:
     """Hold the link to a peer, where `answer` runs, against the profile."""
-    words = ["verify", str(FOLDER / spec["name"]), "--node", str(spec["node"]), "--peer", str(spec["peer"])]
+    words = [
+        "verify",
+        str(FOLDER / spec["name"]),
+        "--node",
+        str(spec["node"]),
+        "--peer",
+        str(spec["peer"]),
+    ]
     done = _run([sys.executable, "-m", "netem", *words, spec["address"]], 2 * COMMAND_S)
     if done.returncode not in (0, 1) or not done.stdout:
         raise Refused(done.stderr.strip())
@@ -312,14 +348,22 @@ def _netem(*words: str) -> None:
 
 def _run(argv: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, cwd=SOURCE, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+        argv,
+        cwd=SOURCE,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
 
 
 def _device_toward(address: str) -> str:
     done = _run(["ip", "-j", "route", "get", address], COMMAND_S)
     if done.returncode != 0:
-        raise Refused(f"no way to {address}: {done.stderr.strip()}; set interface in the hosts file")
+        raise Refused(
+            f"no way to {address}: {done.stderr.strip()}; set interface in the hosts file"
+        )
     return str(json.loads(done.stdout)[0]["dev"])
 
 
@@ -352,7 +396,9 @@ def _say(value: Any) -> None:
     sys.stdout.flush()
 
 
-ANSWERS = {verb.__name__: verb for verb in (status, start, stop, checkpoints, shape, keep, unshape, verify)}
+ANSWERS = {
+    verb.__name__: verb for verb in (status, start, stop, checkpoints, shape, keep, unshape, verify)
+}
 STREAMS = {verb.__name__: verb for verb in (hold, follow, pack, answer)}
 
 

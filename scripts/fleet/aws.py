@@ -32,10 +32,14 @@ class Boto:
             raise InputError("scripts/aws needs boto3: pip install 'dpipe[aws]'") from None
         self._new_client = partial(boto3.session.Session().client, endpoint_url=endpoint_url)
         self._clients: dict[tuple[str, str], Any] = {}
-        self._lock = Lock()  # regions are asked at the same time, and a session makes one client at a time
+        self._lock = (
+            Lock()
+        )  # regions are asked at the same time, and a session makes one client at a time
         self._errors = (BotoCoreError, ClientError)
 
-    def __call__(self, region: str, operation: str, service: str = "ec2", **parameters: Any) -> Answer:
+    def __call__(
+        self, region: str, operation: str, service: str = "ec2", **parameters: Any
+    ) -> Answer:
         try:
             return dict(getattr(self._client(service, region), operation)(**parameters))
         except self._errors as error:
@@ -54,7 +58,9 @@ class DryRun:
     def __init__(self, there: Sequence[str] = ()) -> None:
         self._there = {"": list(there)}
 
-    def __call__(self, region: str, operation: str, service: str = "ec2", **parameters: Any) -> Answer:
+    def __call__(
+        self, region: str, operation: str, service: str = "ec2", **parameters: Any
+    ) -> Answer:
         click.echo(f"{service} {region} {operation} {json.dumps(parameters)}")
         there = self._there.setdefault(region, list(self._there[""]))
         match operation:
@@ -99,7 +105,9 @@ def _where(command: F) -> F:
     for option in (
         click.option("--tag", required=True, help="By which they are found again."),
         click.option("--dry-run", is_flag=True, help="Print the calls and make none."),
-        click.option("--endpoint-url", help="Another API than AWS's; AWS_ENDPOINT_URL does the same."),
+        click.option(
+            "--endpoint-url", help="Another API than AWS's; AWS_ENDPOINT_URL does the same."
+        ),
     ):
         command = option(command)
     return command
@@ -110,21 +118,43 @@ def _split(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
 
 
 @main.command()
-@click.option("--count", "number", type=click.IntRange(min=1), required=True, help="How many, over all regions.")
+@click.option(
+    "--count",
+    "number",
+    type=click.IntRange(min=1),
+    required=True,
+    help="How many, over all regions.",
+)
 @click.option("--type", "instance_type", required=True, help="Such as c7i.2xlarge.")
 @click.option(
-    "--region", "regions", callback=_split, required=True, help="R or R,R2,...: an equal share each, in order."
+    "--region",
+    "regions",
+    callback=_split,
+    required=True,
+    help="R or R,R2,...: an equal share each, in order.",
 )
 @click.option(
-    "--image", default=UBUNTU, help="An AMI, an SSM parameter, or R=AMI,R2=AMI2. Default: Ubuntu 24.04, amd64."
+    "--image",
+    default=UBUNTU,
+    help="An AMI, an SSM parameter, or R=AMI,R2=AMI2. Default: Ubuntu 24.04, amd64.",
 )
 @click.option("--key", required=True, help="The name of your EC2 key pair, in every region.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="Its private key here; default ~/.ssh/KEY.pem.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path),
+    help="Its private key here; default ~/.ssh/KEY.pem.",
+)
 @click.option("--user", default="ubuntu", show_default=True, help="Who logs in on this image.")
-@click.option("--ssh-from", required=True, metavar="CIDR", help="Who may log in, such as 203.0.113.7/32.")
-@click.option("--spot/--on-demand", default=False, help="Spot is cheaper, and may be taken away at any time.")
+@click.option(
+    "--ssh-from", required=True, metavar="CIDR", help="Who may log in, such as 203.0.113.7/32."
+)
+@click.option(
+    "--spot/--on-demand", default=False, help="Spot is cheaper, and may be taken away at any time."
+)
 @click.option("--disk-gb", type=click.IntRange(min=8), default=50, show_default=True)
-@click.option("--hosts-file", type=click.Path(path_type=Path), default="hosts.toml", show_default=True)
+@click.option(
+    "--hosts-file", type=click.Path(path_type=Path), default="hosts.toml", show_default=True
+)
 @_where
 def up(
     number: int,
@@ -144,10 +174,14 @@ def up(
     elsewhere SSH alone.
     """
     if number < len(regions):
-        raise AwsRefused(f"{number} instances cannot be in {len(regions)} regions; nothing was launched")
+        raise AwsRefused(
+            f"{number} instances cannot be in {len(regions)} regions; nothing was launched"
+        )
     _check_cidr(order["ssh_from"])
     if hosts_file.exists() and not dry_run:
-        raise AwsRefused(f"{hosts_file} is there already; choose another --hosts-file; nothing was launched")
+        raise AwsRefused(
+            f"{hosts_file} is there already; choose another --hosts-file; nothing was launched"
+        )
     wanted = Order(count=number, images=images(image, regions), key_name=key, **order)
     answers = (lambda address: True) if dry_run else ec2.ssh_answers
     instances = ec2.up(wanted, _calls(dry_run, endpoint_url), _say, answers=answers)
@@ -185,7 +219,9 @@ def images(image: str, regions: Sequence[str]) -> dict[str, str]:
     """The image of each region. Raises `AwsRefused` where one has none, or has an AMI that is another region's."""
     if "=" not in image:
         if image.startswith("ami-") and len(regions) > 1:
-            raise AwsRefused(f"{image} is there in one region only; give --image R=AMI,R2=AMI2; nothing was launched")
+            raise AwsRefused(
+                f"{image} is there in one region only; give --image R=AMI,R2=AMI2; nothing was launched"
+            )
         return dict.fromkeys(regions, image)
     known = dict(part.split("=", 1) for part in image.split(",") if "=" in part)
     if missing := [region for region in regions if region not in known]:
@@ -197,7 +233,9 @@ def all_regions(calls: Calls) -> list[str]:
     return [region["RegionName"] for region in calls(_ANY_REGION, "describe_regions")["Regions"]]
 
 
-def hosts_toml(order: Order, instances: Sequence[Instance], user: str, key: Path, path: Path) -> str:
+def hosts_toml(
+    order: Order, instances: Sequence[Instance], user: str, key: Path, path: Path
+) -> str:
     """Addresses of one region are private ones. Of host keys a file of its own: clouds give an address away again."""
     within = len(order.images) == 1
     lines = [
@@ -207,7 +245,11 @@ def hosts_toml(order: Order, instances: Sequence[Instance], user: str, key: Path
         f"ssh_options = [{json.dumps(f'UserKnownHostsFile={path.resolve()}.known')}]",
     ]
     for instance in instances:
-        lines += ["", f"[[host]]  # {instance.region} {instance.id}", f'address = "{instance.public}"']
+        lines += [
+            "",
+            f"[[host]]  # {instance.region} {instance.id}",
+            f'address = "{instance.public}"',
+        ]
         lines += [f'advertise = "{instance.private if within else instance.public}"']
     return "\n".join([*lines, ""])
 
@@ -216,7 +258,9 @@ def _check_cidr(text: str) -> None:
     try:
         ipaddress.IPv4Network(text)
     except ValueError as error:
-        raise AwsRefused(f"--ssh-from {text}: {error}; such as 203.0.113.7/32; nothing was launched") from None
+        raise AwsRefused(
+            f"--ssh-from {text}: {error}; such as 203.0.113.7/32; nothing was launched"
+        ) from None
 
 
 def _calls(dry_run: bool, endpoint_url: str | None, there: Sequence[str] = ()) -> Calls:

@@ -50,7 +50,12 @@ def _on_machines(command: F) -> F:
     text = "The hosts file."
 
     @click.option(
-        "--hosts", "path", type=click.Path(path_type=Path), default="hosts.toml", show_default=True, help=text
+        "--hosts",
+        "path",
+        type=click.Path(path_type=Path),
+        default="hosts.toml",
+        show_default=True,
+        help=text,
     )
     @wraps(command)
     def connecting(path: Path, **given: Any) -> None:
@@ -62,17 +67,31 @@ def _on_machines(command: F) -> F:
 
 
 @main.command()
-@click.option("--commit", default="HEAD", show_default=True, help="What to install: a commit, a branch or a tag.")
-@click.option("--timeout", default=install.SETUP_S, show_default=True, help="Seconds that one host may take.")
+@click.option(
+    "--commit",
+    default="HEAD",
+    show_default=True,
+    help="What to install: a commit, a branch or a tag.",
+)
+@click.option(
+    "--timeout", default=install.SETUP_S, show_default=True, help="Seconds that one host may take."
+)
 @_on_machines
 def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> None:
     """Install the project at a commit on every host; a host that has it is left alone."""
     release = install.Release.of(REPOSITORY, commit)
     if changed := install.uncommitted(REPOSITORY):
-        _say(f"note: {len(changed)} files differ from their last commit; what is installed is {release.commit:.12}")
+        _say(
+            f"note: {len(changed)} files differ from their last commit; what is installed is {release.commit:.12}"
+        )
     with _progress() as progress:
         tasks = {machine: progress.add_task(machine.host.name, what="") for machine in machines}
-        install.install(machines, release, say=lambda m, what: progress.update(tasks[m], what=what), limit_s=timeout)
+        install.install(
+            machines,
+            release,
+            say=lambda m, what: progress.update(tasks[m], what=what),
+            limit_s=timeout,
+        )
 
 
 @main.command()
@@ -90,7 +109,9 @@ def put(hosts: Hosts, machines: list[Machine], paths: tuple[Path, ...]) -> None:
 
 @main.command("exec")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--timeout", default=COMMAND_S, show_default=True, help="Seconds that one host may take.")
+@click.option(
+    "--timeout", default=COMMAND_S, show_default=True, help="Seconds that one host may take."
+)
 @_on_machines
 def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeout: float) -> None:
     """Run a command on every host: `exec -- nvidia-smi`."""
@@ -103,11 +124,19 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
 
 @main.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="As for dpipe train.")
-@click.option("--name", help="Of the run and its folder, runs/NAME; default CONFIG's name and the time.")
+@click.option(
+    "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="As for dpipe train."
+)
+@click.option(
+    "--name", help="Of the run and its folder, runs/NAME; default CONFIG's name and the time."
+)
 @click.option("--resume", metavar="NAME", help="Continue a run from its newest checkpoint.")
-@click.option("--fallback", is_flag=True, help="With --resume: if that is damaged, use the one before.")
-@click.option("--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down.")
+@click.option(
+    "--fallback", is_flag=True, help="With --resume: if that is damaged, use the one before."
+)
+@click.option(
+    "--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down."
+)
 @_on_machines
 def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **given: Any) -> None:
     """Train: one process a slot, in the order of the hosts file, and follow them all.
@@ -122,14 +151,18 @@ def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **giv
         offsets = job.start(what, used)
         _say(f"run {what.name}: {len(what.seats)} ranks on {len(used)} hosts")
         if not detach or asked:
-            sys.exit(attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say))
+            sys.exit(
+                attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say)
+            )
 
 
 @main.command()
 @_on_machines
 def status(hosts: Hosts, machines: list[Machine]) -> None:
     """What is installed on each host, and how its ranks are; exit code 1 where a host does not answer."""
-    table = Table(*("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None)
+    table = Table(
+        *("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None
+    )
     for column in table.columns[:-1]:
         column.no_wrap = True
 
@@ -153,7 +186,11 @@ def _rows(answer: dict[str, Any] | str) -> list[list[str]]:
     if isinstance(answer, str):
         return [["", "", "", "", answer]]
     shaped = answer["shaped"]
-    first = [answer["commit"][:12], f"{shaped['profile']} on {shaped['device']}" if shaped else "", answer["run"] or ""]
+    first = [
+        answer["commit"][:12],
+        f"{shaped['profile']} on {shaped['device']}" if shaped else "",
+        answer["run"] or "",
+    ]
     rows = []
     for number, rank in answer["ranks"].items():
         state = rank["state"] if rank["code"] is None else f"exit code {rank['code']}"
@@ -163,8 +200,16 @@ def _rows(answer: dict[str, Any] | str) -> list[list[str]]:
 
 
 @main.command()
-@click.option("-f", "--follow", is_flag=True, help="Until the run has ended; Ctrl-C then ends it, as in run.")
-@click.option("-n", "--lines", default=20, show_default=True, help="Of each rank's log to begin with; 0 is all.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Until the run has ended; Ctrl-C then ends it, as in run."
+)
+@click.option(
+    "-n",
+    "--lines",
+    default=20,
+    show_default=True,
+    help="Of each rank's log to begin with; 0 is all.",
+)
 @click.option("--run", "name", help="Default: the newest.")
 @_on_machines
 def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: str | None) -> None:
@@ -177,7 +222,9 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
         raise HostsError(f"no host knows of {f'run {name}' if name else 'any run'}")
     name = name or next(iter(known.values()))["run"]
     offsets = {
-        m: {int(r): rank["offset"] for r, rank in s["ranks"].items()} for m, s in known.items() if s["run"] == name
+        m: {int(r): rank["offset"] for r, rank in s["ranks"].items()}
+        for m, s in known.items()
+        if s["run"] == name
     }
     watch = Watch(name, offsets, wait=follow)
     if follow:
@@ -191,7 +238,11 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
 
 @main.command()
 @click.argument("profile")
-@click.option("--verify", is_flag=True, help="Then measure each host's link to the next one against the profile.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Then measure each host's link to the next one against the profile.",
+)
 @_on_machines
 def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> None:
     """Shape every host's egress by PROFILE (a file; host i of the hosts file is node i), or `clear` them all.
@@ -202,7 +253,9 @@ def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> 
     install.require_installed(machines)
     if profile == "clear":
         for machine, device in zip(machines, shaping.clear(machines), strict=True):
-            click.echo(f"{machine.host.name}: {f'cleared {device}' if device else 'was not shaped'}")
+            click.echo(
+                f"{machine.host.name}: {f'cleared {device}' if device else 'was not shaped'}"
+            )
         return
     shape = shaping.Shape.of(Path(profile), machines)
     for machine, device in zip(machines, shaping.apply(machines, shape), strict=True):
@@ -217,24 +270,42 @@ def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> 
 
 @main.command()
 @click.option("--run", "name", help="Default: the newest.")
-@click.option("--into", type=click.Path(path_type=Path), default="collected", show_default=True, help="A folder here.")
 @click.option(
-    "--checkpoints", is_flag=True, help="The tensors as well: all machines' together make a whole checkpoint."
+    "--into",
+    type=click.Path(path_type=Path),
+    default="collected",
+    show_default=True,
+    help="A folder here.",
+)
+@click.option(
+    "--checkpoints",
+    is_flag=True,
+    help="The tensors as well: all machines' together make a whole checkpoint.",
 )
 @_on_machines
-def collect(hosts: Hosts, machines: list[Machine], name: str | None, into: Path, checkpoints: bool) -> None:
+def collect(
+    hosts: Hosts, machines: list[Machine], name: str | None, into: Path, checkpoints: bool
+) -> None:
     """Bring a run's metrics, traces and logs to INTO/RUN, and an index of its checkpoints."""
     click.echo(collecting.collect(machines, name, into, checkpoints=checkpoints))
 
 
 @main.command()
 @click.option("--kill", is_flag=True, help="At once, without a checkpoint.")
-@click.option("--grace", default=job.STOP_S, show_default=True, help="Seconds for a step and a checkpoint.")
-@click.option("--remove", is_flag=True, help="Remove the project, its environment, runs and checkpoints, too.")
+@click.option(
+    "--grace", default=job.STOP_S, show_default=True, help="Seconds for a step and a checkpoint."
+)
+@click.option(
+    "--remove", is_flag=True, help="Remove the project, its environment, runs and checkpoints, too."
+)
 @_on_machines
 def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove: bool) -> None:
     """Stop what runs on every host and take profiles off."""
-    there = [m for m, commit in zip(machines, each(machines, install.installed), strict=True) if commit is not None]
+    there = [
+        m
+        for m, commit in zip(machines, each(machines, install.installed), strict=True)
+        if commit is not None
+    ]
     doubts = [] if kill or not there else job.stop(there, None, "SIGTERM", grace)
     if there and (kill or doubts):
         doubts = job.stop(there, None, "SIGKILL", job.KILL_S)
@@ -252,7 +323,9 @@ def _progress() -> Progress:
 
 
 def _show(line: Line) -> None:
-    click.echo(click.style(f"rank {line.rank} | ", fg=_COLORS[line.rank % len(_COLORS)]) + line.text)
+    click.echo(
+        click.style(f"rank {line.rank} | ", fg=_COLORS[line.rank % len(_COLORS)]) + line.text
+    )
 
 
 _say = partial(click.echo, err=True)

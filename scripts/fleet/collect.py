@@ -22,10 +22,14 @@ PACK_S = 3600.0
 
 def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpoints: bool) -> Path:
     """Returns the folder. Raises `HostRefused` where no machine knows of a run."""
-    states: list[dict[str, Any]] = each(machines, lambda machine: machine.agent("status", run=run, lines=1))
+    states: list[dict[str, Any]] = each(
+        machines, lambda machine: machine.agent("status", run=run, lines=1)
+    )
     name = run or _newest(states)
     having = [
-        machine for machine, state in zip(machines, states, strict=True) if state["run"] == name and state["ranks"]
+        machine
+        for machine, state in zip(machines, states, strict=True)
+        if state["run"] == name and state["ranks"]
     ]
     if name is None or not having:
         raise HostRefused(
@@ -38,7 +42,9 @@ def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpo
         _unpack(machine, {"run": name, "checkpoints": checkpoints}, folder)
         return dict(machine.agent("checkpoints", run=name)["files"])
 
-    found = {machine.host.name: files for machine, files in zip(having, each(having, bring), strict=True)}
+    found = {
+        machine.host.name: files for machine, files in zip(having, each(having, bring), strict=True)
+    }
     (folder / "checkpoints.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return folder
 
@@ -47,7 +53,9 @@ def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
     """As it comes: checkpoints may be larger than memory."""
     command = machine.agent_command("pack")
     with machine.process(command) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
         limit = threading.Timer(PACK_S, process.kill)
         limit.start()
         try:
@@ -59,7 +67,9 @@ def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
         except (OSError, tarfile.TarError) as error:
             process.kill()
             complaint = process.stderr.read().decode(errors="replace").strip()
-            raise HostFailed(f"host {machine.host.name} has not sent its files whole: {error}\n{complaint}") from None
+            raise HostFailed(
+                f"host {machine.host.name} has not sent its files whole: {error}\n{complaint}"
+            ) from None
         finally:
             limit.cancel()
 

@@ -48,7 +48,9 @@ class AwsRefused(InputError):  # noqa: N818 - what happened
 class Calls(Protocol):
     """Makes a call of a service's API in a region, or only says what it would be."""
 
-    def __call__(self, region: str, operation: str, service: str = "ec2", **parameters: Any) -> Answer: ...
+    def __call__(
+        self, region: str, operation: str, service: str = "ec2", **parameters: Any
+    ) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,12 @@ class Instance:
 
 
 def up(
-    order: Order, calls: Calls, say: Say, *, answers: Callable[[str], bool], timeout_s: float = READY_S
+    order: Order,
+    calls: Calls,
+    say: Say,
+    *,
+    answers: Callable[[str], bool],
+    timeout_s: float = READY_S,
 ) -> list[Instance]:
     """Launch, wait until SSH `answers`, open the nodes to each other. Raises `AwsRefused` before, `AwsError` after."""
     seen = {region: look(order, region, calls) for region in order.images}
@@ -97,7 +104,11 @@ def up(
             launched[region] = _launch(order, region, image, device, groups[region], calls)
             say(f"{region}: {len(launched[region])} of {order.instance_type} are launched")
         deadline = time.monotonic() + timeout_s
-        instances = [i for region, ids in launched.items() for i in _running(order.tag, region, ids, calls, deadline)]
+        instances = [
+            i
+            for region, ids in launched.items()
+            for i in _running(order.tag, region, ids, calls, deadline)
+        ]
         _open_between(instances, groups, calls)
         _await_ssh(instances, answers, deadline, say)
     except BaseException as error:
@@ -149,7 +160,9 @@ def down(
 
     def end(region: str) -> str | None:
         try:
-            ids = {instance.id for instance in find(tag, region, calls)} | set((launched or {}).get(region, ()))
+            ids = {instance.id for instance in find(tag, region, calls)} | set(
+                (launched or {}).get(region, ())
+            )
             _end(tag, region, sorted(ids), calls, say, time.monotonic() + timeout_s)
         except DpipeError as error:
             return str(error)
@@ -159,13 +172,22 @@ def down(
         left = [error for error in pool.map(end, regions) if error is not None]
     if left:
         raise AwsError(
-            "\n".join([*left, f"what is left costs money: scripts/aws down --tag {tag}, or see the console"])
+            "\n".join(
+                [
+                    *left,
+                    f"what is left costs money: scripts/aws down --tag {tag}, or see the console",
+                ]
+            )
         )
 
 
 def _all(tag: str, region: str, calls: Calls) -> list[Instance]:
     reservations = calls(region, "describe_instances", Filters=_filters(tag))["Reservations"]
-    return [Instance.of(region, told) for reservation in reservations for told in reservation["Instances"]]
+    return [
+        Instance.of(region, told)
+        for reservation in reservations
+        for told in reservation["Instances"]
+    ]
 
 
 def _filters(tag: str) -> list[Answer]:
@@ -186,12 +208,19 @@ def _make_group(order: Order, region: str, calls: Calls) -> str:
         Description="dpipe: between its nodes, and SSH",
         TagSpecifications=_tagged(order, "security-group"),
     )["GroupId"]
-    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": order.ssh_from}]}
+    ssh = {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 22,
+        "IpRanges": [{"CidrIp": order.ssh_from}],
+    }
     calls(region, "authorize_security_group_ingress", GroupId=group, IpPermissions=[ssh])
     return str(group)
 
 
-def _launch(order: Order, region: str, image: str, device: str, group: str, calls: Calls) -> list[str]:
+def _launch(
+    order: Order, region: str, image: str, device: str, group: str, calls: Calls
+) -> list[str]:
     """This region's share; returns the ids, first to last."""
     spot: Answer = {"InstanceMarketOptions": {"MarketType": "spot"}} if order.spot else {}
     volume = {"VolumeSize": order.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True}
@@ -212,13 +241,17 @@ def _launch(order: Order, region: str, image: str, device: str, group: str, call
     return [instance["InstanceId"] for instance in told["Instances"]]
 
 
-def _running(tag: str, region: str, ids: Sequence[str], calls: Calls, deadline: float) -> list[Instance]:
+def _running(
+    tag: str, region: str, ids: Sequence[str], calls: Calls, deadline: float
+) -> list[Instance]:
     """The instances once they run and have addresses, in the order of `ids`."""
     ready: dict[str, Instance] = {}
     for told in _polls(lambda: _all(tag, region, calls), deadline):
         mine = {instance.id: instance for instance in told if instance.id in ids}
         if gone := [instance.id for instance in mine.values() if instance.state in _GONE]:
-            raise AwsError(f"{region}: {', '.join(gone)} ended while starting; the console says why")
+            raise AwsError(
+                f"{region}: {', '.join(gone)} ended while starting; the console says why"
+            )
         ready = {i.id: i for i in mine.values() if i.state == "running" and i.public and i.private}
         if len(ready) == len(ids):
             return [ready[id_] for id_ in ids]
@@ -235,14 +268,18 @@ def _open_between(instances: Sequence[Instance], groups: dict[str, str], calls: 
         calls(region, "authorize_security_group_ingress", GroupId=group, IpPermissions=[every])
 
 
-def _await_ssh(instances: Sequence[Instance], answers: Callable[[str], bool], deadline: float, say: Say) -> None:
+def _await_ssh(
+    instances: Sequence[Instance], answers: Callable[[str], bool], deadline: float, say: Say
+) -> None:
     waiting = [str(instance.public) for instance in instances]
     for _ in _polls(lambda: None, deadline):
         waiting = [address for address in waiting if not answers(address)]
         if not waiting:
             say("SSH answers on all")
             return
-    raise AwsError(f"no SSH on {', '.join(waiting)}; does --ssh-from hold this machine's public address?")
+    raise AwsError(
+        f"no SSH on {', '.join(waiting)}; does --ssh-from hold this machine's public address?"
+    )
 
 
 def ssh_answers(address: str, port: int = 22) -> bool:
@@ -254,7 +291,9 @@ def ssh_answers(address: str, port: int = 22) -> bool:
         return False
 
 
-def _end(tag: str, region: str, ids: Sequence[str], calls: Calls, say: Say, deadline: float) -> None:
+def _end(
+    tag: str, region: str, ids: Sequence[str], calls: Calls, say: Say, deadline: float
+) -> None:
     if ids:
         calls(region, "terminate_instances", InstanceIds=ids)
         say(f"{region}: {len(ids)} are being terminated")

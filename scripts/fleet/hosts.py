@@ -31,7 +31,9 @@ class HostsError(InputError):
 
 def _no_option(text: str) -> str:
     if not text or text.startswith("-") or any(letter.isspace() for letter in text):
-        raise ValueError("must be a name or an address, without blanks and not starting with a hyphen")
+        raise ValueError(
+            "must be a name or an address, without blanks and not starting with a hyphen"
+        )
     return text
 
 
@@ -53,7 +55,9 @@ class Host(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: Name  # what ssh connects to: a name of ~/.ssh/config will do if `advertise` is given
-    advertise: Name | None = None  # where the other hosts reach it; default: address; "none": it only dials
+    advertise: Name | None = (
+        None  # where the other hosts reach it; default: address; "none": it only dials
+    )
     user: Name | None = None  # like port and key: default is what ssh is configured to
     port: Port | None = None
     key: Path | None = None
@@ -63,7 +67,9 @@ class Host(BaseModel):
     folder: RemotePath = "dpipe"  # where all goes
     python: str = "python3"  # with which scripts/setup makes the environment
     extras: str = ""  # of setup.py, such as "plot"
-    venv: RemotePath | None = None  # an environment that is there already: scripts/setup is not run then
+    venv: RemotePath | None = (
+        None  # an environment that is there already: scripts/setup is not run then
+    )
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class Host(BaseModel):
 
 
 @dataclass(frozen=True)
-class Seat:
+class HostRank:
     """Where one rank runs; `local_rank` counts the ranks of its host."""
 
     rank: int
@@ -104,7 +110,7 @@ class Hosts:
     def coordinator(self) -> str:
         return f"{self.hosts[0].reached_at}:{self.meeting_port}"
 
-    def seats(self, num_ranks: int) -> list[Seat]:
+    def seats(self, num_ranks: int) -> list[HostRank]:
         """Raises `HostsError` where there are fewer slots than ranks."""
         every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         if len(every) < num_ranks:
@@ -112,7 +118,7 @@ class Hosts:
                 f"{num_ranks} ranks need as many slots; {self.path} has {len(every)} on {len(self.hosts)} hosts: "
                 f"add hosts or slots, or give the run fewer ranks (pipeline.stages, data_parallel.replicas)"
             )
-        return [Seat(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
+        return [HostRank(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
 
 
 class _File(BaseModel):
@@ -127,13 +133,17 @@ def load_hosts(path: Path) -> Hosts:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HostsError(f"hosts file {path} does not exist; scripts/aws up writes one, the README shows one") from None
+        raise HostsError(
+            f"hosts file {path} does not exist; scripts/aws up writes one, the README shows one"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise HostsError(f"hosts file {path} is not TOML: {error}") from None
     try:
         file = _File.model_validate(_spread(table))
     except ValidationError as error:
-        raise HostsError("\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors())) from None
+        raise HostsError(
+            "\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors())
+        ) from None
     _check(path, file.host)
     return Hosts(path, file.host, file.meeting_port)
 
@@ -151,17 +161,23 @@ def _spread(table: dict[str, Any]) -> dict[str, Any]:
 def _check(path: Path, hosts: Sequence[Host]) -> None:
     for what, values in {
         "address and port": [host.name for host in hosts],
-        "advertise": [host.reached_at for host in hosts if host.reached_at != "none" and host.port is None],
+        "advertise": [
+            host.reached_at for host in hosts if host.reached_at != "none" and host.port is None
+        ],
     }.items():
         if twice := sorted({value for value in values if values.count(value) > 1}):
             raise HostsError(
                 f"hosts file {path}: two hosts have the same {what}, {twice[0]}; slots = 2 gives one two ranks"
             )
     if hosts[0].reached_at == "none":
-        raise HostsError(f'hosts file {path}: host 0 is where the ranks meet; it cannot have advertise = "none"')
+        raise HostsError(
+            f'hosts file {path}: host 0 is where the ranks meet; it cannot have advertise = "none"'
+        )
     for number, host in enumerate(hosts):
         if host.key is not None and not host.key.expanduser().is_file():
-            raise HostsError(f"hosts file {path}: host {number} ({host.name}): key {host.key} does not exist")
+            raise HostsError(
+                f"hosts file {path}: host {number} ({host.name}): key {host.key} does not exist"
+            )
 
 
 def _explain(error: Any) -> str:
@@ -171,7 +187,9 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = list(Host.model_fields) + ([] if at else ["meeting_port", "host"])
         close = difflib.get_close_matches(key, known, n=1)
-        return f"{at}unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
+        return f"{at}unknown key {key!r}; " + (
+            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        )
     if error["type"] == "missing":
         return f"{at}{key!r} is missing"
     message = str(error["msg"]).removeprefix("Value error, ")

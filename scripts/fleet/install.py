@@ -58,7 +58,7 @@ python=$(realpath --no-symlinks {interpreter})
 (
     cd {source}
     timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
-    timeout {limit:g} "$python" -c 'import dpipe.engine.build'
+    timeout {limit:g} "$python" -c 'import dpipe.run.build'
 )
 """
 
@@ -74,7 +74,9 @@ class Release:
     def of(cls, repository: Path, revision: str) -> "Release":
         """Raises `InputError` where git knows no such revision."""
         commit = (
-            _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+            _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+            .decode()
+            .strip()
         )
         return cls(commit, gzip.compress(_git(repository, "archive", "--format=tar", commit), 6))
 
@@ -87,16 +89,23 @@ def uncommitted(repository: Path) -> list[str]:
 def _git(repository: Path, *words: str) -> bytes:
     try:
         done = subprocess.run(
-            ["git", "-C", str(repository), *words], capture_output=True, timeout=_LOCAL_S, check=False
+            ["git", "-C", str(repository), *words],
+            capture_output=True,
+            timeout=_LOCAL_S,
+            check=False,
         )
     except FileNotFoundError:
-        raise InputError("git is not here; it makes the archive that is sent to the hosts") from None
+        raise InputError(
+            "git is not here; it makes the archive that is sent to the hosts"
+        ) from None
     if done.returncode != 0:
         raise InputError(f"git {words[0]}: {done.stderr.decode().strip()}")
     return done.stdout
 
 
-def install(machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S) -> None:
+def install(
+    machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S
+) -> None:
     """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or is busy."""
     found = dict(zip(machines, each(machines, lambda machine: _check(machine, say)), strict=True))
 
@@ -110,8 +119,13 @@ def install(machines: Sequence[Machine], release: Release, *, say: Say, limit_s:
 
 def installed(machine: Machine) -> str | None:
     """The commit that is whole on a machine."""
-    interpreter, commit = (shlex.quote(path) for path in (machine.host.interpreter, f"{machine.host.folder}/commit"))
-    return machine.run(f"test ! -x {interpreter} || cat {commit} 2>/dev/null || true").decode().strip() or None
+    interpreter, commit = (
+        shlex.quote(path) for path in (machine.host.interpreter, f"{machine.host.folder}/commit")
+    )
+    return (
+        machine.run(f"test ! -x {interpreter} || cat {commit} 2>/dev/null || true").decode().strip()
+        or None
+    )
 
 
 def require_installed(machines: Sequence[Machine]) -> None:
@@ -120,27 +134,40 @@ def require_installed(machines: Sequence[Machine]) -> None:
     if missing := [machine.host.name for machine, commit in commits.items() if commit is None]:
         raise HostRefused(f"nothing is installed on {', '.join(missing)}; run scripts/cluster up")
     if len(set(commits.values())) > 1:
-        found = ", ".join(f"{machine.host.name} has {commit:.12}" for machine, commit in commits.items() if commit)
+        found = ", ".join(
+            f"{machine.host.name} has {commit:.12}" for machine, commit in commits.items() if commit
+        )
         raise HostRefused(f"the hosts have different commits: {found}; run scripts/cluster up")
 
 
 def copy(machines: Sequence[Machine], archive: bytes) -> None:
     """Unpack a tar.gz beside the project's files on every machine."""
-    each(machines, lambda machine: machine.run(f"tar -xzf - -C {shlex.quote(machine.host.source)}", stdin=archive))
+    each(
+        machines,
+        lambda machine: machine.run(
+            f"tar -xzf - -C {shlex.quote(machine.host.source)}", stdin=archive
+        ),
+    )
 
 
 def _check(machine: Machine, say: Say) -> str | None:
     """The commit that is there. Raises `HostRefused` where the machine cannot be changed."""
     say(machine, "checking")
     host = machine.host
-    words = machine.run(_CAN.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60)
+    words = machine.run(
+        _CAN.format(python=shlex.quote(host.python), boot=_BOOT_S), timeout_s=_BOOT_S + 60
+    )
     if words and host.venv is None:
-        raise HostRefused(f"host {host.name}: {words.decode().strip()}; set python in the hosts file")
+        raise HostRefused(
+            f"host {host.name}: {words.decode().strip()}; set python in the hosts file"
+        )
     commit = installed(machine)
     if commit is not None:
         status: dict[str, Any] = machine.agent("status", run=None, lines=1)
         if any(rank["state"] == "running" for rank in status["ranks"].values()):
-            raise HostRefused(f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it")
+            raise HostRefused(
+                f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it"
+            )
     return commit
 
 
@@ -148,7 +175,9 @@ def _install(machine: Machine, release: Release, say: Say, limit_s: float) -> No
     host = machine.host
     folder, source = shlex.quote(host.folder), shlex.quote(host.source)
     say(machine, "sending")
-    machine.run(_UNPACK.format(folder=folder, source=source), stdin=release.archive, timeout_s=limit_s)
+    machine.run(
+        _UNPACK.format(folder=folder, source=source), stdin=release.archive, timeout_s=limit_s
+    )
     say(machine, "setting up")
     script = (_SETUP if host.venv is None else _SETUP_IN) + _MARK
     command = script.format(

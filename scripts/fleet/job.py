@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dpipe.config import Config, load
+from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
-from fleet.hosts import Hosts, HostsError, Seat
+from fleet.hosts import Hosts, HostsError, HostRank
 from fleet.ssh import COMMAND_S, Machine, each
 
 STOP_S = 60.0  # for a step and a checkpoint
@@ -29,7 +29,7 @@ class Job:
     text: str
     config: Config
     overrides: tuple[str, ...]
-    seats: tuple[Seat, ...]
+    seats: tuple[HostRank, ...]
     coordinator: str
     resume: bool = False
     fallback: bool = False
@@ -56,11 +56,15 @@ class Job:
         config = load(path, overrides)
         seats = tuple(hosts.seats(config.world_size))
         text = path.read_text(encoding="utf-8")
-        return cls(name, text, config, overrides, seats, hosts.coordinator, resume is not None, fallback)
+        return cls(
+            name, text, config, overrides, seats, hosts.coordinator, resume is not None, fallback
+        )
 
-    def spec(self, seats: Sequence[Seat], token: str) -> dict[str, Any]:
+    def spec(self, seats: Sequence[HostRank], token: str) -> dict[str, Any]:
         """What the agent of one host is told of the ranks that sit there."""
-        ranks = [{"rank": s.rank, "argv": self.argv(s), "environ": self.environ(s, token)} for s in seats]
+        ranks = [
+            {"rank": s.rank, "argv": self.argv(s), "environ": self.environ(s, token)} for s in seats
+        ]
         return {
             "run": self.name,
             "config": self.text,
@@ -69,7 +73,7 @@ class Job:
             "ranks": ranks,
         }
 
-    def argv(self, seat: Seat) -> list[str]:
+    def argv(self, seat: HostRank) -> list[str]:
         """Of one rank, after the interpreter. The configuration's own [node] says less than the hosts file."""
         node = ('node.bind="0.0.0.0"', f'node.advertise="{seat.host.reached_at}"')
         given = [word for text in (*node, *self.overrides) for word in ("-o", text)]
@@ -77,7 +81,7 @@ class Job:
         on += ["--fallback"] if self.fallback else []
         return ["-m", "dpipe", "train", f"../cluster/{self.name}/job.toml", *given, *on]
 
-    def environ(self, seat: Seat, token: str) -> dict[str, str]:
+    def environ(self, seat: HostRank, token: str) -> dict[str, str]:
         return {
             "DPIPE_RANK": str(seat.rank),
             "DPIPE_LOCAL_RANK": str(seat.local_rank),
@@ -90,14 +94,18 @@ class Job:
 def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]]:
     """Start every rank; returns where in its log each one's run begins. Where one cannot start, none stays."""
     token = secrets.token_urlsafe(16)
-    of_host = {host.name: list(seats) for host, seats in groupby(job.seats, key=lambda seat: seat.host)}
+    of_host = {
+        host.name: list(seats) for host, seats in groupby(job.seats, key=lambda seat: seat.host)
+    }
     used = [machine for machine in machines if machine.host.name in of_host]
     try:
         answers = each(used, lambda m: m.agent("start", **job.spec(of_host[m.host.name], token)))
     except BaseException:
         stop(used, job.name, "SIGKILL", KILL_S)
         raise
-    offsets = [{int(rank): offset for rank, offset in answer["offsets"].items()} for answer in answers]
+    offsets = [
+        {int(rank): offset for rank, offset in answer["offsets"].items()} for answer in answers
+    ]
     return dict(zip(used, offsets, strict=True))
 
 
@@ -109,10 +117,16 @@ def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float =
 
     def tell(machine: Machine) -> str | None:
         try:
-            left = machine.agent("stop", run=run, signal=how, wait_s=wait_s, timeout_s=wait_s + COMMAND_S)["alive"]
+            left = machine.agent(
+                "stop", run=run, signal=how, wait_s=wait_s, timeout_s=wait_s + COMMAND_S
+            )["alive"]
         except DpipeError as error:  # the others are told all the same
             return str(error)
         late = bool(left) and wait_s > 0
-        return f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}" if late else None
+        return (
+            f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}"
+            if late
+            else None
+        )
 
     return [doubt for doubt in each(machines, tell) if doubt is not None]

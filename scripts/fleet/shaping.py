@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpipe.errors import DpipeError
-from dpipe.topology import load_network
+from dpipe.network.profile import load_network
 from fleet.ssh import HostRefused, Machine, as_line, each
 
 DOUBT_S = 45.0  # until a profile that has locked us out is taken off
@@ -39,7 +39,9 @@ class Shape:
                 raise HostRefused(
                     f"host {machine.host.name}: tc tells peers apart by IP address; set advertise to its own"
                 )
-        return cls(profile.name, profile.read_text(encoding="utf-8"), addresses if network.links else ())
+        return cls(
+            profile.name, profile.read_text(encoding="utf-8"), addresses if network.links else ()
+        )
 
 
 def apply(machines: Sequence[Machine], shape: Shape) -> list[str]:
@@ -91,7 +93,12 @@ def verify(machines: Sequence[Machine], shape: Shape) -> list[dict[str, Any]]:
 
     def measure(pair: tuple[int, int]) -> Any:
         node, peer = pair
-        given = {"name": shape.name, "node": node, "peer": peer, "address": machines[peer].host.reached_at}
+        given = {
+            "name": shape.name,
+            "node": node,
+            "peer": peer,
+            "address": machines[peer].host.reached_at,
+        }
         return machines[node].agent("verify", timeout_s=VERIFY_S, **given)
 
     with ExitStack() as stack:

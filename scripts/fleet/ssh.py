@@ -49,19 +49,27 @@ class Machine:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
 
-    def run(self, command: str, *, stdin: bytes | IO[bytes] = b"", timeout_s: float = COMMAND_S) -> bytes:
+    def run(
+        self, command: str, *, stdin: bytes | IO[bytes] = b"", timeout_s: float = COMMAND_S
+    ) -> bytes:
         """What a shell command prints. Raises `Unreachable`, or `HostFailed` with the end of what it said."""
         with self.process(command) as process:
             try:
-                said, complaint = process.communicate(stdin if isinstance(stdin, bytes) else stdin.read(), timeout_s)
+                said, complaint = process.communicate(
+                    stdin if isinstance(stdin, bytes) else stdin.read(), timeout_s
+                )
             except subprocess.TimeoutExpired:
-                raise HostFailed(f"host {self.host.name}: `{command}` has not ended after {timeout_s:g} s") from None
+                raise HostFailed(
+                    f"host {self.host.name}: `{command}` has not ended after {timeout_s:g} s"
+                ) from None
         self.check(process.returncode, command, said, complaint)
         return said
 
     def agent(self, verb: str, *, timeout_s: float = COMMAND_S, **spec: Any) -> Any:
         """The answer of the agent on the machine. Raises `HostRefused` where it refuses."""
-        answer = json.loads(self.run(self.agent_command(verb), stdin=as_line(spec), timeout_s=timeout_s))
+        answer = json.loads(
+            self.run(self.agent_command(verb), stdin=as_line(spec), timeout_s=timeout_s)
+        )
         if "refused" in answer:
             raise HostRefused(f"host {self.host.name}: {answer['refused']}")
         return answer
@@ -69,14 +77,18 @@ class Machine:
     def agent_command(self, verb: str) -> str:
         """Its specification comes on standard input: a command line is seen by every user of the machine."""
         # -S: it needs no packages, and starts in two thirds of the time.
-        return shlex.join([self.host.interpreter, "-S", f"{self.host.source}/scripts/fleet/agent.py", verb])
+        return shlex.join(
+            [self.host.interpreter, "-S", f"{self.host.source}/scripts/fleet/agent.py", verb]
+        )
 
     @contextmanager
     def process(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
         """A command over pipes, killed at the end of the block. A session of its own keeps Ctrl-C ours."""
         pipe = subprocess.PIPE
         argv = [*self._ssh(), command]
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = subprocess.Popen(
+            argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         with self._lock:
             self._running.add(process)
         with process:
@@ -88,11 +100,17 @@ class Machine:
                     self._running.discard(process)
 
     def check(self, status: int, command: str, said: bytes, complaint: bytes) -> None:
-        words = "\n".join((said + complaint).decode(errors="replace").strip().splitlines()[-_TAIL_LINES:])
+        words = "\n".join(
+            (said + complaint).decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        )
         if status == _FAILED:
-            raise Unreachable(f"host {self.host.name} does not answer: {complaint.decode(errors='replace').strip()}")
+            raise Unreachable(
+                f"host {self.host.name} does not answer: {complaint.decode(errors='replace').strip()}"
+            )
         if status != 0:
-            raise HostFailed(f"host {self.host.name}: `{_short(command)}` failed ({status}):\n{words}")
+            raise HostFailed(
+                f"host {self.host.name}: `{_short(command)}` failed ({status}):\n{words}"
+            )
 
     def kill(self) -> None:
         """End the commands under way, in whatever thread."""
@@ -121,7 +139,14 @@ class Machine:
         given = ["-p", str(host.port)] if host.port else []
         given += ["-i", str(host.key.expanduser()), "-o", "IdentitiesOnly=yes"] if host.key else []
         where = host.address if host.user is None else f"{host.user}@{host.address}"
-        return ["ssh", "-T", *(word for option in options for word in ("-o", option)), *given, *words, where]
+        return [
+            "ssh",
+            "-T",
+            *(word for option in options for word in ("-o", option)),
+            *given,
+            *words,
+            where,
+        ]
 
 
 @contextmanager

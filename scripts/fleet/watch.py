@@ -59,7 +59,9 @@ class Ended:
 class Watch:
     """Follows a run's logs from `offsets`; an iteration over it ends when every rank has ended."""
 
-    def __init__(self, run: str, offsets: Mapping[Machine, dict[int, int]], *, wait: bool = True) -> None:
+    def __init__(
+        self, run: str, offsets: Mapping[Machine, dict[int, int]], *, wait: bool = True
+    ) -> None:
         self._run, self._wait = run, wait
         self._news: SimpleQueue[Line | Ended] = SimpleQueue()
         self._left = {rank for ranks in offsets.values() for rank in ranks}
@@ -109,14 +111,18 @@ class Watch:
             if offsets:
                 self._closed.wait(RETRY_S)
         for rank in offsets:
-            self._news.put(Ended(rank, machine.host.name, None, f"not heard of for {LOST_S:g} s: {why}"))
+            self._news.put(
+                Ended(rank, machine.host.name, None, f"not heard of for {LOST_S:g} s: {why}")
+            )
 
     def _told(self, machine: Machine, offsets: dict[int, int]) -> Iterator[dict[str, Any]]:
         command = machine.agent_command("follow")
         with machine.process(command) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
-                process.stdin.write(as_line({"run": self._run, "offsets": offsets, "wait": self._wait}))
+                process.stdin.write(
+                    as_line({"run": self._run, "offsets": offsets, "wait": self._wait})
+                )
                 process.stdin.close()
             except OSError:  # it has ended, and says why below
                 pass
@@ -130,7 +136,11 @@ class Watch:
                 self._news.put(Line(rank, line))
             case {"rank": rank, "state": state, "code": code}:
                 del offsets[rank]
-                why = "gone without an exit code; was the machine started anew?" if state == "lost" else state
+                why = (
+                    "gone without an exit code; was the machine started anew?"
+                    if state == "lost"
+                    else state
+                )
                 self._news.put(Ended(rank, machine.host.name, code, why))
 
 
@@ -148,7 +158,13 @@ def _lines(process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
 
 
 def attend(
-    watch: Watch, machines: Sequence[Machine], run: str, asked: Sequence[int], *, show: Callable[[Line], None], say: Say
+    watch: Watch,
+    machines: Sequence[Machine],
+    run: str,
+    asked: Sequence[int],
+    *,
+    show: Callable[[Line], None],
+    say: Say,
 ) -> int:
     """Show a run until it has ended; returns its exit code, the first failing rank's.
 
@@ -190,7 +206,9 @@ def conclude(outcomes: Sequence[Ended], say: Say) -> int:
 def _obey(machines: Sequence[Machine], run: str, times: int, say: Say) -> None:
     if times == 1:
         say("stopping: the ranks finish their step and write a checkpoint; once more kills them")
-    for doubt in stop(machines, run, "SIGTERM") if times == 1 else stop(machines, run, "SIGKILL", KILL_S):
+    for doubt in (
+        stop(machines, run, "SIGTERM") if times == 1 else stop(machines, run, "SIGKILL", KILL_S)
+    ):
         say(doubt)
 
 

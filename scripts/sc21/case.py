@@ -36,7 +36,9 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.num_layers, self.width, self.num_heads, CONTEXT, VOCABULARY, self.micro_batch)
+        return Shape(
+            self.num_layers, self.width, self.num_heads, CONTEXT, VOCABULARY, self.micro_batch
+        )
 
     @property
     def strategy(self) -> Strategy:

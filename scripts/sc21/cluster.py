@@ -13,7 +13,7 @@ from tables.iteration import Job, pipeline_s, stage_cost, update_s
 from tables.megatron import Device, layer_parameters, rank_memory
 from tables.scaling import HOST_US
 
-from dpipe.topology import Link
+from dpipe.network.link import Link
 from sc21.case import Case
 from sc21.rows import Row, row_of
 
@@ -33,7 +33,9 @@ class Cluster:
         """With the link of the group that a layer is spread over."""
         cards = self.card_gigabytes_per_s * self.gpus_per_machine
         inside = self.device.link_gigabytes_per_s
-        return replace(self.device, link_gigabytes_per_s=inside if tensor <= self.gpus_per_machine else cards)
+        return replace(
+            self.device, link_gigabytes_per_s=inside if tensor <= self.gpus_per_machine else cards
+        )
 
     def hop_us(self, case: Case) -> float:
         whole = case.shape.values * _VALUE_BYTES
@@ -58,13 +60,24 @@ class Cluster:
 
 # Nominal figures of a DGX A100 (80 GB): NVLink 300 GB/s and a card of 200 Gbit/s each way for each GPU. The efficiency
 # is fitted on the smallest model of table 1 alone; what the host takes is assumed, and seldom the limit.
-DGX_A100 = Cluster(Device(312, 2039, 300, 0.728, *HOST_US), gpus_per_machine=8, card_gigabytes_per_s=25)
+DGX_A100 = Cluster(
+    Device(312, 2039, 300, 0.728, *HOST_US), gpus_per_machine=8, card_gigabytes_per_s=25
+)
 
 
 def predicted(case: Case, cluster: Cluster = DGX_A100) -> Row:
     device = cluster.device_of(case.tensor)
     kind = "1f1b" if case.stages_per_rank == 1 else "interleaved"
-    job = Job(case.shape, case.tensor, case.pipeline, case.data, case.batch, case.strategy, kind, case.stages_per_rank)
+    job = Job(
+        case.shape,
+        case.tensor,
+        case.pipeline,
+        case.data,
+        case.batch,
+        case.strategy,
+        kind,
+        case.stages_per_rank,
+    )
     cost = stage_cost(job, device, hop_us=cluster.hop_us(case))
     seconds = pipeline_s(job, cost, _AT_ONCE) + cluster.agreement_s(case) + update_s(job, device)
     return row_of(case, seconds, memory_gb(case))

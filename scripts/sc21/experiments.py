@@ -43,7 +43,9 @@ FITTED = "1.7"  # the row that the efficiency of cluster.py is fitted to: nothin
 def table_1() -> Iterator[Case]:
     for size, (layers, width, heads, t, p, gpus, micro, batch, each, tflops) in _TABLE_1.items():
         data = gpus // (t * p)
-        case = Case("", size, layers, width, heads, t, p, data, micro, batch, each, published=tflops)
+        case = Case(
+            "", size, layers, width, heads, t, p, data, micro, batch, each, published=tflops
+        )
         yield replace(case, fitted=size == FITTED)
 
 
@@ -52,7 +54,9 @@ def strong_scaling() -> Iterator[Case]:
     for data, tflops in ((4, 153), (8, 149), (16, 141)):
         yield Case("174.6", str(96 * data), 96, 12288, 96, 8, 12, data, 1, 1536, published=tflops)
     for data, tflops in ((2, 171), (4, 167), (8, 159)):
-        yield Case("529.6", str(280 * data), 105, 20480, 128, 8, 35, data, 1, 2240, published=tflops)
+        yield Case(
+            "529.6", str(280 * data), 105, 20480, 128, 8, 35, data, 1, 2240, published=tflops
+        )
 
 
 def figure_11() -> Iterator[Case]:
@@ -100,30 +104,42 @@ def figure_17() -> Iterator[Case]:
 def figure_18() -> Iterator[Case]:
     for series, scatters in (("whole", False), ("scattered", True)):
         for batch in range(12, 61, 12):
-            yield Case(series, str(batch), 96, 12288, 96, 8, 12, 1, 1, batch, 4, scatter_gather=scatters)
+            yield Case(
+                series, str(batch), 96, 12288, 96, 8, 12, 1, 1, batch, 4, scatter_gather=scatters
+            )
 
 
 def _largest_error(rows: Sequence[Row]) -> str:
-    errors = [abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted]
+    errors = [
+        abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted
+    ]
     return f"mean error {sum(errors) / len(errors):.1f} %, largest {max(errors):.1f} %, fitted rows apart"
 
 
 def _ends(rows: Sequence[Row]) -> str:
     """Each line's last point over its first."""
     shares = {series: line[-1].tflops / line[0].tflops for series, line in _by_series(rows).items()}
-    return "; ".join(f"{series}: {share:.2f} of the first at the last" for series, share in shares.items())
+    return "; ".join(
+        f"{series}: {share:.2f} of the first at the last" for series, share in shares.items()
+    )
 
 
 def _best(rows: Sequence[Row]) -> str:
-    tops = {series: max(line, key=lambda row: row.tflops) for series, line in _by_series(rows).items()}
-    return "; ".join(f"{series}: best at {row.x}, {row.tflops:.0f} TFLOP/s" for series, row in tops.items())
+    tops = {
+        series: max(line, key=lambda row: row.tflops) for series, line in _by_series(rows).items()
+    }
+    return "; ".join(
+        f"{series}: best at {row.x}, {row.tflops:.0f} TFLOP/s" for series, row in tops.items()
+    )
 
 
 def _gains(rows: Sequence[Row]) -> str:
     """The second line over the first, point by point."""
     first, second = _by_series(rows).items()
     pairs = zip(first[1], second[1], strict=True)
-    gains = ", ".join(f"{b.x}: {(b.sequences_per_s / a.sequences_per_s - 1) * 100:+.1f} %" for a, b in pairs)
+    gains = ", ".join(
+        f"{b.x}: {(b.sequences_per_s / a.sequences_per_s - 1) * 100:+.1f} %" for a, b in pairs
+    )
     return f"{second[0]} over {first[0]} by batch: {gains}"
 
 
@@ -132,7 +148,9 @@ def _recomputation(rows: Sequence[Row]) -> str:
     fitting = [row for row in kept if row.fits]
     if not fitting:
         return "without recomputation nothing fits"
-    slower = min(a.sequences_per_s / b.sequences_per_s - 1 for a, b in zip(again, fitting, strict=False))
+    slower = min(
+        a.sequences_per_s / b.sequences_per_s - 1 for a, b in zip(again, fitting, strict=False)
+    )
     best, most = (max(row.sequences_per_s for row in line) for line in (fitting, again))
     return (
         f"recomputing costs up to {-slower * 100:.0f} % where both fit; without it batches up to {fitting[-1].x} fit; "

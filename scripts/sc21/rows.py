@@ -41,7 +41,9 @@ class Row:
 
 def row_of(case: Case, seconds: float, memory_gb: float | None) -> Row:
     assert A100 is not None
-    done, model = (flops / seconds / case.gpus / 1e12 for flops in (case.done_flops, case.model_flops))
+    done, model = (
+        flops / seconds / case.gpus / 1e12 for flops in (case.done_flops, case.model_flops)
+    )
     return Row(
         case.series,
         case.x,
@@ -69,7 +71,9 @@ def draw(rows: Sequence[Row], figure: Any, *, x_label: str, y: str, title: str) 
     axes = figure.subplots()
     for series in dict.fromkeys(row.series for row in rows):
         ours = [row for row in rows if row.series == series]
-        (line,) = axes.plot([row.x for row in ours], [getattr(row, y) for row in ours], "-", label=series or "dpipe")
+        (line,) = axes.plot(
+            [row.x for row in ours], [getattr(row, y) for row in ours], "-", label=series or "dpipe"
+        )
         for row in ours:
             face = "none" if row.fits is False else line.get_color()
             axes.plot([row.x], [getattr(row, y)], "o", color=line.get_color(), markerfacecolor=face)

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 from tables.form import as_text
 
-from dpipe.config import load
+from dpipe.config.load import load
 from dpipe.errors import ConfigError, DpipeError
 from sc21.cluster import predicted
 from sc21.experiments import EXPERIMENTS, Experiment
@@ -31,10 +31,16 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ConfigError("the plot needs matplotlib; install the extra: pip install 'dpipe[plot]'") from None
+        raise ConfigError(
+            "the plot needs matplotlib; install the extra: pip install 'dpipe[plot]'"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     whole = len(rows) == len(experiment.cases)
-    found = experiment.finds(rows) if whole else f"{len(rows)} of {len(experiment.cases)} cases have run"
+    found = (
+        experiment.finds(rows)
+        if whole
+        else f"{len(rows)} of {len(experiment.cases)} cases have run"
+    )
     note = f"The paper: {experiment.statement}.\n\nHere: {found}."
     text = f"# {experiment.title}\n\n{as_text(rows, None, note)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
@@ -65,7 +71,9 @@ def _call(argv: list[str]) -> None:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        raise ConfigError("sbatch is not here; run --mode slurm where Slurm is, or add --dry-run") from None
+        raise ConfigError(
+            "sbatch is not here; run --mode slurm where Slurm is, or add --dry-run"
+        ) from None
     if done.returncode:
         raise ConfigError(f"sbatch refused the case above: {done.stderr.strip()}")
     click.echo(done.stdout.strip())
@@ -83,9 +91,22 @@ def rows_of(name: str, experiment: Experiment, mode: str) -> list[Row]:
 
 @click.command(help=__doc__)
 @click.argument("name", type=click.Choice([*EXPERIMENTS]))
-@click.option("--mode", type=click.Choice(["sim", "slurm", "real"]), required=True, help="Where the seconds are from.")
-@click.option("--folder", type=Path, default=Path("runs/sc21"), show_default=True, help="Where the results go.")
-@click.option("--dry-run", is_flag=True, help="With slurm: print the calls of sbatch, and make none.")
+@click.option(
+    "--mode",
+    type=click.Choice(["sim", "slurm", "real"]),
+    required=True,
+    help="Where the seconds are from.",
+)
+@click.option(
+    "--folder",
+    type=Path,
+    default=Path("runs/sc21"),
+    show_default=True,
+    help="Where the results go.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="With slurm: print the calls of sbatch, and make none."
+)
 def main(name: str, mode: str, folder: Path, dry_run: bool) -> None:
     experiment = EXPERIMENTS[name]
     try:

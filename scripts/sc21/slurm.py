@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dpipe.engine.metrics import read_rows
 from dpipe.errors import ConfigError
+from dpipe.report.metrics import read_rows
 from sc21.case import Case
 from sc21.rows import Row, row_of
 
@@ -41,17 +41,25 @@ def site(environment: Mapping[str, str]) -> Site:
         )
     }
     if missing := [name for name, text in texts.items() if not text]:
-        raise ConfigError(f"scripts/sc21/CONFIG.sh does not set {', '.join(missing)}, which --mode slurm needs")
+        raise ConfigError(
+            f"scripts/sc21/CONFIG.sh does not set {', '.join(missing)}, which --mode slurm needs"
+        )
     for name in ("GPUS_PER_NODE", "DPIPE_STEPS"):
         if not texts[name].isdigit() or texts[name] == "0":
-            raise ConfigError(f"scripts/sc21/CONFIG.sh: {name} must be a number from 1, got {texts[name]!r}")
+            raise ConfigError(
+                f"scripts/sc21/CONFIG.sh: {name} must be a number from 1, got {texts[name]!r}"
+            )
     partition, account, time, gpus, dpipe, files, tokenizer, steps, runs = texts.values()
-    return Site(partition, account, time, int(gpus), dpipe, files, tokenizer, int(steps), Path(runs))
+    return Site(
+        partition, account, time, int(gpus), dpipe, files, tokenizer, int(steps), Path(runs)
+    )
 
 
 def case_name(experiment: str, case: Case) -> str:
     words = (experiment, case.series, case.x)
-    return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in word) for word in words if word)
+    return "-".join(
+        "".join(c if c.isalnum() or c in "._" else "-" for c in word) for word in words if word
+    )
 
 
 def overrides(case: Case) -> tuple[str, ...]:
@@ -71,8 +79,15 @@ def overrides(case: Case) -> tuple[str, ...]:
             "data_parallel.replicas": case.data,
         }
     if case.tensor > 1:
-        parallel |= {"tensor_parallel.size": case.tensor, "tensor_parallel.scatter_gather": case.scatter_gather}
-    model = {"model.num_layers": case.num_layers, "model.width": case.width, "model.num_heads": case.num_heads}
+        parallel |= {
+            "tensor_parallel.size": case.tensor,
+            "tensor_parallel.scatter_gather": case.scatter_gather,
+        }
+    model = {
+        "model.num_layers": case.num_layers,
+        "model.width": case.width,
+        "model.num_heads": case.num_heads,
+    }
     return tuple(f"{key}={json.dumps(value)}" for key, value in (model | parallel).items())
 
 
@@ -86,12 +101,28 @@ def batch_job(experiment: str, case: Case, site: Site) -> list[str]:
         f"train.steps={site.steps}",
         f"run.folder={json.dumps(str(site.runs / name))}",
     )
-    train = ["srun", site.dpipe, "train", str(CONFIGURATION), *(word for text in given for word in ("-o", text))]
+    train = [
+        "srun",
+        site.dpipe,
+        "train",
+        str(CONFIGURATION),
+        *(word for text in given for word in ("-o", text)),
+    ]
     each = min(case.gpus, site.gpus_per_node)
     return [
-        *("sbatch", f"--job-name=sc21-{name}", f"--partition={site.partition}", f"--account={site.account}"),
+        *(
+            "sbatch",
+            f"--job-name=sc21-{name}",
+            f"--partition={site.partition}",
+            f"--account={site.account}",
+        ),
         *(f"--time={site.time}", f"--nodes={-(-case.gpus // each)}", f"--ntasks={case.gpus}"),
-        *(f"--ntasks-per-node={each}", f"--gres=gpu:{each}", "--exclusive", f"--wrap={shlex.join(train)}"),
+        *(
+            f"--ntasks-per-node={each}",
+            f"--gres=gpu:{each}",
+            "--exclusive",
+            f"--wrap={shlex.join(train)}",
+        ),
     ]
 
 

@@ -8,9 +8,10 @@ update         as fast as memory can be read and written
 
 from dataclasses import dataclass
 
+from dpipe.network.link import Link, Network
 from dpipe.schedule.generate import generate
-from dpipe.timeline.simulate import Cost, simulate
-from dpipe.topology import Link, Network
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.simulate import simulate
 from tables.megatron import Device, Shape, Strategy, layer_parameters, layer_us
 
 _UPDATE_BYTES = 28  # a parameter: master copy, two moments read and written, gradient read
@@ -51,7 +52,9 @@ class Job:
 def iteration_s(job: Job, machine: Machine) -> float:
     """Seconds. A hop carries 1/t of the activation, inside the machine, while its ends compute."""
     device = machine.device
-    cost = stage_cost(job, device, message_bytes=job.shape.values * machine.value_bytes // job.tensor_parallel)
+    cost = stage_cost(
+        job, device, message_bytes=job.shape.values * machine.value_bytes // job.tensor_parallel
+    )
     link = Link(delay_ms=0.02, bandwidth_gbps=8 * device.link_gigabytes_per_s)
     return pipeline_s(job, cost, link) + _agreement_s(job, machine) + update_s(job, device)
 
@@ -59,14 +62,18 @@ def iteration_s(job: Job, machine: Machine) -> float:
 def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: float = 0.0) -> Cost:
     """A step of each stage; `hop_us` are those for which a hop to or from a neighbour holds up the stage itself."""
     shape, t, stages = job.shape, job.tensor_parallel, job.num_stages
-    forward, backward = (shape.num_layers / stages * us for us in layer_us(shape, t, job.strategy, device))
+    forward, backward = (
+        shape.num_layers / stages * us for us in layer_us(shape, t, job.strategy, device)
+    )
     tokens = shape.sequence * shape.micro_batch
     logits = device.kernel_us(2 * tokens * shape.width * shape.vocabulary(t))
     last = [stage == stages - 1 for stage in range(stages)]
     hops = [hop_us * (stages > 1)] * stages
     return Cost(
         forward_us=tuple(forward + end * logits + hop for end, hop in zip(last, hops, strict=True)),
-        backward_us=tuple(backward + end * 2 * logits + hop for end, hop in zip(last, hops, strict=True)),
+        backward_us=tuple(
+            backward + end * 2 * logits + hop for end, hop in zip(last, hops, strict=True)
+        ),
         input_us=(0.0,) * stages,
         weight_us=(0.0,) * stages,
         activation_bytes=(message_bytes,) * (stages - 1),
@@ -74,12 +81,17 @@ def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: floa
 
 
 def pipeline_s(job: Job, cost: Cost, link: Link) -> float:
-    plan = generate(job.schedule, job.num_stages, job.num_microbatches, stages_per_rank=job.stages_per_rank)
+    plan = generate(
+        job.schedule, job.num_stages, job.num_microbatches, stages_per_rank=job.stages_per_rank
+    )
     return simulate(plan, cost, Network("machine", link)).duration_us / 1e6
 
 
 def parameters(shape: Shape) -> int:
-    return shape.num_layers * layer_parameters(shape, 1) + (shape.vocabulary(1) + shape.sequence) * shape.width
+    return (
+        shape.num_layers * layer_parameters(shape, 1)
+        + (shape.vocabulary(1) + shape.sequence) * shape.width
+    )
 
 
 def _agreement_s(job: Job, machine: Machine) -> float:

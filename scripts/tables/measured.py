@@ -28,7 +28,15 @@ class Layout:
         return f"{ranks}\nmicro-batch {self.micro_batch}\n{self.precision}"
 
 
-_AS_MEASURED = ("engine", "schedule", "device", "gpus", "measured_s", "loss_difference", *Layout.__dataclass_fields__)
+_AS_MEASURED = (
+    "engine",
+    "schedule",
+    "device",
+    "gpus",
+    "measured_s",
+    "loss_difference",
+    *Layout.__dataclass_fields__,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,9 @@ class Row:
         return Layout(**{name: getattr(self, name) for name in Layout.__dataclass_fields__})
 
 
-def measured_rows(lines: Iterable[Mapping[str, Any]], published: Mapping[Layout, float | None]) -> list[Row]:
+def measured_rows(
+    lines: Iterable[Mapping[str, Any]], published: Mapping[Layout, float | None]
+) -> list[Row]:
     """The lines of real runs that say their layout, by layout, those of one layout in the order they were measured."""
     real = [line for line in lines if line["mode"] == "real" and "tensor_parallel" in line]
     ours: dict[tuple[str, Layout], float] = {}
@@ -70,7 +80,10 @@ def measured_rows(lines: Iterable[Mapping[str, Any]], published: Mapping[Layout,
             ours[key] = min(line["measured_s"], ours.get(key, math.inf))
     order = {layout: number for number, layout in enumerate(dict.fromkeys(map(_layout, real)))}
     real.sort(key=lambda line: order[_layout(line)])
-    return [_row(line, published.get(_layout(line)), ours.get((line["device"], _layout(line)))) for line in real]
+    return [
+        _row(line, published.get(_layout(line)), ours.get((line["device"], _layout(line))))
+        for line in real
+    ]
 
 
 def _layout(line: Mapping[str, Any]) -> Layout:
@@ -103,7 +116,13 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         ours = {row.layout.label: row.measured_s for row in rows if row.engine == engine}
         axes.plot(range(len(labels)), [ours.get(label) for label in labels], "o", label=engine)
     published = {row.layout.label: row.published_s for row in rows}
-    axes.plot(range(len(labels)), [published[label] for label in labels], "x", color="grey", label="published")
+    axes.plot(
+        range(len(labels)),
+        [published[label] for label in labels],
+        "x",
+        color="grey",
+        label="published",
+    )
     axes.set_xticks(range(len(labels)), labels, fontsize="x-small")
     axes.set_ylabel("seconds an iteration")
     axes.set_ylim(bottom=0)

@@ -17,10 +17,17 @@ from dpipe.schedule.generate import generate
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
 Strategy = Literal[
-    "baseline", "sequence-parallel", "selective-recompute", "sequence-parallel+selective-recompute", "full-recompute"
+    "baseline",
+    "sequence-parallel",
+    "selective-recompute",
+    "sequence-parallel+selective-recompute",
+    "full-recompute",
 ]
 
-_SCORES_KEPT, _SCORES_WORKING = 5, 4  # bytes a score: softmax, its dropout and the mask; two gradients in fp16
+_SCORES_KEPT, _SCORES_WORKING = (
+    5,
+    4,
+)  # bytes a score: softmax, its dropout and the mask; two gradients in fp16
 _LOGITS_WORKING = 12  # bytes a logit: as they are, less their maximum, their exponentials
 
 
@@ -54,7 +61,9 @@ def layer_parameters(shape: Shape, t: int) -> int:
     return 12 * h**2 // t + 7 * h // t + 6 * h
 
 
-def rank_memory(shape: Shape, t: int, p: int, strategy: Strategy, microbatches: int | None = None) -> RankMemory:
+def rank_memory(
+    shape: Shape, t: int, p: int, strategy: Strategy, microbatches: int | None = None
+) -> RankMemory:
     """Of the rank that holds most, under 1F1B over p stages; default: of as many micro-batches as it ever holds."""
     layer = _layer(shape, t, strategy)
     stage = (layer,) * (shape.num_layers // p)
@@ -86,7 +95,9 @@ def kept_bytes(shape: Shape, t: int, strategy: Strategy) -> int:
 def _layer(shape: Shape, t: int, strategy: Strategy) -> LayerMemory:
     values, scores = shape.values, shape.scores(t)
     sequence = t if strategy.startswith("sequence") else 1
-    given_back = 5 * values // sequence + 16 * values // t  # of the perceptron, before the core's turn
+    given_back = (
+        5 * values // sequence + 16 * values // t
+    )  # of the perceptron, before the core's turn
     again = _SCORES_KEPT * scores if "selective" in strategy else 0
     perceptron = 2 * values // sequence + 16 * values // t
     working = max(perceptron, again + _SCORES_WORKING * scores - given_back)
@@ -104,8 +115,16 @@ def _head(shape: Shape, t: int, strategy: Strategy, *, own_table: bool) -> Layer
     """The last stage has a copy of the table; the norm's input and output are kept."""
     h, logits = shape.width, shape.sequence * shape.micro_batch * shape.vocabulary(t)
     parameters = shape.vocabulary(t) * h * own_table + 2 * h + 2 * (h**2 + h) * shape.bert
-    kept = 4 * shape.values // (t if strategy.startswith("sequence") else 1) + 4 * shape.values * shape.bert
-    return _of(parameters, kept + 4 * logits, forward_bytes=(_LOGITS_WORKING - 4) * logits, backward_bytes=2 * logits)
+    kept = (
+        4 * shape.values // (t if strategy.startswith("sequence") else 1)
+        + 4 * shape.values * shape.bert
+    )
+    return _of(
+        parameters,
+        kept + 4 * logits,
+        forward_bytes=(_LOGITS_WORKING - 4) * logits,
+        backward_bytes=2 * logits,
+    )
 
 
 def _of(parameters: int, held: int, **working: int) -> LayerMemory:
@@ -129,7 +148,9 @@ class Device:
     efficiency: float
     host_us: float  # to issue one operation
     host_collective_us: float
-    host_checkpoint_us: float  # to save and restore the random numbers' state around what is recomputed
+    host_checkpoint_us: (
+        float  # to save and restore the random numbers' state around what is recomputed
+    )
 
     def kernel_us(self, operations: float = 0.0, moved_bytes: float = 0.0) -> float:
         compute = operations / (self.teraflops * self.efficiency * 1e6)
@@ -149,18 +170,25 @@ V100 = Device(
     host_checkpoint_us=350,
 )
 
-_CORE_OPERATIONS, _OTHER_OPERATIONS = 4, 12  # of a layer's forward; backward issues half as many again
+_CORE_OPERATIONS, _OTHER_OPERATIONS = (
+    4,
+    12,
+)  # of a layer's forward; backward issues half as many again
 
 
 def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[float, float]:
     """Forward and backward of one layer and micro-batch: what the device takes, or the host where that is more."""
     core, rest = _core_us(shape, t, device), _rest_us(shape, t, strategy, device)
     parallel, tensor = strategy.startswith("sequence"), t > 1
-    collectives = (4 if parallel else 2) * tensor  # forward; twice reduce-scatter and all-gather, or all-reduce
+    collectives = (
+        4 if parallel else 2
+    ) * tensor  # forward; twice reduce-scatter and all-gather, or all-reduce
     gathered = 2 * parallel * tensor  # again in backward, for the weight gradients
     half = device.collective_us(2 * shape.values * (t - 1) / t)
     moved = 4 * tensor * half
-    forward = max(core + rest + moved, _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device))
+    forward = max(
+        core + rest + moved, _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
+    )
     operations = 1.5 * (_CORE_OPERATIONS + _OTHER_OPERATIONS)
     host = _host_us(operations, collectives + gathered, device)
     backward = 2 * (core + rest) + moved + gathered * half
@@ -168,7 +196,10 @@ def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[
         host += _host_us(_CORE_OPERATIONS, 0, device) + device.host_checkpoint_us
         backward += core
     if strategy == "full-recompute":
-        host += _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device) + device.host_checkpoint_us
+        host += (
+            _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
+            + device.host_checkpoint_us
+        )
         backward += core + rest + moved
     return forward, max(backward, host)
 

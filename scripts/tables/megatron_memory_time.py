@@ -8,7 +8,10 @@ from typing import Any, cast
 
 from tables.megatron import V100, Shape, Strategy, layer_us, rank_memory
 
-MICRO_BATCH = {"bert-345m": 2, "gpt2-345m": 4}  # not published; with other sizes no formula comes near
+MICRO_BATCH = {
+    "bert-345m": 2,
+    "gpt2-345m": 4,
+}  # not published; with other sizes no formula comes near
 VOCABULARY = {"bert-345m": 30522, "gpt2-345m": 50257}
 STRATEGIES = (
     "baseline",
@@ -62,7 +65,9 @@ def simulated(source: Path) -> list[Row]:
 def note(rows: Sequence[Row]) -> str:
     """What the errors come to; times of the fitted rows are left out of theirs."""
     memory = [abs(row.memory_error) for row in rows]
-    time = [abs(row.overhead_error) for row in rows if not row.fitted and row.strategy != "baseline"]
+    time = [
+        abs(row.overhead_error) for row in rows if not row.fitted and row.strategy != "baseline"
+    ]
     bert, gpt2 = MICRO_BATCH["bert-345m"], MICRO_BATCH["gpt2-345m"]
     return (
         f"Memory: mean error {sum(memory) / len(memory):.2f} %, largest {max(memory):.2f} %; no row is fitted, but the "
@@ -73,11 +78,15 @@ def note(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
     """A column of plots for each model and cut: time above, memory below, over the sequence length."""
-    groups = list(dict.fromkeys((row.model, row.tensor_parallel, row.pipeline_parallel) for row in rows))
+    groups = list(
+        dict.fromkeys((row.model, row.tensor_parallel, row.pipeline_parallel) for row in rows)
+    )
     figure.set_size_inches(4 * len(groups), 8)
     axes = figure.subplots(2, len(groups), sharex=True)
     for column, group in enumerate(groups):
-        ours = [row for row in rows if (row.model, row.tensor_parallel, row.pipeline_parallel) == group]
+        ours = [
+            row for row in rows if (row.model, row.tensor_parallel, row.pipeline_parallel) == group
+        ]
         base = {row.sequence: row.published_ms for row in ours if row.strategy == "baseline"}
         for number, strategy in enumerate(STRATEGIES):
             line = [row for row in ours if row.strategy == strategy]
@@ -86,8 +95,12 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
             axes[0, column].plot(lengths, [row.published_ms for row in line], "o", color=colour)
             axes[0, column].plot(lengths, times, "-", color=colour, label=strategy)
             axes[1, column].plot(lengths, [row.published_mib for row in line], "o", color=colour)
-            axes[1, column].plot(lengths, [row.predicted_mib for row in line], "-", color=colour, label=strategy)
-        axes[0, column].set_title(f"{group[0]}, tensor {group[1]} x pipeline {group[2]}", fontsize="small")
+            axes[1, column].plot(
+                lengths, [row.predicted_mib for row in line], "-", color=colour, label=strategy
+            )
+        axes[0, column].set_title(
+            f"{group[0]}, tensor {group[1]} x pipeline {group[2]}", fontsize="small"
+        )
         axes[1, column].set_xlabel("sequence length")
     axes[0, 0].set_ylabel("ms an iteration (points: published)")
     axes[1, 0].set_ylabel("MiB of the fullest GPU (points: published)")
@@ -95,14 +108,21 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
 
 
 def _group(line: dict[str, str]) -> tuple[str, ...]:
-    return tuple(line[key] for key in ("model", "tensor_parallel", "pipeline_parallel", "sequence_length"))
+    return tuple(
+        line[key] for key in ("model", "tensor_parallel", "pipeline_parallel", "sequence_length")
+    )
 
 
 def _row(line: dict[str, str], baseline: dict[str, str]) -> Row:
     model, t, p = line["model"], int(line["tensor_parallel"]), int(line["pipeline_parallel"])
     sequence, strategy = int(line["sequence_length"]), cast(Strategy, line["strategy"])
-    shape = Shape(24, 1024, 16, sequence, VOCABULARY[model], MICRO_BATCH[model], bert=model.startswith("bert"))
-    published, predicted = float(line["peak_memory_mb"]), rank_memory(shape, t, p, strategy).total / MIB
+    shape = Shape(
+        24, 1024, 16, sequence, VOCABULARY[model], MICRO_BATCH[model], bert=model.startswith("bert")
+    )
+    published, predicted = (
+        float(line["peak_memory_mb"]),
+        rank_memory(shape, t, p, strategy).total / MIB,
+    )
     overhead = (float(line["time_ms"]) / float(baseline["time_ms"]) - 1) * 100
     base, ours = (sum(layer_us(shape, t, kind, V100)) for kind in ("baseline", strategy))
     foreseen = (ours / base - 1) * 100

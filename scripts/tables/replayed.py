@@ -38,7 +38,9 @@ def replayed_rows(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
     alone: dict[Any, float] = {}
     for line in replayed:
         if line["tensor_parallel"] == 1:
-            alone[_network(line)] = min(line["measured_s"], alone.get(_network(line), line["measured_s"]))
+            alone[_network(line)] = min(
+                line["measured_s"], alone.get(_network(line), line["measured_s"])
+            )
     return [_row(line, alone.get(_network(line))) for line in replayed]
 
 
@@ -64,9 +66,7 @@ def _row(line: Mapping[str, Any], pipeline_s: float | None) -> Row:
 
 def note(rows: Sequence[Row]) -> str:
     errors = [abs(row.error_percent) for row in rows]
-    return (
-        f"{len(rows)} rows measured on replayed stages; measured from predicted: mean {sum(errors) / len(rows):.1f} %."
-    )
+    return f"{len(rows)} rows measured on replayed stages; measured from predicted: mean {sum(errors) / len(rows):.1f} %."
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
@@ -74,7 +74,9 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     axes = figure.subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
-        axes.plot([row.network for row in ours], [row.measured_s for row in ours], marker="o", label=label)
+        axes.plot(
+            [row.network for row in ours], [row.measured_s for row in ours], marker="o", label=label
+        )
     axes.set_ylabel("seconds a step")
     axes.set_yscale("log")
     axes.legend(fontsize="small")

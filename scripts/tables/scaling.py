@@ -16,12 +16,22 @@ from tables.iteration import Job, Machine, iteration_s
 from tables.measured import Layout
 from tables.megatron import Device, Shape, Strategy
 
-HOST_US = (20.0, 40.0, 100.0)  # assumed, and seldom the limit here: an operation, a collective, a checkpoint
+HOST_US = (
+    20.0,
+    40.0,
+    100.0,
+)  # assumed, and seldom the limit here: an operation, a collective, a checkpoint
 # Nominal, except: efficiency, link and network in fp32 on one row each, efficiency in fp16 on one more.
-V100_FP32 = Machine(Device(15.7, 450, 13.35, 1.004, *HOST_US), value_bytes=4, network_gigabytes_per_s=1.329)
-V100_FP16 = Machine(Device(125, 900, 13.35, 0.4936, *HOST_US), value_bytes=2, network_gigabytes_per_s=1.329)
+V100_FP32 = Machine(
+    Device(15.7, 450, 13.35, 1.004, *HOST_US), value_bytes=4, network_gigabytes_per_s=1.329
+)
+V100_FP16 = Machine(
+    Device(125, 900, 13.35, 0.4936, *HOST_US), value_bytes=2, network_gigabytes_per_s=1.329
+)
 # Efficiency on the row of one GPU, the network on the row of 32; NVLink's rate is assumed.
-A100 = Machine(Device(312, 1555, 200, 0.4471, *HOST_US), value_bytes=2, network_gigabytes_per_s=4.622)
+A100 = Machine(
+    Device(312, 1555, 200, 0.4471, *HOST_US), value_bytes=2, network_gigabytes_per_s=4.622
+)
 
 MEGATRON_FITTED = {  # batch, precision, micro-batch, tensor, pipeline, with full recomputation
     ("64", "fp32", "1", "1", "8"),
@@ -51,7 +61,9 @@ class Row:
 
 
 def note(rows: Sequence[Row]) -> str:
-    errors = [abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted]
+    errors = [
+        abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted
+    ]
     fitted = sum(row.fitted for row in rows)
     if not errors:
         return "The source has no figure here: what stands above is a prediction alone."
@@ -66,9 +78,18 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     """Published over predicted seconds; on the line they agree."""
     axes = figure.subplots()
     for precision, recompute in dict.fromkeys((row.precision, row.recompute) for row in rows):
-        ours = [r for r in rows if (r.precision, r.recompute) == (precision, recompute) and r.published_s is not None]
+        ours = [
+            r
+            for r in rows
+            if (r.precision, r.recompute) == (precision, recompute) and r.published_s is not None
+        ]
         published = [row.published_s for row in ours]
-        axes.plot([row.predicted_s for row in ours], published, "o", label=f"{precision}, recompute {recompute}")
+        axes.plot(
+            [row.predicted_s for row in ours],
+            published,
+            "o",
+            label=f"{precision}, recompute {recompute}",
+        )
     most = max(max(row.predicted_s, row.published_s or 0) for row in rows)
     axes.plot([0, most], [0, most], "--", color="grey")
     axes.set_xlabel("predicted, seconds an iteration")
@@ -76,7 +97,9 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
     axes.legend(fontsize="small")
 
 
-def gpt3xl(micro_batch: int, t: int, p: int, d: int, batch: int, strategy: Strategy, **kind: Any) -> Job:
+def gpt3xl(
+    micro_batch: int, t: int, p: int, d: int, batch: int, strategy: Strategy, **kind: Any
+) -> Job:
     return Job(Shape(24, 2048, 16, 2048, 50257, micro_batch), t, p, d, batch, strategy, **kind)
 
 
@@ -93,7 +116,11 @@ class Case:
 
     @property
     def published_s(self) -> float | None:
-        return float(self.told["seconds_per_iteration"]) if self.told["seconds_per_iteration"] else None
+        return (
+            float(self.told["seconds_per_iteration"])
+            if self.told["seconds_per_iteration"]
+            else None
+        )
 
     @property
     def layout(self) -> Layout:
@@ -106,10 +133,13 @@ class Case:
 def megatron_cases(source: Path) -> Iterator[Case]:
     for line in _lines(source):
         micro_batch, t, p, d = (
-            int(line[key]) for key in ("micro_batch_size", "tensor_parallel", "pipeline_parallel", "data_parallel")
+            int(line[key])
+            for key in ("micro_batch_size", "tensor_parallel", "pipeline_parallel", "data_parallel")
         )
         again = line["recompute"] == "full"
-        job = gpt3xl(micro_batch, t, p, d, int(line["batch_size"]), "full-recompute" if again else "baseline")
+        job = gpt3xl(
+            micro_batch, t, p, d, int(line["batch_size"]), "full-recompute" if again else "baseline"
+        )
         key = (line["batch_size"], line["precision"], line["micro_batch_size"], str(t), str(p))
         machine = V100_FP32 if line["precision"] == "fp32" else V100_FP16
         fitted = again and key in MEGATRON_FITTED
@@ -128,11 +158,20 @@ def pipe_cases(source: Path, *, machines: int) -> Iterator[Case]:
 def bert_cases(source: Path) -> Iterator[Case]:
     for line in _lines(source):
         t, p, d, batch = (
-            int(line[key]) for key in ("tensor_parallel", "pipeline_parallel", "data_parallel", "global_batch_size")
+            int(line[key])
+            for key in (
+                "tensor_parallel",
+                "pipeline_parallel",
+                "data_parallel",
+                "global_batch_size",
+            )
         )
         shape = Shape(24, 1024, 16, 512, 30522, int(line["micro_batch_size"]), bert=True)
         seconds = float(line["ms_per_sample"]) * batch / 1e3
-        told = line | {"seconds_per_iteration": str(seconds), "note": f"{line['ms_per_sample']} ms a sample"}
+        told = line | {
+            "seconds_per_iteration": str(seconds),
+            "note": f"{line['ms_per_sample']} ms a sample",
+        }
         job = Job(shape, t, p, d, batch, "full-recompute")
         yield Case(job, A100, told, "fp16", "full", line["gpus"] in BERT_FITTED)
 
@@ -150,7 +189,9 @@ def row_of(case: Case) -> Row:
         case.recompute,
         published,
         round(predicted, 3),
-        None if published is None else round((predicted / published - 1) * 100, 1) + 0.0,  # no minus zero
+        None
+        if published is None
+        else round((predicted / published - 1) * 100, 1) + 0.0,  # no minus zero
         case.fitted,
         case.told["note"],
     )

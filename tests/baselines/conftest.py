@@ -11,11 +11,11 @@ from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
 from dpipe.baselines.foreign import train_rank
-from dpipe.config import load
-from dpipe.engine.build import run_rank
-from dpipe.engine.launch import free_port
-from dpipe.engine.metrics import read_rows
-from dpipe.engine.placement import Placement
+from dpipe.config.load import load
+from dpipe.report.metrics import read_rows
+from dpipe.run.build import run_rank
+from dpipe.run.environment import Placement
+from dpipe.run.launch import free_port
 
 # Relative: sums in another order, of which Adam makes a whole step where a gradient is all but zero. At bf16 that was
 # seen to be 1e-7 with one set of instructions, and 1.3e-5 with another.
@@ -37,7 +37,9 @@ _WHAT = ("a dog", "the lazy dog", "nobody", "one old man and his bird")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Clipped and warmed up, so that what a step ends with is compared as well."""
     folder = tmp_path_factory.mktemp("job")
-    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and nobody knows why. " * 60)
+    (folder / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog, and nobody knows why. " * 60
+    )
     (folder / "job.toml").write_text(FILE.format(folder=folder))
     return folder / "job.toml"
 
@@ -46,14 +48,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def as_bert(job: Path) -> tuple[str, ...]:
     """What makes a BERT of the job; its embeddings are tied, as a BERT's are. Sentences are of several lengths."""
     sentences = [
-        f"{who} {verb} {what} ." for who in ("it", "the fox") for verb in ("sees", "jumps over") for what in _WHAT
+        f"{who} {verb} {what} ."
+        for who in ("it", "the fox")
+        for verb in ("sees", "jumps over")
+        for what in _WHAT
     ]
     text = "\n".join(sentences) + "\n\n" + "\n".join(reversed(sentences)) + "\n"
     (job.parent / "sentences.txt").write_text(text)
     tokenizer = BertWordPieceTokenizer()
     tokenizer.train_from_iterator([text], vocab_size=60, show_progress=False)
     tokenizer.save(str(job.parent / "pieces.json"))
-    data = (f'data.files=["{job.parent}/sentences.txt"]', f"data.tokenizer={job.parent}/pieces.json")
+    data = (
+        f'data.files=["{job.parent}/sentences.txt"]',
+        f"data.tokenizer={job.parent}/pieces.json",
+    )
     return ("model.layers=bert", "model.vocab_size=64", *data)
 
 
@@ -83,7 +91,11 @@ def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]
         context.set_forkserver_preload(["dpipe.baselines.fsdp", "megatron.core.optimizer"])
         places = [Placement(rank, world, rank, address) for rank in range(world)]
         ranks = [
-            context.Process(target=train_rank, args=(config, place, engine.check_config, engine.make_step), daemon=True)
+            context.Process(
+                target=train_rank,
+                args=(config, place, engine.check_config, engine.make_step),
+                daemon=True,
+            )
             for place in places
         ]
         for rank in ranks:

@@ -6,7 +6,7 @@ import pytest
 from dpipe.baselines import bench
 from dpipe.baselines.loopback import Loopback
 from dpipe.errors import ConfigError, RunError
-from dpipe.topology import Link
+from dpipe.network.link import Link
 
 
 @pytest.fixture
@@ -17,7 +17,10 @@ def _two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_two_rows")
 def test_rows_are_printed_as_json() -> None:
-    assert [row["schedule"] for row in json.loads(bench.bench_text("engine", as_json=True))] == ["gpipe", "1f1b"]
+    assert [row["schedule"] for row in json.loads(bench.bench_text("engine", as_json=True))] == [
+        "gpipe",
+        "1f1b",
+    ]
 
 
 @pytest.mark.usefixtures("_two_rows")
@@ -36,11 +39,16 @@ def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_run_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="unknown key 'train.stps'"):
-        bench.run_quietly({"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path)
+        bench.run_quietly(
+            {"train": {"stps": 3}, "run": {"folder": str(tmp_path / "run")}}, tmp_path
+        )
 
 
 def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() -> None:
-    fast, slow = (Loopback(Link(delay, rate), 100.0, us) for delay, rate, us in ((0.1, 10, 300.0), (0.3, 20, 500.0)))
+    fast, slow = (
+        Loopback(Link(delay, rate), 100.0, us)
+        for delay, rate, us in ((0.1, 10, 300.0), (0.3, 20, 500.0))
+    )
     runs = [bench._Run(fast, 1.0, [1.02, 1.04]), bench._Run(slow, 2.0, [2.12, 2.16])]
     row = bench._engine_row("1f1b", "tcp", runs)
     assert row["measured / simulated"] == pytest.approx(1.05)

@@ -1,9 +1,9 @@
 import pytest
 
 from dpipe.baselines.foreign import check_place, refuse
-from dpipe.config import build
-from dpipe.engine.placement import Placement
+from dpipe.config.load import build
 from dpipe.errors import ConfigError
+from dpipe.run.environment import Placement
 
 
 def test_refusal_lists_every_reason_that_holds():
@@ -13,5 +13,7 @@ def test_refusal_lists_every_reason_that_holds():
 
 def test_other_number_of_processes_than_configured_is_refused():
     config = build({"pipeline": {"stages": 2}, "data_parallel": {"replicas": 2, "kind": "sharded"}})
-    with pytest.raises(ConfigError, match=r"3 processes were started, but pipeline.stages 2, .* need 4; start that"):
+    with pytest.raises(
+        ConfigError, match=r"3 processes were started, but pipeline.stages 2, .* need 4; start that"
+    ):
         check_place(config, Placement(0, 3, 0, "127.0.0.1:7000"))

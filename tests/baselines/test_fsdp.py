@@ -5,10 +5,14 @@ import pytest
 
 from dpipe.baselines import fsdp
 from dpipe.baselines.fsdp import check_config
-from dpipe.config import load
+from dpipe.config.load import load
 from dpipe.errors import ConfigError
 
-TWO_REPLICAS = ("data_parallel.replicas=2", 'data_parallel.kind="sharded"', "train.num_microbatches=2")
+TWO_REPLICAS = (
+    "data_parallel.replicas=2",
+    'data_parallel.kind="sharded"',
+    "train.num_microbatches=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,10 @@ def test_torch_learns_what_we_do(overrides, our_losses, their_rows):
         (["tensor_parallel.size=2", "model.vocab_size=256"], "tensor_parallel.size must be 1"),
         ([*TWO_REPLICAS, "data_parallel.delay=true"], "without delay"),
         ([*TWO_REPLICAS, "data_parallel.wire=bf16"], 'with data_parallel.wire "none"'),
-        ([*TWO_REPLICAS, "data_parallel.kind=local-sgd"], 'data_parallel.kind must be "sharded" or "all-reduce"'),
+        (
+            [*TWO_REPLICAS, "data_parallel.kind=local-sgd"],
+            'data_parallel.kind must be "sharded" or "all-reduce"',
+        ),
         (["transport.shape=slow.toml"], "transport.shape must be left out"),
     ],
 )

@@ -4,20 +4,24 @@ import re
 import sys
 from pathlib import Path
 
-import fake_megatron
 import pytest
 import torch
+from fakes import fake_megatron
 
 from dpipe.baselines import megatron
 from dpipe.baselines.foreign import train_rank
 from dpipe.baselines.megatron import VERSION, check_config, transformer_config
-from dpipe.config import load
-from dpipe.engine.metrics import read_rows
-from dpipe.engine.placement import Placement
+from dpipe.config.load import load
 from dpipe.errors import ConfigError
+from dpipe.report.metrics import read_rows
+from dpipe.run.environment import Placement
 
 ONE_RANK = ("pipeline.stages=1",)
-TWO_REPLICAS = ("data_parallel.replicas=2", 'data_parallel.kind="sharded"', "train.num_microbatches=2")
+TWO_REPLICAS = (
+    "data_parallel.replicas=2",
+    'data_parallel.kind="sharded"',
+    "train.num_microbatches=2",
+)
 TIED = ("model.tie_embeddings=true", "model.vocab_size=256")
 ON_GPU = "node.device=cuda"
 
@@ -55,7 +59,9 @@ def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
     [("none", None, None), ("selective", "selective", None), ("full", "full", "uniform")],
 )
 def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, method):
-    settings = transformer_config(load(job, (f"pipeline.recompute={recompute}",)), torch.device("cpu"))
+    settings = transformer_config(
+        load(job, (f"pipeline.recompute={recompute}",)), torch.device("cpu")
+    )
     assert (settings.recompute_granularity, settings.recompute_method) == (granularity, method)
 
 
@@ -63,13 +69,18 @@ def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, me
     "overrides",
     [
         ("tensor_parallel.size=2", *TWO_REPLICAS, "train.num_microbatches=4", *TIED),
-        (*TWO_REPLICAS, "pipeline.stages=4", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved"),
+        (
+            *TWO_REPLICAS,
+            "pipeline.stages=4",
+            "pipeline.stages_per_rank=2",
+            "pipeline.schedule=interleaved",
+        ),
     ],
 )
 def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
     """Two stages of two ranks on two replicas; chunks that are interleaved, with the optimizer distributed."""
     pytest.importorskip("megatron.core")
-    import cpu_megatron
+    from fakes import cpu_megatron
 
     rows = their_rows(cpu_megatron, *overrides)
     assert [row["loss"] for row in rows] == our_losses(*models(overrides))
@@ -86,7 +97,7 @@ def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
 def test_bert_of_megatron_itself_learns_what_ours_does(overrides, as_bert, our_losses, their_rows):
     """Two ranks a stage that share the table with the other stage; replicas; chunks that are interleaved."""
     pytest.importorskip("megatron.core")
-    import cpu_megatron
+    from fakes import cpu_megatron
 
     rows = their_rows(cpu_megatron, *as_bert, *overrides)
     assert [row["loss"] for row in rows] == our_losses(*as_bert, *models(overrides))
@@ -110,12 +121,19 @@ def models(overrides):
         (["pipeline.split=[3, 3]"], "pipeline.split must be left out"),
         (["pipeline.wire=bf16"], 'pipeline.wire must be "none"'),
         (
-            ["tensor_parallel.size=2", "model.vocab_size=256", "tensor_parallel.sequence_parallel=true"],
+            [
+                "tensor_parallel.size=2",
+                "model.vocab_size=256",
+                "tensor_parallel.sequence_parallel=true",
+            ],
             "tensor_parallel.sequence_parallel must be false",
         ),
         ([*TWO_REPLICAS, "data_parallel.delay=true"], "without delay"),
         ([*TWO_REPLICAS, "data_parallel.wire=bf16"], 'with data_parallel.wire "none"'),
-        ([*TWO_REPLICAS, "data_parallel.kind=local-sgd"], 'data_parallel.kind must be "all-reduce" or "sharded"'),
+        (
+            [*TWO_REPLICAS, "data_parallel.kind=local-sgd"],
+            'data_parallel.kind must be "all-reduce" or "sharded"',
+        ),
         (["transport.shape=slow.toml"], "transport.shape must be left out"),
         (["node.device=cpu"], 'node.device must be "cuda"'),
     ],
@@ -132,7 +150,9 @@ def test_without_megatron_it_is_said_what_to_install(job: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("groups")
-def test_megatron_that_cannot_import_something_else_is_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch):
+def test_megatron_that_cannot_import_something_else_is_not_taken_for_missing(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'einops'", name="einops")
 

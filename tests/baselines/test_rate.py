@@ -28,7 +28,11 @@ def ends() -> Iterator[list[TcpTransport]]:
 
 def test_rate_is_all_that_moved_from_the_first_byte_to_the_last() -> None:
     """Whichever tensor had them: stripes over several connections overtake each other."""
-    moved = [Moved(20 * MS, 100 * MS, 5 * MB), Moved(10 * MS, 110 * MS, 5 * MB), Moved(30 * MS, 105 * MS, 5 * MB)]
+    moved = [
+        Moved(20 * MS, 100 * MS, 5 * MB),
+        Moved(10 * MS, 110 * MS, 5 * MB),
+        Moved(30 * MS, 105 * MS, 5 * MB),
+    ]
     assert rate.rate_gbps(moved) == pytest.approx(15 * 8e-3 / 0.100)
 
 

@@ -2,7 +2,15 @@ import pytest
 
 from dpipe.baselines.torch_pipelining import Size, compare_pipelining
 
-TINY = Size(num_layers=2, width=16, num_heads=2, context=16, num_microbatches=2, microbatch_size=2, num_steps=4)
+TINY = Size(
+    num_layers=2,
+    width=16,
+    num_heads=2,
+    context=16,
+    num_microbatches=2,
+    microbatch_size=2,
+    num_steps=4,
+)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])  # of torch itself, and by CSV

@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from dpipe.baselines.torch_replay import check_config, main
-from dpipe.config import Config, build
-from dpipe.engine.forecast import forecast
-from dpipe.engine.launch import launch
-from dpipe.engine.metrics import read_rows
+from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError
+from dpipe.plan.forecast import forecast
+from dpipe.report.metrics import read_rows
+from dpipe.run.launch import launch
 
 TABLE = {
     "model": {"layers": "replay"},
@@ -36,9 +36,17 @@ def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(FILE)
     overrides = [f"run.folder={tmp_path / 'run'}", f"pipeline.schedule={schedule}"]
     given = [word for override in overrides for word in ("-o", override)]
-    argv = [sys.executable, "-m", "dpipe.baselines.torch_replay", str(tmp_path / "job.toml"), *given]
+    argv = [
+        sys.executable,
+        "-m",
+        "dpipe.baselines.torch_replay",
+        str(tmp_path / "job.toml"),
+        *given,
+    ]
     said: list[str] = []
-    assert launch(lambda rank: argv, 2, logs=tmp_path / "logs", on_line=said.append, timeout_s=90) == 0, said
+    assert (
+        launch(lambda rank: argv, 2, logs=tmp_path / "logs", on_line=said.append, timeout_s=90) == 0
+    ), said
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1]
     predicted_s = forecast(a_config(pipeline__schedule=schedule)).step_us / 1e6
@@ -52,10 +60,17 @@ def test_step_takes_what_the_waits_take(schedule: str, tmp_path: Path) -> None:
         ({"pipeline__wire": "bf16"}, 'pipeline.wire must be "none"'),
         ({"pipeline__stages": 1}, "pipeline.ranks must be above 1"),
         (
-            {"data_parallel__replicas": 2, "data_parallel__kind": "all-reduce", "train__batch_size": 12},
+            {
+                "data_parallel__replicas": 2,
+                "data_parallel__kind": "all-reduce",
+                "train__batch_size": 12,
+            },
             "data_parallel.replicas must be 1",
         ),
-        ({"transport__shape": "slow.toml"}, "transport.shape must be left out, its network is gloo's"),
+        (
+            {"transport__shape": "slow.toml"},
+            "transport.shape must be left out, its network is gloo's",
+        ),
     ],
 )
 def test_what_torch_cannot_be_given_is_refused(overrides: dict[str, object], message: str) -> None:

@@ -26,9 +26,13 @@ class Run:
         self.ranks.append(coordinator)
         return coordinator
 
-    def meet(self, world_size: int, *, server: dict[str, object] | None = None, **settings) -> list[Coordinator]:
+    def meet(
+        self, world_size: int, *, server: dict[str, object] | None = None, **settings
+    ) -> list[Coordinator]:
         self.serve(world_size, **(server or {}))
-        joins = [lambda rank=rank: self.join(rank, world_size, **settings) for rank in range(world_size)]
+        joins = [
+            lambda rank=rank: self.join(rank, world_size, **settings) for rank in range(world_size)
+        ]
         ranks = self.at_once(*joins)
         for error in ranks:
             if isinstance(error, Exception):

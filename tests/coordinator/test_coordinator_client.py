@@ -9,7 +9,7 @@ import pytest
 
 from dpipe.coordinator import client
 from dpipe.coordinator.client import Coordinator
-from dpipe.coordinator.meeting import Meeting
+from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, RunAborted, RunError
 from dpipe.wire.rpc import Security, serve
@@ -84,7 +84,9 @@ def test_what_is_waited_for_is_said_now_and_then(monkeypatch):
 def test_join_gives_up_naming_what_to_check(run):
     address = f"127.0.0.1:{_unused_port()}"
     started = time.monotonic()
-    with pytest.raises(JoinError, match=rf"no coordinator at {address} after 3 s .*refused.*node.bind.*firewall"):
+    with pytest.raises(
+        JoinError, match=rf"no coordinator at {address} after 3 s .*refused.*node.bind.*firewall"
+    ):
         run.join(0, 2, address=address, join_s=3.0)
     assert time.monotonic() - started < 8
 
@@ -98,7 +100,9 @@ def test_join_gives_up_on_one_who_listens_and_never_answers(run):
 
 def test_join_gives_up_when_the_others_do_not_come(run):
     run.serve(3, join_s=0.5)
-    with pytest.raises(JoinError, match=r"rank 1 cannot join at .*: ranks 0, 2 of 3 did not join within 0.5 s"):
+    with pytest.raises(
+        JoinError, match=r"rank 1 cannot join at .*: ranks 0, 2 of 3 did not join within 0.5 s"
+    ):
         run.join(1, 3)
 
 
@@ -136,7 +140,9 @@ def test_coordinator_that_stops_while_joining_reaches_all(run):
 
 def test_port_of_another_service_is_told_apart(run):
     other, port = serve([], "127.0.0.1", 0, Security(), max_workers=2)
-    with pytest.raises(JoinError, match=rf"what listens at .*:{port} is not dpipe's coordinator; check the port"):
+    with pytest.raises(
+        JoinError, match=rf"what listens at .*:{port} is not dpipe's coordinator; check the port"
+    ):
         run.join(0, 1, address=f"127.0.0.1:{port}")
     other.stop(0).wait(5)
 
@@ -159,7 +165,9 @@ def test_certificates_of_one_authority_meet(run, authority):
 
 def test_certificate_of_another_authority_is_refused_at_once(run, authority):
     run.serve(1, security=authority().security())
-    with pytest.raises(JoinError, match=r"no secure connection .*node.tls_ca come from one authority on all ranks"):
+    with pytest.raises(
+        JoinError, match=r"no secure connection .*node.tls_ca come from one authority on all ranks"
+    ):
         run.join(0, 1, security=authority().security())
 
 
@@ -241,7 +249,9 @@ def test_clock_offset_is_the_one_of_the_fastest_round_trip(run):
 
 def test_upload_arrives_whole_before_leave_returns(run):
     taken: dict[tuple[int, str], bytes] = {}
-    first, second = run.meet(2, server={"on_upload": lambda rank, kind, payload: taken.update({(rank, kind): payload})})
+    first, second = run.meet(
+        2, server={"on_upload": lambda rank, kind, payload: taken.update({(rank, kind): payload})}
+    )
     large = bytes(range(256)) * 40_000
     second.upload("trace", large)
     first.upload("metrics", b"{}")
@@ -331,7 +341,7 @@ def test_lost_coordinator_is_named(run):
 def _deafen(monkeypatch) -> None:
     """A coordinator that reads and does not answer, nor show that it lives."""
     monkeypatch.setattr(CoordinatorServer, "_take", lambda self, message, guest: None)
-    monkeypatch.setattr(Meeting, "tick", lambda self, now: self.members.clear())
+    monkeypatch.setattr(Membership, "tick", lambda self, now: self.members.clear())
 
 
 def test_silent_coordinator_is_lost(run, monkeypatch):
@@ -346,7 +356,10 @@ def test_silent_coordinator_lets_no_question_wait_for_ever(run, monkeypatch):
     _deafen(monkeypatch)
     monkeypatch.setattr("dpipe.coordinator.base._ANSWER_S", 0.05)
     monkeypatch.setattr("dpipe.coordinator.client._VERDICT_S", 0.05)
-    with pytest.raises(RunError, match=r"waited 0.05 s for 'step/1': and the coordinator does not say who is missing"):
+    with pytest.raises(
+        RunError,
+        match=r"waited 0.05 s for 'step/1': and the coordinator does not say who is missing",
+    ):
         alone.gather("step/1", b"").wait(0.05)
     assert str(alone.abort("no memory")) == "rank 0 failed: no memory"
 
@@ -364,7 +377,9 @@ def test_coordinator_that_falls_silent_in_the_join_is_refused(run, monkeypatch):
 
 
 def test_run_that_ends_as_it_starts_is_a_join_error(run, monkeypatch):
-    monkeypatch.setattr(Coordinator, "_note_clock", lambda self, pong, now_ns: self._end(RunAborted("no memory")))
+    monkeypatch.setattr(
+        Coordinator, "_note_clock", lambda self, pong, now_ns: self._end(RunAborted("no memory"))
+    )
     with pytest.raises(JoinError, match="no memory"):
         run.meet(1)
 

@@ -35,7 +35,9 @@ class Stranger:
     def hears(self) -> list[str]:
         """The kinds of what the server says until it ends the stream."""
         try:
-            return [str(m.WhichOneof("kind")) for m in frame.assemble(self._call, pb.FromCoordinator)]
+            return [
+                str(m.WhichOneof("kind")) for m in frame.assemble(self._call, pb.FromCoordinator)
+            ]
         except grpc.RpcError as error:
             return [str(error.code())]
         finally:
@@ -53,7 +55,9 @@ def _frames(message: pb.ToCoordinator) -> bytes:
 
 def test_port_in_use_is_a_join_error(run):
     first = run.serve(1)
-    with pytest.raises(JoinError, match=f"cannot listen on 127.0.0.1:{first.port}: the port is in use"):
+    with pytest.raises(
+        JoinError, match=f"cannot listen on 127.0.0.1:{first.port}: the port is in use"
+    ):
         run.serve(1, port=first.port)
 
 
@@ -69,7 +73,9 @@ def test_garbage_to_the_port_leaves_the_run_alone(run):
 
 def _join(rank: int, world_size: int) -> bytes:
     return _frames(
-        pb.ToCoordinator(join=pb.Join(protocol=frame.PROTOCOL, rank=rank, world_size=world_size, shared="{}"))
+        pb.ToCoordinator(
+            join=pb.Join(protocol=frame.PROTOCOL, rank=rank, world_size=world_size, shared="{}")
+        )
     )
 
 
@@ -118,7 +124,9 @@ def test_upload_that_cannot_be_kept_ends_the_run(run):
     first, second = run.meet(2, server={"on_upload": full})
     under_way = first.gather("step/1", b"")
     second.upload("trace", b"spans")
-    with pytest.raises(RunAborted, match=r"rank 0 failed: cannot take 'trace' from rank 1: .*No space left"):
+    with pytest.raises(
+        RunAborted, match=r"rank 0 failed: cannot take 'trace' from rank 1: .*No space left"
+    ):
         under_way.wait(5)
 
 
@@ -174,7 +182,9 @@ def test_close_outlasts_the_readers(run, monkeypatch):
 def test_close_tells_those_who_stay(run):
     first, _ = run.meet(2)
     run.servers[0].close(wait_s=0.1)
-    with pytest.raises(RunAborted, match=r"the coordinator \(rank 0\) stopped while other ranks were still at work"):
+    with pytest.raises(
+        RunAborted, match=r"the coordinator \(rank 0\) stopped while other ranks were still at work"
+    ):
         first.gather("step/1", b"").wait(5)
 
 

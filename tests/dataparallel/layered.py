@@ -23,8 +23,14 @@ class Layered:
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(1)
-        for layer, name, shape in ((3, "matrix", (5, 7)), (3, "vector", (3,)), (4, "matrix", (11, 2))):
-            self.weights.append((layer, f"layers.{layer}.{name}", nn.Parameter(torch.randn(shape, generator=draw))))
+        for layer, name, shape in (
+            (3, "matrix", (5, 7)),
+            (3, "vector", (3,)),
+            (4, "matrix", (11, 2)),
+        ):
+            self.weights.append(
+                (layer, f"layers.{layer}.{name}", nn.Parameter(torch.randn(shape, generator=draw)))
+            )
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
         return {layer: [(n, p) for of, n, p in self.weights if of == layer] for layer in (3, 4)}
@@ -35,7 +41,9 @@ class Layered:
 
     def set_gradients(self, step: int, replica: int, scale: float = 1.0) -> None:
         """Gradients as different as those of other data; on the scale of 1."""
-        for parameter, gradient in zip(self.parameters, gradients(self, step, replica), strict=True):
+        for parameter, gradient in zip(
+            self.parameters, gradients(self, step, replica), strict=True
+        ):
             parameter.grad = gradient * scale
 
     def zero_grad(self) -> None:
@@ -75,7 +83,9 @@ def in_threads(count: int, run: Callable[[int], object]) -> list[object]:
     return results
 
 
-def with_replicas(make: Make, replicas: int, run: Callable[[DataParallel, Layered, int], object]) -> list[object]:
+def with_replicas(
+    make: Make, replicas: int, run: Callable[[DataParallel, Layered, int], object]
+) -> list[object]:
     """`run(kind, stage, replica)` on every replica; what it returned, or the first error."""
     hub = LocalHub(replicas, transfer_timeout_s=10)
 

@@ -9,7 +9,7 @@ from layered import ADAM, RATE, Layered, Make, gradients, one_step, with_replica
 from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Links
-from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 from dpipe.dataparallel.sharded import Sharded
@@ -20,7 +20,10 @@ KINDS = pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 
 def delayed(kind: str, replicas: int) -> Make:
     def make(stage: Layered, links: Links, replica: int) -> DataParallel:
-        both = [DirectExchange(links, replica, range(replicas), wire("none"), part_bytes=40) for _ in range(2)]
+        both = [
+            DirectExchange(links, replica, range(replicas), wire("none"), part_bytes=40)
+            for _ in range(2)
+        ]
         return (
             AllReduce({0: stage}, ADAM, both[0], lag=1)
             if kind == "all-reduce"
@@ -38,7 +41,9 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def descend(kind: DataParallel, stage: Layered, replica: int, steps: int) -> list[list[torch.Tensor]]:
+def descend(
+    kind: DataParallel, stage: Layered, replica: int, steps: int
+) -> list[list[torch.Tensor]]:
     """Steps down a bowl whose gradient is where one is; returns where each gradient was taken."""
     places = []
     for step in range(steps):
@@ -64,10 +69,14 @@ def test_delay_costs_nothing_where_replicas_see_the_same(kind: str) -> None:
         assert all(equal(late, now) for late, now in zip(places, prompt, strict=True))
 
 
-def places_of_the_second_step(kind: str, replicas: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def places_of_the_second_step(
+    kind: str, replicas: int
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Where each replica computes, and what it has after the step."""
 
-    def run(kind: DataParallel, stage: Layered, replica: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def run(
+        kind: DataParallel, stage: Layered, replica: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         stage.set_gradients(0, replica)
         one_step(kind, stage, 0)
         kind.begin(1, RATE, 1.0)
@@ -111,11 +120,16 @@ def test_skipped_step_leaves_what_was_agreed(kind: str) -> None:
 
 @KINDS
 def test_resumed_replicas_compute_where_they_would_have(kind: str) -> None:
-    def run(kind: DataParallel, stage: Layered, replica: int, saves: bool) -> tuple[list[torch.Tensor], ...]:
+    def run(
+        kind: DataParallel, stage: Layered, replica: int, saves: bool
+    ) -> tuple[list[torch.Tensor], ...]:
         for step in range(3):
             stage.set_gradients(step, replica)
             one_step(kind, stage, step)
-        agreed, saved = values(stage), {n: t.clone() for n, t in kind.state().items()} if saves else {}
+        agreed, saved = (
+            values(stage),
+            {n: t.clone() for n, t in kind.state().items()} if saves else {},
+        )
         kind.begin(3, RATE, 1.0)
         kind.finish(0)
         return agreed, values(stage), saved
@@ -144,8 +158,13 @@ def _whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in ((n, t) for state in states for n, t in state.items()):
         base, _, span = name.partition("[")
-        parts.setdefault(base, []).append((int(span.split(":")[0] or 0) if span else 0, tensor.reshape(-1)))
-    return {name: torch.cat([t for _, t in sorted(found, key=lambda f: f[0])]) for name, found in parts.items()}
+        parts.setdefault(base, []).append(
+            (int(span.split(":")[0] or 0) if span else 0, tensor.reshape(-1))
+        )
+    return {
+        name: torch.cat([t for _, t in sorted(found, key=lambda f: f[0])])
+        for name, found in parts.items()
+    }
 
 
 def ahead(stage: Layered) -> Ahead:
@@ -182,6 +201,8 @@ def test_replica_without_a_gradient_of_its_own_goes_ahead_by_the_mean() -> None:
     stage = Layered()
     one = ahead(stage)
     names = [name for name, _ in trained(stage)]
-    one.restore({f"{n}.delayed_grad": g for n, g in zip(names, gradients(stage, 0, 2), strict=True)})
+    one.restore(
+        {f"{n}.delayed_grad": g for n, g in zip(names, gradients(stage, 0, 2), strict=True)}
+    )
     one.go(RATE)
     assert equal(values(stage), stepped_alone(2))

@@ -7,7 +7,7 @@ import torch
 from layered import ADAM, Layered, in_threads, one_step, train
 
 from dpipe.dataparallel.allreduce import AllReduce
-from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import FeedbackWire, wire
 from dpipe.errors import PeerLost, TransferError
 from dpipe.transport.base import Transport
@@ -24,7 +24,9 @@ def ends(replicas: int, wire_name: str = "none", part_bytes: int = 40) -> list[D
 
 
 def rows(replicas: int, length: int) -> list[torch.Tensor]:
-    return [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(replicas)]
+    return [
+        torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(replicas)
+    ]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 64, 1001])
@@ -41,9 +43,18 @@ def test_parts_are_made_ready_just_before_they_are_sent() -> None:
     """So that encoding and copying of later parts hides behind the sending of the earlier ones."""
     exchanges, own = ends(2, part_bytes=4 * 10), rows(2, 100)
     pieces: list[slice] = []
-    in_threads(2, lambda r: exchanges[r].average(own[r], 0, pieces.append if r == 0 else lambda piece: None))
-    assert sorted((p.start, p.stop) for p in pieces) == [(start, start + 5) for start in range(0, 100, 5)]
-    assert [p.start for p in pieces[:3]] == [50, 55, 60]  # what the other replica owns goes out first
+    in_threads(
+        2,
+        lambda r: exchanges[r].average(own[r], 0, pieces.append if r == 0 else lambda piece: None),
+    )
+    assert sorted((p.start, p.stop) for p in pieces) == [
+        (start, start + 5) for start in range(0, 100, 5)
+    ]
+    assert [p.start for p in pieces[:3]] == [
+        50,
+        55,
+        60,
+    ]  # what the other replica owns goes out first
 
 
 def test_error_feedback_makes_up_for_what_rounding_took() -> None:
@@ -101,7 +112,9 @@ class Dying:
 
 
 @pytest.mark.parametrize("sends", [0, 3, 20])
-def test_replica_that_dies_in_the_middle_of_a_push_is_named_and_nothing_is_applied(sends: int) -> None:
+def test_replica_that_dies_in_the_middle_of_a_push_is_named_and_nothing_is_applied(
+    sends: int,
+) -> None:
     hub, stages = LocalHub(3, transfer_timeout_s=10), [Layered() for _ in range(3)]
 
     def replica_main(replica: int) -> None:
@@ -128,4 +141,6 @@ def test_threads_end_with_their_kind() -> None:
         return AllReduce({0: stage}, ADAM, DirectExchange(links, replica, range(2), wire("none")))
 
     train(make, 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dpipe-reduce")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("dpipe-reduce")
+    ]

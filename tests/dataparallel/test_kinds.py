@@ -10,14 +10,14 @@ from layered import ADAM, RATE, Layered, Make, mean_gradients, one_step, train, 
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Links, Report
-from dpipe.dataparallel.client import Worker
-from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.layout import StepRule
-from dpipe.dataparallel.served import ServedStages
-from dpipe.dataparallel.server import ParameterServer
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.paramserver.client import Worker
+from dpipe.paramserver.kind import ServedStages
+from dpipe.paramserver.server import ParameterServer
+from dpipe.paramserver.spec import StepRule
 
 RUNS = itertools.count()
 PART_BYTES = 40  # a few parts in so small a row
@@ -37,20 +37,39 @@ def _server() -> Iterator[None]:
     PORT.clear()
 
 
-def of_kind(name: str, replicas: int, wire_name: str = "none", lag: int = 0, uncounted: tuple[str, ...] = ()) -> Make:
+def of_kind(
+    name: str, replicas: int, wire_name: str = "none", lag: int = 0, uncounted: tuple[str, ...] = ()
+) -> Make:
     calls = itertools.count(next(RUNS) * 1000 * replicas)
 
     def make(stage: Layered, links: Links, replica: int) -> DataParallel:
         def exchange(wire_name: str) -> DirectExchange:
-            return DirectExchange(links, replica, range(replicas), wire(wire_name), part_bytes=PART_BYTES)
+            return DirectExchange(
+                links, replica, range(replicas), wire(wire_name), part_bytes=PART_BYTES
+            )
 
         if name == "parameter-server":
-            worker = Worker(f"127.0.0.1:{PORT[0]}", f"{next(calls) // replicas}", replica, replica, connections=2)
+            worker = Worker(
+                f"127.0.0.1:{PORT[0]}",
+                f"{next(calls) // replicas}",
+                replica,
+                replica,
+                connections=2,
+            )
             rule = StepRule(tuple(range(replicas)), ADAM.weight_decay, ADAM.betas, wire_name)
-            return ServedStages({0: stage}, rule, {0: worker}, eager=False, chunk_bytes=PART_BYTES, uncounted=uncounted)
+            return ServedStages(
+                {0: stage},
+                rule,
+                {0: worker},
+                eager=False,
+                chunk_bytes=PART_BYTES,
+                uncounted=uncounted,
+            )
         if name == "all-reduce":
             return AllReduce({0: stage}, ADAM, exchange(wire_name), lag=lag, uncounted=uncounted)
-        return Sharded({0: stage}, ADAM, exchange(wire_name), exchange("none"), lag=lag, uncounted=uncounted)
+        return Sharded(
+            {0: stage}, ADAM, exchange(wire_name), exchange("none"), lag=lag, uncounted=uncounted
+        )
 
     return make
 
@@ -60,7 +79,9 @@ def alone(replicas: int, steps: int) -> Layered:
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(steps):
-        for parameter, gradient in zip(stage.parameters, mean_gradients(stage, step, replicas), strict=True):
+        for parameter, gradient in zip(
+            stage.parameters, mean_gradients(stage, step, replicas), strict=True
+        ):
             parameter.grad = gradient
         one_step(single, stage, step)
     return stage
@@ -70,10 +91,14 @@ def equal(one: Layered, other: Layered) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "lag"), [(kind, 0) for kind in KINDS] + [(kind, 1) for kind in DELAYABLE])
+@pytest.mark.parametrize(
+    ("kind", "lag"), [(kind, 0) for kind in KINDS] + [(kind, 1) for kind in DELAYABLE]
+)
 @pytest.mark.parametrize("wire_name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_replicas_are_equal_to_the_last_bit(kind: str, replicas: int, wire_name: str, lag: int) -> None:
+def test_replicas_are_equal_to_the_last_bit(
+    kind: str, replicas: int, wire_name: str, lag: int
+) -> None:
     first, *others = train(of_kind(kind, replicas, wire_name, lag), replicas)
     assert all(equal(first, other) for other in others)
     assert not equal(first, Layered())
@@ -98,7 +123,9 @@ def test_one_process_steps_a_parameter_without_gradient_as_replicas_do(kind: str
         return stage
 
     stage = Layered()
-    assert equal(with_replicas(of_kind(kind, 2), 2, run)[0], run(Single({0: stage}, ADAM), stage, 0))
+    assert equal(
+        with_replicas(of_kind(kind, 2), 2, run)[0], run(Single({0: stage}, ADAM), stage, 0)
+    )
 
 
 @pytest.mark.parametrize("kind", DELAYABLE)
@@ -108,7 +135,9 @@ def test_delayed_replicas_step_by_the_mean_gradient_of_the_step_before(kind: str
 
 @pytest.mark.parametrize(("wire_name", "apart"), [("bf16", 0.02), ("int8", 0.05)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lossy_wire_steps_nearly_by_the_mean_gradient(kind: str, wire_name: str, apart: float) -> None:
+def test_lossy_wire_steps_nearly_by_the_mean_gradient(
+    kind: str, wire_name: str, apart: float
+) -> None:
     lossy, exact = train(of_kind(kind, 3, wire_name), 3)[0], alone(3, steps=3)
     for one, other in zip(lossy.parameters, exact.parameters, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=apart)
@@ -133,21 +162,29 @@ def test_reports_add_up_to_the_norm_of_the_mean_gradient_without_its_loss_scale(
     reports = with_replicas(of_kind(kind, 3, uncounted=("layers.4.matrix",)), 3, run)
     matrix, vector, _ = mean_gradients(Layered(), 0, 3)
     squares = [sum(r.squares.get(layer, 0.0) for r in reports) for layer in (3, 4)]
-    assert squares == pytest.approx([float(matrix.square().sum() + vector.square().sum()), 0.0], rel=1e-6)
+    assert squares == pytest.approx(
+        [float(matrix.square().sum() + vector.square().sum()), 0.0], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_multiplies_by_the_factor(kind: str) -> None:
     """AdamW hardly minds the length of a gradient, but its moments do."""
 
-    def moments(kind: DataParallel, stage: Layered, replica: int, factor: float) -> dict[str, torch.Tensor]:
+    def moments(
+        kind: DataParallel, stage: Layered, replica: int, factor: float
+    ) -> dict[str, torch.Tensor]:
         stage.set_gradients(0, replica)
         one_step(kind, stage, 0, factor)
         return kind.state()
 
-    whole, half = (with_replicas(of_kind(kind, 2), 2, partial(moments, factor=f)) for f in (1.0, 0.5))
+    whole, half = (
+        with_replicas(of_kind(kind, 2), 2, partial(moments, factor=f)) for f in (1.0, 0.5)
+    )
     for name, moment in whole[0].items():
-        torch.testing.assert_close(half[0][name], moment * (0.5 if name.split("[")[0].endswith("avg") else 0.25))
+        torch.testing.assert_close(
+            half[0][name], moment * (0.5 if name.split("[")[0].endswith("avg") else 0.25)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,16 +224,27 @@ def whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in ((n, t) for state in states for n, t in state.items()):
         base, _, span = name.partition("[")
-        parts.setdefault(base, []).append((int(span.split(":")[0] or 0) if span else 0, tensor.reshape(-1)))
-    return {name: torch.cat([t for _, t in sorted(found, key=lambda f: f[0])]) for name, found in parts.items()}
+        parts.setdefault(base, []).append(
+            (int(span.split(":")[0] or 0) if span else 0, tensor.reshape(-1))
+        )
+    return {
+        name: torch.cat([t for _, t in sorted(found, key=lambda f: f[0])])
+        for name, found in parts.items()
+    }
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("first", "then"), [("sharded", "all-reduce"), ("all-reduce", "sharded"), ("sharded",) * 2])
-def test_another_kind_and_number_of_replicas_goes_on_from_the_state(first: str, then: str, lag: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"), [("sharded", "all-reduce"), ("all-reduce", "sharded"), ("sharded",) * 2]
+)
+def test_another_kind_and_number_of_replicas_goes_on_from_the_state(
+    first: str, then: str, lag: int
+) -> None:
     """Three replicas for two steps, then one step of two replicas, each with the same gradient as its three."""
 
-    def begin(kind: DataParallel, stage: Layered, replica: int) -> tuple[Layered, dict[str, torch.Tensor]]:
+    def begin(
+        kind: DataParallel, stage: Layered, replica: int
+    ) -> tuple[Layered, dict[str, torch.Tensor]]:
         for step in range(2):
             stage.set_gradients(step, replica)
             one_step(kind, stage, step)
@@ -240,4 +288,6 @@ def test_all_reduce_sends_twice_its_share_of_the_gradient(wire_name: str, value_
         return sent
 
     sent = with_replicas(of_kind("all-reduce", 4, wire_name), 4, run)
-    assert sent == [{peer: 2 * 15 * value_bytes for peer in range(4) if peer != replica} for replica in range(4)]
+    assert sent == [
+        {peer: 2 * 15 * value_bytes for peer in range(4) if peer != replica} for replica in range(4)
+    ]

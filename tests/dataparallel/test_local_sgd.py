@@ -6,7 +6,7 @@ from layered import ADAM, RATE, Layered, Make, gradients, one_step, train, with_
 from torch import nn
 
 from dpipe.dataparallel.base import DataParallel, Links
-from dpipe.dataparallel.exchange import DirectExchange
+from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings, fragments
 from dpipe.dataparallel.single import Single
@@ -16,14 +16,21 @@ DILOCO = {"learning_rate": 0.7, "momentum": 0.9}
 
 
 def local_sgd(
-    replicas: int, inner_steps: int, *, num_fragments: int = 1, wire_name: str = "none", **outer: float | bool
+    replicas: int,
+    inner_steps: int,
+    *,
+    num_fragments: int = 1,
+    wire_name: str = "none",
+    **outer: float | bool,
 ) -> Make:
     def make(stage: Layered, links: Links, replica: int) -> DataParallel:
         averaging = [
             DirectExchange(links, replica, range(replicas), wire(wire_name), part_bytes=40)
             for _ in range(num_fragments)
         ]
-        return LocalSgd({0: stage}, ADAM, OuterSettings(inner_steps, **{**MEAN, **outer}), averaging)
+        return LocalSgd(
+            {0: stage}, ADAM, OuterSettings(inner_steps, **{**MEAN, **outer}), averaging
+        )
 
     return make
 
@@ -48,12 +55,17 @@ def assert_close(one: Layered, values: list[torch.Tensor]) -> None:
 
 
 def mean(stages: list[Layered]) -> list[torch.Tensor]:
-    return [torch.stack([p.data for p in same]).mean(0) for same in zip(*(s.parameters for s in stages), strict=True)]
+    return [
+        torch.stack([p.data for p in same]).mean(0)
+        for same in zip(*(s.parameters for s in stages), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("wire_name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_replicas_are_equal_to_the_last_bit_after_an_outer_step(replicas: int, wire_name: str) -> None:
+def test_replicas_are_equal_to_the_last_bit_after_an_outer_step(
+    replicas: int, wire_name: str
+) -> None:
     make = local_sgd(replicas, 2, wire_name=wire_name, **DILOCO)
     first, *others = train(make, replicas, steps=4)
     assert all(equal(first, other) for other in others)
@@ -68,7 +80,10 @@ def test_outer_step_without_momentum_at_rate_1_is_the_mean_of_the_replicas(repli
 
 def test_replicas_go_their_own_way_between_outer_steps() -> None:
     stages = train(local_sgd(2, 5), 2, steps=4)
-    assert [equal(stage, alone(replica, steps=4)) for replica, stage in enumerate(stages)] == [True, True]
+    assert [equal(stage, alone(replica, steps=4)) for replica, stage in enumerate(stages)] == [
+        True,
+        True,
+    ]
     assert not equal(*stages)
 
 
@@ -120,7 +135,9 @@ def test_overlapped_outer_step_keeps_what_was_learnt_meanwhile() -> None:
     for replica, stage in enumerate(stages):
         learnt = [
             now.data - before.data
-            for now, before in zip(after_three[replica].parameters, after_two[replica].parameters, strict=True)
+            for now, before in zip(
+                after_three[replica].parameters, after_two[replica].parameters, strict=True
+            )
         ]
         # Weight decay of the third step acts on other values: 1 % of a difference of a few tenths.
         for p, agreed, more in zip(stage.parameters, mean(after_two), learnt, strict=True):
@@ -134,7 +151,9 @@ def test_skipped_inner_step_changes_nothing_but_the_outer_step_comes() -> None:
             one_step(kind, stage, step, factor)
         return stage
 
-    assert_close(with_replicas(local_sgd(2, 2), 2, run)[0], mean([alone(replica, 1) for replica in range(2)]))
+    assert_close(
+        with_replicas(local_sgd(2, 2), 2, run)[0], mean([alone(replica, 1) for replica in range(2)])
+    )
 
 
 def test_clipping_is_by_each_replicas_own_norm() -> None:
@@ -147,12 +166,20 @@ def test_clipping_is_by_each_replicas_own_norm() -> None:
     for replica, squares in enumerate(with_replicas(local_sgd(2, 2), 2, run)):
         matrix, vector, other = gradients(Layered(), 0, replica)
         assert squares == pytest.approx(
-            {3: float(matrix.square().sum() + vector.square().sum()), 4: float(other.square().sum())}, rel=1e-6
+            {
+                3: float(matrix.square().sum() + vector.square().sum()),
+                4: float(other.square().sum()),
+            },
+            rel=1e-6,
         )
 
 
-def saved_after(make: Make, replicas: int, steps: int) -> tuple[list[Layered], dict[str, torch.Tensor]]:
-    def begin(kind: DataParallel, stage: Layered, replica: int) -> tuple[Layered, dict[str, torch.Tensor]]:
+def saved_after(
+    make: Make, replicas: int, steps: int
+) -> tuple[list[Layered], dict[str, torch.Tensor]]:
+    def begin(
+        kind: DataParallel, stage: Layered, replica: int
+    ) -> tuple[Layered, dict[str, torch.Tensor]]:
         for step in range(steps):
             stage.set_gradients(step, replica)
             one_step(kind, stage, step)
@@ -164,7 +191,9 @@ def saved_after(make: Make, replicas: int, steps: int) -> tuple[list[Layered], d
     return list(stages), {name: tensor for state in states for name, tensor in state.items()}
 
 
-def resumed(make: Make, replicas: int, first: Layered, saved: dict[str, torch.Tensor], steps: range) -> list[Layered]:
+def resumed(
+    make: Make, replicas: int, first: Layered, saved: dict[str, torch.Tensor], steps: range
+) -> list[Layered]:
     def resume(kind: DataParallel, stage: Layered, replica: int) -> Layered:
         for parameter, value in zip(stage.parameters, first.parameters, strict=True):
             parameter.data.copy_(value)
@@ -180,11 +209,15 @@ def resumed(make: Make, replicas: int, first: Layered, saved: dict[str, torch.Te
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_fragments", [1, 2])
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_resumed_replicas_go_on_as_if_nothing_had_been(stop: int, num_fragments: int, overlap: bool) -> None:
+def test_resumed_replicas_go_on_as_if_nothing_had_been(
+    stop: int, num_fragments: int, overlap: bool
+) -> None:
     make = local_sgd(3, 4, num_fragments=num_fragments, overlap=overlap, **DILOCO)
     stages, saved = saved_after(make, 3, stop)
     went_on = resumed(make, 3, stages[0], saved, range(stop, 9))
-    assert [equal(a, b) for a, b in zip(went_on, train(make, 3, steps=9), strict=True)] == [True] * 3
+    assert [equal(a, b) for a, b in zip(went_on, train(make, 3, steps=9), strict=True)] == [
+        True
+    ] * 3
 
 
 def test_replica_that_the_checkpoint_does_not_know_begins_at_the_anchor() -> None:
@@ -200,13 +233,17 @@ def test_replica_that_the_checkpoint_does_not_know_begins_at_the_anchor() -> Non
     first, second, third = with_replicas(local_sgd(3, 4), 3, start)
     assert equal(first, stages[0])
     assert equal(second, stages[1])
-    assert all(torch.equal(p.data, anchor) for p, anchor in zip(third.parameters, anchors, strict=True))
+    assert all(
+        torch.equal(p.data, anchor) for p, anchor in zip(third.parameters, anchors, strict=True)
+    )
 
 
 def test_run_of_another_kind_goes_on_with_its_parameters_as_the_anchor() -> None:
     single = alone(0, steps=2)
     moments = {
-        f"{name}.{key}": torch.zeros_like(p) for _, name, p in single.weights for key in ("exp_avg", "exp_avg_sq")
+        f"{name}.{key}": torch.zeros_like(p)
+        for _, name, p in single.weights
+        for key in ("exp_avg", "exp_avg_sq")
     }
     went_on = resumed(local_sgd(2, 4), 2, single, moments, range(2, 4))
     assert equal(went_on[0], went_on[1])
@@ -223,10 +260,16 @@ def test_memory_of_the_outer_optimizer_is_counted() -> None:
 
 def test_fragments_are_runs_of_about_the_same_size() -> None:
     named = [(str(size), nn.Parameter(torch.zeros(size))) for size in (50, 30, 20, 40, 60)]
-    assert [[name for name, _ in run] for run in fragments(named, 2)] == [["50", "30", "20"], ["40", "60"]]
+    assert [[name for name, _ in run] for run in fragments(named, 2)] == [
+        ["50", "30", "20"],
+        ["40", "60"],
+    ]
     assert [[name for name, _ in run] for run in fragments(named[:1], 3)] == [[], ["50"], []]
 
 
 def test_tied_weight_is_in_the_first_fragment_of_whatever_stage() -> None:
     named = [(str(size), nn.Parameter(torch.zeros(size))) for size in (50, 30, 20, 40, 60)]
-    assert [[name for name, _ in run] for run in fragments(named, 2, tied={"60"})] == [["60", "50"], ["30", "20", "40"]]
+    assert [[name for name, _ in run] for run in fragments(named, 2, tied={"60"})] == [
+        ["60", "50"],
+        ["30", "20", "40"],
+    ]

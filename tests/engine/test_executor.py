@@ -14,7 +14,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.errors import PeerLost
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.span import Lane
 from dpipe.transport.local import LocalHub
 from dpipe.wire.codec import codec
@@ -92,14 +92,25 @@ def run_ranks(
         here = {s: stages[s] for s, owner in enumerate(schedule.rank_of_stage) if owner == rank}
         weights = {s: w for s, w in (tied or {}).items() if s in here}
         boundaries = [(NUMBER,)] * (schedule.num_stages - 1)
-        parts = Parts(rank, here, hub.transport(rank), codec("none"), boundaries, Single(), recorders[rank], weights)
+        parts = Parts(
+            rank,
+            here,
+            hub.transport(rank),
+            codec("none"),
+            boundaries,
+            Single(),
+            recorders[rank],
+            weights,
+        )
         batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
         try:
             results[rank] = Executor(parts).run(schedule, batch, on_step)
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(schedule.num_ranks)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,)) for rank in range(schedule.num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -119,7 +130,9 @@ def test_every_schedule_computes_the_same(name: str, num_stages: int) -> None:
     # the mean of 1 2 3 4, doubled by each stage
     assert results[-1] == 2.5 * 2**num_stages
     # the first stage's output gradient has been doubled by all the others
-    assert [c for c in stages[0].calls if c[0] == "I"] == [f"I{m}:{2 ** (num_stages - 1)}" for m in range(M)]
+    assert [c for c in stages[0].calls if c[0] == "I"] == [
+        f"I{m}:{2 ** (num_stages - 1)}" for m in range(M)
+    ]
 
 
 def test_interleaved_stages_pass_through_each_rank_twice() -> None:
@@ -142,7 +155,11 @@ def test_evaluation_runs_forward_alone() -> None:
 
 def test_step_is_told_the_loss_where_it_is_known() -> None:
     told: list[tuple[int, float | None]] = []
-    run_ranks(lower(generate("1f1b", 2, M)), doublings(2), on_step=lambda stage, loss: told.append((stage, loss)))
+    run_ranks(
+        lower(generate("1f1b", 2, M)),
+        doublings(2),
+        on_step=lambda stage, loss: told.append((stage, loss)),
+    )
     assert sorted(told) == [(0, None), (1, 10.0)]
 
 
@@ -156,7 +173,9 @@ def test_loss_is_not_read_again_behind_the_update() -> None:
     """On a GPU that would be to wait for the update."""
     stage = Remembering(last=True)
     results, _ = run_ranks(
-        lower(generate("1f1b", 1, M)), [stage], on_step=lambda index, loss: [t.fill_(torch.nan) for t in stage.losses]
+        lower(generate("1f1b", 1, M)),
+        [stage],
+        on_step=lambda index, loss: [t.fill_(torch.nan) for t in stage.losses],
     )
     assert results == [5.0]
 
@@ -178,12 +197,17 @@ def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
 
 def test_grid_of_a_failed_replica_has_the_ranks_of_the_run() -> None:
     alone, hub, boundaries = {0: Breaking(last=True)}, LocalHub(1, transfer_timeout_s=10), ()
-    parts = Parts(0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), row=(2,))
+    parts = Parts(
+        0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), row=(2,)
+    )
     batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
     with pytest.raises(ArithmeticError) as failure:
         Executor(parts).run(lower(generate("gpipe", 1, M)), batch, lambda stage, loss: None)
     (note,) = failure.value.__notes__
-    assert [line.partition(" |")[0] for line in note.split("\n")] == ["rank 2 was at 0F2:", "rank 2"]
+    assert [line.partition(" |")[0] for line in note.split("\n")] == [
+        "rank 2 was at 0F2:",
+        "rank 2",
+    ]
 
 
 def test_neighbour_of_a_failure_loses_its_peer_at_once() -> None:
@@ -195,7 +219,9 @@ def test_aborted_step_can_be_cleared() -> None:
     stage = Breaking(last=True)
     parts = Parts(0, {0: stage}, LocalHub(1).transport(0), codec("none"), (), Single(), Recorder(0))
     with pytest.raises(ArithmeticError):
-        Executor(parts).run(lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M), lambda s, loss: None)
+        Executor(parts).run(
+            lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M), lambda s, loss: None
+        )
     Executor(parts).clear()
     assert stage.held == 0
 
@@ -204,7 +230,12 @@ def test_lanes_are_recorded_apart() -> None:
     _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
     spans = recorders[1].take()
     count = {lane: sum(s.lane is lane for s in spans) for lane in Lane}
-    assert (count[Lane.COMPUTE], count[Lane.SEND], count[Lane.RECV], count[Lane.UPDATE]) == (2 * M, M, M, 1)
+    assert (count[Lane.COMPUTE], count[Lane.SEND], count[Lane.RECV], count[Lane.UPDATE]) == (
+        2 * M,
+        M,
+        M,
+        1,
+    )
 
 
 def test_sent_bytes_are_counted_by_peer() -> None:

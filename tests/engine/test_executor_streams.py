@@ -34,7 +34,9 @@ class Drawing(HostStreams):
         self.log.append(f"{self.stream:8}{what}")
 
     def mark(self) -> str:
-        return next((line.split()[-1] for line in reversed(self.log) if line.startswith("compute")), "start")
+        return next(
+            (line.split()[-1] for line in reversed(self.log) if line.startswith("compute")), "start"
+        )
 
     def ns(self, mark: str) -> int:
         return 0
@@ -106,9 +108,18 @@ def test_host_runs_ahead_until_the_step_and_settles_there() -> None:
     before it is about to change parameters."""
     streams = Drawing()
     parts = Parts(
-        1, {1: Forward(streams)}, Wires(streams), codec("none"), [(NUMBER,)] * 2, Single(), Recorder(1), streams=streams
+        1,
+        {1: Forward(streams)},
+        Wires(streams),
+        codec("none"),
+        [(NUMBER,)] * 2,
+        Single(),
+        Recorder(1),
+        streams=streams,
     )
-    Executor(parts).run(lower(generate("1f1b", 3, 2)), Batch(), lambda stage, loss: streams.add("update"))
+    Executor(parts).run(
+        lower(generate("1f1b", 3, 2)), Batch(), lambda stage, loss: streams.add("update")
+    )
     assert "\n".join(streams.log) == (
         """\
 compute wait 0SEND_F0
@@ -154,7 +165,9 @@ class WatchedUntilStep(Recorder):
 def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
     """A training step of a GPT, all but its end under torch's own watch; what is sent goes through host memory."""
     streams = CudaStreams(torch.device("cuda"))
-    model = gpt(vocab_size=64, num_layers=2, width=64, num_heads=2, context=32, dropout=0.0, tied=False)
+    model = gpt(
+        vocab_size=64, num_layers=2, width=64, num_heads=2, context=32, dropout=0.0, tied=False
+    )
     layers = [materialise(model, index, 0, streams.device) for index in range(4)]
     stages = {
         s: Stage(
@@ -171,7 +184,14 @@ def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
     hub = LocalHub(1, streams=streams)
     plan = lower(generate("gpipe", 2, 2, stages_per_rank=2))
     parts = Parts(
-        0, stages, hub.transport(0), codec(wire), (boundary,), Single(), WatchedUntilStep(0, streams), streams=streams
+        0,
+        stages,
+        hub.transport(0),
+        codec(wire),
+        (boundary,),
+        Single(),
+        WatchedUntilStep(0, streams),
+        streams=streams,
     )
     tokens = torch.randint(64, (2, 32))
     batch = Batch([(tokens,)] * 2, [tokens] * 2)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dpipe.config import Train
+from dpipe.config.load import Train
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.single import Single
-from dpipe.engine.replicas import Seat
 from dpipe.engine.update import LossScale, Update, count, learning_rate
 from dpipe.errors import NumericError
+from dpipe.ranks import ParallelRanks
 
 
 class OneLayer:
@@ -46,18 +46,24 @@ class Heard:
 def an_update(stage: OneLayer, **train: Any) -> Update:
     settings = {"steps": 10, "learning_rate": 0.5, "decay": "none", "weight_decay": 0.0} | train
     chosen = Train(**settings)
-    single = Single({0: stage}, AdamSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas))
+    single = Single(
+        {0: stage}, AdamSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas)
+    )
     return Update({0: stage}, chosen, single, gather=Heard(), timeout_s=1)
 
 
-def one_step(update: Update, stage: OneLayer, grad: float, step: int = 0, stop: bool = False) -> Any:
+def one_step(
+    update: Update, stage: OneLayer, grad: float, step: int = 0, stop: bool = False
+) -> Any:
     stage.weight.grad = torch.full((2, 2), grad * update.loss_scale.value)
     update.begin(step, lambda: stop, dict)
     update(0, 1.5)
     return update.end()
 
 
-def ballot(loss: float | None, norms: dict[int, float], stop: bool = False, bad: str | None = None) -> dict[str, Any]:
+def ballot(
+    loss: float | None, norms: dict[int, float], stop: bool = False, bad: str | None = None
+) -> dict[str, Any]:
     named = {str(layer): square for layer, square in norms.items()}
     return {"loss": loss, "norms": named, "bad": bad, "stop": stop, "report": {}}
 
@@ -73,7 +79,9 @@ def ballot(loss: float | None, norms: dict[int, float], stop: bool = False, bad:
 )
 def test_learning_rate_warms_up_and_decays(decay: str, expected: list[float]) -> None:
     train = Train(steps=10, learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2, decay=decay)
-    assert [learning_rate(train, step) for step in (0, 1, 2, 4, 6, 10)] == pytest.approx(expected, abs=1e-4)
+    assert [learning_rate(train, step) for step in (0, 1, 2, 4, 6, 10)] == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_norm_is_added_in_layer_order_whatever_the_cut() -> None:
@@ -98,8 +106,13 @@ def test_verdict_names_the_layer_whose_average_overflowed() -> None:
 
 
 def test_verdict_adds_what_replicas_say_of_one_layer_and_takes_the_mean_loss() -> None:
-    here = Seat(rank=2, num_ranks=2, num_replicas=2)
-    ballots = [ballot(None, {0: 1.0}), ballot(3.0, {1: 2.0}), ballot(None, {0: 4.0}), ballot(5.0, {1: 9.0})]
+    here = ParallelRanks(rank=2, pp_size=2, dp_size=2)
+    ballots = [
+        ballot(None, {0: 1.0}),
+        ballot(3.0, {1: 2.0}),
+        ballot(None, {0: 4.0}),
+        ballot(5.0, {1: 9.0}),
+    ]
     assert (count(0, ballots, here).norm, count(0, ballots, here).loss) == (4.0, 4.0)
     assert count(0, ballots, here, independent=True).norm == math.sqrt(13)
 
@@ -125,7 +138,11 @@ def test_parts_of_a_step_are_timed_by_their_names() -> None:
     update = an_update(stage, clip_norm=1.0)
     update._timed = lambda name: nullcontext(parts.append(name))
     one_step(update, stage, 1.0)
-    assert parts == ["optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step"]
+    assert parts == [
+        "optimizer-unscale-and-check-inf",
+        "optimizer-clip-main-grad",
+        "optimizer-inner-step",
+    ]
 
 
 def test_verdict_comes_one_step_late_when_nobody_needs_it() -> None:
@@ -149,9 +166,12 @@ def test_loss_scale_halves_and_the_step_is_skipped_on_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "goes_on_at"), [("fp16", "fp16", 8.0), ("fp32", "fp16", None), ("fp16", "fp32", None)]
+    ("before", "after", "goes_on_at"),
+    [("fp16", "fp16", 8.0), ("fp32", "fp16", None), ("fp16", "fp32", None)],
 )
-def test_loss_scale_goes_on_in_the_precision_that_it_is_of(before: str, after: str, goes_on_at: float | None) -> None:
+def test_loss_scale_goes_on_in_the_precision_that_it_is_of(
+    before: str, after: str, goes_on_at: float | None
+) -> None:
     told, taken = LossScale(before == "fp16"), LossScale(after == "fp16")
     if told.dynamic:
         told.value, told.good_steps = 8.0, 5
@@ -171,7 +191,9 @@ def test_loss_scale_is_taken_out_of_the_gradient() -> None:
 
 def test_gradient_that_is_not_finite_ends_the_run_without_loss_scaling() -> None:
     stage = OneLayer()
-    with pytest.raises(NumericError, match="step 0: the gradient of layers.0.weight on rank 0 is not finite"):
+    with pytest.raises(
+        NumericError, match="step 0: the gradient of layers.0.weight on rank 0 is not finite"
+    ):
         one_step(an_update(stage, clip_norm=1.0), stage, math.nan)
 
 
@@ -188,9 +210,11 @@ def test_state_restores_to_the_same_next_step() -> None:
 
 
 def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
-    here, heard = Seat(rank=1, tensor_size=2), Heard()
+    here, heard = ParallelRanks(rank=1, tp_size=2), Heard()
     stage = OneLayer()
-    update = Update({0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here)
+    update = Update(
+        {0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here
+    )
     update.begin(0, lambda: False, dict)
     update._settle(1.5)
     assert heard.said[0]["loss"] is None

@@ -8,9 +8,17 @@ from netem import lab, shell
 
 def left_of(name: str) -> list[str]:
     """Namespaces, folders and processes of a lab."""
-    namespaces = [word for word in shell.run(["ip", "netns", "list"]).split() if word.startswith(f"dpipe-{name}-")]
+    namespaces = [
+        word
+        for word in shell.run(["ip", "netns", "list"]).split()
+        if word.startswith(f"dpipe-{name}-")
+    ]
     folder = lab.STATE / name
-    return namespaces + [str(folder)] * folder.exists() + [pid for pid, line in _processes() if f"{folder}/" in line]
+    return (
+        namespaces
+        + [str(folder)] * folder.exists()
+        + [pid for pid, line in _processes() if f"{folder}/" in line]
+    )
 
 
 def _processes() -> Iterator[tuple[str, str]]:

@@ -13,7 +13,8 @@ from leftovers import left_of
 from settled import settled
 
 from dpipe.errors import ProfileError
-from dpipe.topology import Link, load_network
+from dpipe.network.link import Link
+from dpipe.network.profile import load_network
 from netem import lab as labs
 from netem import measure, probe, shell
 from netem.cli import main
@@ -60,7 +61,9 @@ def test_router_carries_coalesced_packets(lab):
     assert coalesces(lab) or coalesces(labs.measured(lab))
 
 
-@pytest.mark.parametrize("asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps")
+@pytest.mark.parametrize(
+    "asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps"
+)
 def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, profile, asked):
     """Delay and rate within 10 %. A delay is kept to the 0.1 ms in which a guest wakes. A rate that is missed is one
     that the router does not carry, as 10 Gbit/s on two cores: the lab warns of it, measured as it came up or, where
@@ -75,7 +78,11 @@ def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, prof
     def good(seen: tuple[list[probe.Row], bool]) -> bool:
         (delay, rate), rate_explained = seen
         wakes_late = abs(delay.observed - delay.asked) < 2 * GUEST_WAKES_MS
-        return (delay.close or wakes_late) and rate_explained and rate.observed < (1 + TOLERANCE) * rate.asked
+        return (
+            (delay.close or wakes_late)
+            and rate_explained
+            and rate.observed < (1 + TOLERANCE) * rate.asked
+        )
 
     rows, _ = seen = settled(look, good)
     assert good(seen), "\n".join(map(str, rows))
@@ -92,7 +99,10 @@ def test_links_that_differ_are_each_seen_as_asked(lab, profile):
     labs.set_profile(lab, profile(text(Link(5, 0.02)) + blocks))
     for target, link in ((1, far), (2, near)):
         ends = lab.hosts[0], lab.hosts[target]
-        rows = settled(lambda ends=ends, link=link: probe.compare(link, link, measure.observe(*ends, link)), close)
+        rows = settled(
+            lambda ends=ends, link=link: probe.compare(link, link, measure.observe(*ends, link)),
+            close,
+        )
         assert close(rows), "\n".join(map(str, rows))
     assert measure.delay_ms(lab.hosts[1], lab.hosts[2]) == pytest.approx(5, rel=0.1)
 
@@ -109,7 +119,9 @@ def test_links_of_a_host_share_its_egress(lab, profile):
 def test_jitter_and_loss_are_seen_as_asked(lab, profile):
     labs.set_profile(lab, profile(text(Link(20, 1), "jitter_ms = 5\nloss_percent = 5")))
     within = lab.hosts[0].enter([])
-    round_trips, lost = probe.ping(lab.hosts[1].address, count=600, interval_s=0.0025, within=within)
+    round_trips, lost = probe.ping(
+        lab.hosts[1].address, count=600, interval_s=0.0025, within=within
+    )
     assert sorted(round_trips)[len(round_trips) // 2] == pytest.approx(40, rel=0.1)
     assert max(round_trips) - min(round_trips) > 5
     assert 4.5 < lost < 15  # 9.75 %, there or back; four standard deviations are 4.9
@@ -147,7 +159,20 @@ def test_verify_holds_a_link_against_its_profile(lab, profile):
 
 
 def test_command_runs_on_its_host(lab):
-    words = [sys.executable, "-m", "netem", "lab", "exec", "--name", NAME, "1", "--", "sh", "-c", "ip -br addr; exit 7"]
+    words = [
+        sys.executable,
+        "-m",
+        "netem",
+        "lab",
+        "exec",
+        "--name",
+        NAME,
+        "1",
+        "--",
+        "sh",
+        "-c",
+        "ip -br addr; exit 7",
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7
     assert lab.hosts[1].address in done.stdout
@@ -171,7 +196,11 @@ def test_shaping_of_a_device_ends_with_the_command(lab, profile):
         tc qdisc show dev dummy; {sys.executable} -m netem clear --device dummy
         ip link del dummy
     """)
-    lines = [line for line in shown.splitlines() if "netem" in line or "ended" in line or "cleared" in line]
+    lines = [
+        line
+        for line in shown.splitlines()
+        if "netem" in line or "ended" in line or "cleared" in line
+    ]
     put_on = "qdisc netem d1be: root refcnt 2 limit 12500 delay 50ms rate 1Gbit"
     assert [line.strip() for line in lines if "pfifo" not in line] in (
         [put_on, "ended:", put_on, "cleared"],
@@ -180,7 +209,16 @@ def test_shaping_of_a_device_ends_with_the_command(lab, profile):
 
 
 def test_kernel_without_netem_says_so(lab, profile):
-    done = python(lab.hosts[0], "apply", str(profile(text(Link(50, 1)))), "--node", "0", "--device", "eth0", "--detach")
+    done = python(
+        lab.hosts[0],
+        "apply",
+        str(profile(text(Link(50, 1)))),
+        "--node",
+        "0",
+        "--device",
+        "eth0",
+        "--detach",
+    )
     if lab.router_kind == "namespace":
         assert done.returncode == 0
     else:
@@ -219,9 +257,14 @@ def other(monkeypatch) -> Iterator[str]:
 
 def test_hosts_have_the_tcp_that_was_asked_for(other):
     reno = "net.ipv4.tcp_congestion_control=reno"
-    asked = CliRunner().invoke(main, ["lab", "up", "--name", other, "--hosts", "2", "--sysctl", reno])
+    asked = CliRunner().invoke(
+        main, ["lab", "up", "--name", other, "--hosts", "2", "--sysctl", reno]
+    )
     assert "TCP: reno" in asked.output
-    seen = [shell.run(host.enter(["sysctl", "-n", reno.partition("=")[0]])) for host in labs.load(other).hosts]
+    seen = [
+        shell.run(host.enter(["sysctl", "-n", reno.partition("=")[0]]))
+        for host in labs.load(other).hosts
+    ]
     assert seen == ["reno\n", "reno\n"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dpipe.errors import ProfileError
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 from netem import lab as labs
 from netem import router, shell
 from netem.lab import Lab
@@ -37,7 +37,9 @@ def test_lab_that_cannot_be_is_refused(refused, call, monkeypatch):
     assert not labs.STATE.exists()
 
 
-@pytest.mark.parametrize("call", [lambda: labs.up("a", 2), lambda: labs.down("a"), lambda: labs.load("a")])
+@pytest.mark.parametrize(
+    "call", [lambda: labs.up("a", 2), lambda: labs.down("a"), lambda: labs.load("a")]
+)
 def test_lab_without_root_names_the_shaped_transport(call, monkeypatch):
     monkeypatch.setattr(shell.os, "geteuid", lambda: 1000)
     with pytest.raises(NetemError, match="a lab needs root; .*`shaped` transport"):
@@ -51,7 +53,9 @@ def test_profile_is_read_before_anything_is_made(tmp_path):
 
 
 def test_profile_of_fewer_nodes_is_refused_before_anything_is_made(tmp_path):
-    (tmp_path / "pair.toml").write_text("[[link]]\nfrom = 0\nto = 1\ndelay_ms = 1\nbandwidth_gbps = 1\n")
+    (tmp_path / "pair.toml").write_text(
+        "[[link]]\nfrom = 0\nto = 1\ndelay_ms = 1\nbandwidth_gbps = 1\n"
+    )
     with pytest.raises(ProfileError, match="no link from rank 0 to 2"):
         labs.up("a", 3, tmp_path / "pair.toml")
     assert not labs.STATE.exists()
@@ -97,7 +101,9 @@ def test_warning_names_the_congestion_control_that_spaces_packets():
 
 
 def test_own_delay_of_the_router_is_taken_off_what_is_asked():
-    network = Network(default=Link(0.1, 10), links={(0, 1): Link(5, 2, jitter_ms=5, loss_percent=1)})
+    network = Network(
+        default=Link(0.1, 10), links={(0, 1): Link(5, 2, jitter_ms=5, loss_percent=1)}
+    )
     less = labs._less(network, 0.2)
     assert less.default == Link(0, 10)
     assert less.link(0, 1) == Link(4.8, 2, jitter_ms=4.8, loss_percent=1)

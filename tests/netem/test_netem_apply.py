@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 from netem import shell
 from netem.apply import applied, apply, clear
 from netem.shell import NetemError
@@ -44,7 +44,9 @@ def kernel(monkeypatch) -> Kernel:
 
 def test_shaping_is_put_on(kernel):
     apply(SLOW, 0, "lo")
-    assert kernel.ran == ["tc qdisc add dev lo root handle d1be: netem limit 12500 delay 50ms rate 1gbit"]
+    assert kernel.ran == [
+        "tc qdisc add dev lo root handle d1be: netem limit 12500 delay 50ms rate 1gbit"
+    ]
 
 
 def test_shaping_of_before_is_replaced(kernel):

@@ -26,11 +26,23 @@ def invoke(*words: str):
 
 def test_show_prints_the_commands(profile):
     shown = invoke("show", profile(PROFILE), "--device", "eth0", "--node", "0")
-    assert shown.output == "tc qdisc add dev eth0 root handle d1be: netem limit 12500 delay 50ms rate 1gbit\n"
+    assert (
+        shown.output
+        == "tc qdisc add dev eth0 root handle d1be: netem limit 12500 delay 50ms rate 1gbit\n"
+    )
 
 
 def test_show_takes_addresses_where_links_differ(profile):
-    words = ["show", profile(UNEVEN), "--device", "eth0", "--node", "0", "--addresses", "10.0.0.1, 10.0.0.2,10.0.0.3"]
+    words = [
+        "show",
+        profile(UNEVEN),
+        "--device",
+        "eth0",
+        "--node",
+        "0",
+        "--addresses",
+        "10.0.0.1, 10.0.0.2,10.0.0.3",
+    ]
     assert "match ip dst 10.0.0.2/32 flowid d1be:11" in invoke(*words).output
 
 
@@ -50,6 +62,10 @@ def test_profile_that_cannot_work_is_an_error_of_input(profile, text, message):
 
 
 def test_command_line_is_run_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "netem", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "netem", "--help"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("show", "apply", "clear", "verify", "answer", "lab"))
+    assert all(
+        command in done.stdout for command in ("show", "apply", "clear", "verify", "answer", "lab")
+    )

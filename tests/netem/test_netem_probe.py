@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from dpipe.topology import Link
+from dpipe.network.link import Link
 from netem import probe
 from netem.probe import Observed, Row
 from netem.shell import NetemError
@@ -22,21 +22,26 @@ def test_ping_is_read_packet_by_packet():
 
 
 @pytest.mark.parametrize(
-    ("gbps", "round_trip_ms", "connections"), [(10, 0.2, 2), (1, 20, 3), (1, 100, 12), (10, 100, probe.MAX_CONNECTIONS)]
+    ("gbps", "round_trip_ms", "connections"),
+    [(10, 0.2, 2), (1, 20, 3), (1, 100, 12), (10, 100, probe.MAX_CONNECTIONS)],
 )
 def test_connections_grow_with_what_is_under_way(gbps, round_trip_ms, connections):
     assert probe.connections_for(gbps, round_trip_ms) == connections
 
 
 def test_comparison_holds_both_directions_of_delay_and_one_of_rate():
-    rows = probe.compare(Link(10, 1), Link(20, 2), Observed(round_trip_ms=31, lost_percent=0, bandwidth_gbps=0.8))
+    rows = probe.compare(
+        Link(10, 1), Link(20, 2), Observed(round_trip_ms=31, lost_percent=0, bandwidth_gbps=0.8)
+    )
     assert [str(row) for row in rows] == [
         "round trip, ms     asked    30.000   observed    31.000   ok",
         "rate, Gbit/s       asked     1.000   observed     0.800   OFF",
     ]
 
 
-@pytest.mark.parametrize(("observed", "close"), [(0.89, False), (0.91, True), (1.09, True), (1.11, False)])
+@pytest.mark.parametrize(
+    ("observed", "close"), [(0.89, False), (0.91, True), (1.09, True), (1.11, False)]
+)
 def test_ten_percent_is_close(observed, close):
     assert Row("rate", 1.0, observed).close is close
 
@@ -60,5 +65,7 @@ def test_silence_after_a_ping_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "ping").write_text("#!/bin/sh\necho '3 packets transmitted, 0 received'\n")
     (tmp_path / "ping").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(NetemError, match="10.9.9.9 answers no ping: 3 packets transmitted, 0 received"):
+    with pytest.raises(
+        NetemError, match="10.9.9.9 answers no ping: 3 packets transmitted, 0 received"
+    ):
         probe.ping("10.9.9.9", count=3)

@@ -11,7 +11,9 @@ def test_output_is_returned():
 
 
 def test_failure_names_the_command_and_its_words():
-    with pytest.raises(NetemError, match=r"`sh -c echo no such luck >&2; exit 3` failed\nno such luck"):
+    with pytest.raises(
+        NetemError, match=r"`sh -c echo no such luck >&2; exit 3` failed\nno such luck"
+    ):
         shell.run(["sh", "-c", "echo no such luck >&2; exit 3"])
 
 
@@ -35,8 +37,14 @@ def test_user_without_root_is_told_of_the_shaped_transport(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("RTNETLINK answers: Operation not permitted", "this needs root; without root the `shaped` transport"),
-        ("Error: Specified qdisc kind is unknown.", "this kernel lacks a module .*`shaped` transport, or .*lab"),
+        (
+            "RTNETLINK answers: Operation not permitted",
+            "this needs root; without root the `shaped` transport",
+        ),
+        (
+            "Error: Specified qdisc kind is unknown.",
+            "this kernel lacks a module .*`shaped` transport, or .*lab",
+        ),
         ("RTNETLINK answers: No such file or directory", "this kernel lacks a module"),
     ],
 )

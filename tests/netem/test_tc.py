@@ -3,7 +3,7 @@
 import pytest
 
 from dpipe.errors import ProfileError
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 from netem.tc import egress_commands, limit_packets, netem
 
 ADDRESSES = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
@@ -84,7 +84,10 @@ def test_limit_holds_three_times_what_is_under_way(link, packets):
 
 def test_links_that_differ_without_addresses_are_refused():
     network = Network("two sites", Link(5, 2), links={(0, 1): Link(50, 1)})
-    with pytest.raises(ProfileError, match="'two sites' gives node 0 other links to nodes 1: .* address of every node"):
+    with pytest.raises(
+        ProfileError,
+        match="'two sites' gives node 0 other links to nodes 1: .* address of every node",
+    ):
         lines(network, 0)
 
 

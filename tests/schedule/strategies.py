@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from dpipe.schedule.generate import forward_only, generate, gpipe, interleaved, least_in_flight
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 counts = st.integers(1, 6)
 
@@ -13,7 +13,9 @@ def generated(draw: st.DrawFn) -> Schedule:
     ranks, per_rank, microbatches = draw(counts), draw(st.integers(1, 3)), draw(st.integers(1, 13))
     name = draw(st.sampled_from(["gpipe", "forward-only", "1f1b", "interleaved", "zero-bubble"]))
     if name in ("gpipe", "forward-only"):
-        return (gpipe if name == "gpipe" else forward_only)(ranks * per_rank, microbatches, per_rank)
+        return (gpipe if name == "gpipe" else forward_only)(
+            ranks * per_rank, microbatches, per_rank
+        )
     least = least_in_flight(ranks, per_rank, microbatches) if name == "interleaved" else 1
     in_flight = draw(st.none() | st.integers(least, 40))
     if name == "interleaved":

@@ -90,7 +90,11 @@ def test_every_replica_ends_with_the_sum_of_all(exchange: Exchange):
 
 @given(exchanges, st.integers(0, 1000))
 def test_pieces_cover_the_gradient_once(exchange: Exchange, length: int):
-    pieces = {m.owner * exchange.num_parts + m.part: exchange.piece(m, length) for p in exchange.programs for m in p}
+    pieces = {
+        m.owner * exchange.num_parts + m.part: exchange.piece(m, length)
+        for p in exchange.programs
+        for m in p
+    }
     ends = [edge for _, piece in sorted(pieces.items()) for edge in (piece.start, piece.stop)]
     assert ends == sorted(ends)
     assert ends[0] == 0
@@ -100,11 +104,18 @@ def test_pieces_cover_the_gradient_once(exchange: Exchange, length: int):
 
 @pytest.mark.parametrize(
     ("exchange", "most"),
-    [(direct(4, 3), 1.5), (direct(4, 3, sharded=True), 1.5), (chain(4, 3), 2.0), (parameter_server(4, 3), 4.0)],
+    [
+        (direct(4, 3), 1.5),
+        (direct(4, 3, sharded=True), 1.5),
+        (chain(4, 3), 2.0),
+        (parameter_server(4, 3), 4.0),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_busiest_end_sends_so_many_gradients(exchange: Exchange, most: float):
-    sent = [sum(exchange.num_bytes(m, 1200) for m in program) / 1200 for program in exchange.programs]
+    sent = [
+        sum(exchange.num_bytes(m, 1200) for m in program) / 1200 for program in exchange.programs
+    ]
     assert max(sent) == most
 
 
@@ -112,20 +123,30 @@ def test_only_a_direct_exchange_is_the_same_for_all_replicas():
     assert [name for name, kind in KINDS.items() if kind(3, 4).symmetric] == ["direct", "sharded"]
 
 
-@pytest.mark.parametrize(("replicas", "parts", "message"), [(1, 1, "num_replicas .* 2"), (2, 0, "num_parts .* 1")])
+@pytest.mark.parametrize(
+    ("replicas", "parts", "message"), [(1, 1, "num_replicas .* 2"), (2, 0, "num_parts .* 1")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exchange_refuses_sizes_that_make_no_sense(kind: str, replicas: int, parts: int, message: str):
+def test_exchange_refuses_sizes_that_make_no_sense(
+    kind: str, replicas: int, parts: int, message: str
+):
     with pytest.raises(ScheduleError, match=f"{message} for an exchange, got"):
         KINDS[kind](replicas, parts)
 
 
-def run(exchange: Exchange) -> tuple[tuple[tuple[Message, ...], ...], list[dict[tuple[int, int], set[int]]]]:
+def run(
+    exchange: Exchange,
+) -> tuple[tuple[tuple[Message, ...], ...], list[dict[tuple[int, int], set[int]]]]:
     """Send everything, each end in its order; what arrived where, and whose gradients each end holds of each part."""
     ends = range(len(exchange.programs))
     queues = [list(program) for program in exchange.programs]
     arrived: list[set[Message]] = [set() for _ in ends]
     held = [
-        {(o, p): {end} & set(range(exchange.num_replicas)) for o in exchange.owners for p in range(exchange.num_parts)}
+        {
+            (o, p): {end} & set(range(exchange.num_replicas))
+            for o in exchange.owners
+            for p in range(exchange.num_parts)
+        }
         for end in ends
     ]
     moving = True
@@ -135,5 +156,10 @@ def run(exchange: Exchange) -> tuple[tuple[tuple[Message, ...], ...], list[dict[
             while queues[end] and arrived[end].issuperset(exchange.requires(queues[end][0])):
                 message, moving = queues[end].pop(0), True
                 arrived[message.target].add(message)
-                held[message.target][message.owner, message.part] |= held[end][message.owner, message.part]
-    return tuple(tuple(m for m in all_ if m in got) for all_, got in zip(exchange.arrivals, arrived, strict=True)), held
+                held[message.target][message.owner, message.part] |= held[end][
+                    message.owner, message.part
+                ]
+    return tuple(
+        tuple(m for m in all_ if m in got)
+        for all_, got in zip(exchange.arrivals, arrived, strict=True)
+    ), held

@@ -8,7 +8,8 @@ from dpipe.schedule.lower import lower
 
 
 @pytest.mark.parametrize(
-    ("send", "receive"), [("0SEND_F3", "1RECV_F3"), ("2SEND_B3", "1RECV_B3"), ("0SEND_TIED", "3RECV_TIED")]
+    ("send", "receive"),
+    [("0SEND_F3", "1RECV_F3"), ("2SEND_B3", "1RECV_B3"), ("0SEND_TIED", "3RECV_TIED")],
 )
 def test_counterpart_is_the_other_end_of_a_message(send, receive):
     assert counterpart(parse_action(send), num_stages=4) == parse_action(receive)

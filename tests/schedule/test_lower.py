@@ -12,7 +12,7 @@ from dpipe.schedule.action import COMPUTE, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.generate import forward_only, gpipe, one_f_one_b, zero_bubble
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 
 def programs(schedule: Schedule) -> str:
@@ -51,7 +51,9 @@ def test_lower_sends_nothing_inside_a_rank():
 def test_lower_posts_in_the_order_of_the_link_although_a_later_message_is_needed_sooner():
     # Rank 1 is done with stage 3 first, so it sends that tied gradient before the gradient that 0B0 waits for.
     lowered = lower(gpipe(4, 1, stages_per_rank=2), tied=True, recv_ahead=0)
-    assert programs(lowered).splitlines()[0].endswith("0RECV_TIED 0RECV_B0 0B0 0SEND_TIED 0STEP 2STEP")
+    assert (
+        programs(lowered).splitlines()[0].endswith("0RECV_TIED 0RECV_B0 0B0 0SEND_TIED 0STEP 2STEP")
+    )
 
 
 def test_lower_exchanges_a_tied_gradient_once_it_is_final():
@@ -65,7 +67,10 @@ def test_lower_exchanges_a_tied_gradient_once_it_is_final():
 def test_lower_reduces_a_stage_at_once_and_a_tied_one_last():
     lowered = lower(gpipe(4, 1, stages_per_rank=2), tied=True, reduce=True)
     kept = COMPUTE | {Op.SEND_TIED, Op.REDUCE_GRAD, Op.STEP}
-    shown = replace(lowered, programs=tuple(tuple(a for a in program if a.op in kept) for program in lowered.programs))
+    shown = replace(
+        lowered,
+        programs=tuple(tuple(a for a in program if a.op in kept) for program in lowered.programs),
+    )
     assert programs(shown) == lines("""
         0F0 2F0 2B0 2REDUCE_GRAD 0B0 0SEND_TIED 0REDUCE_GRAD 0STEP 2STEP
         1F0 3F0 3B0 3SEND_TIED 1B0 1REDUCE_GRAD 3REDUCE_GRAD 1STEP 3STEP
@@ -88,10 +93,15 @@ def test_lower_without_a_step_still_receives_the_tied_gradient():
 
 @settings(deadline=None)
 @given(generated(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 6))
-def test_lowering_keeps_the_compute_order_and_passes_check(schedule, tied, reduce, step, recv_ahead):
+def test_lowering_keeps_the_compute_order_and_passes_check(
+    schedule, tied, reduce, step, recv_ahead
+):
     lowered = lower(schedule, tied=tied, reduce=reduce, step=step, recv_ahead=recv_ahead)
     check(lowered)
-    assert tuple(tuple(a for a in program if a.op in COMPUTE) for program in lowered.programs) == schedule.programs
+    assert (
+        tuple(tuple(a for a in program if a.op in COMPUTE) for program in lowered.programs)
+        == schedule.programs
+    )
 
 
 @settings(deadline=None)

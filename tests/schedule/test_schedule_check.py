@@ -8,7 +8,7 @@ from dpipe.schedule.action import parse_action
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import gpipe, interleaved, one_f_one_b, zero_bubble
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
 
 
 def with_program(schedule: Schedule, rank: int, text: str) -> Schedule:
@@ -44,13 +44,21 @@ def test_check_draws_the_grid_and_marks_the_culprit():
         (1, "1F0 1F1 1B0 1B1 1STEP", "1STEP on rank 1 does not belong here"),
         (1, "1F0 1F1 1B0 1B1 1I1", "1B1 on rank 1 does not belong here"),
         (1, "1F0 1F1 1B0 1I1", "1W1 is missing on rank 1"),
-        (1, "1F1 1F0 1B0 1B1", "1F1 on rank 1 is out of order: the next output of stage 1 is for micro-batch 0"),
+        (
+            1,
+            "1F1 1F0 1B0 1B1",
+            "1F1 on rank 1 is out of order: the next output of stage 1 is for micro-batch 0",
+        ),
         (
             0,
             "0F0 0F1 0I0 0I1 0W1 0W0",
             "0W1 on rank 0 is out of order: the next weight gradient of stage 0 is for micro-batch 0",
         ),
-        (0, "0F0 0F1 0I0 0B1 0W0", "0B1 on rank 0 is out of order: the next weight gradient of stage 0 is for"),
+        (
+            0,
+            "0F0 0F1 0I0 0B1 0W0",
+            "0B1 on rank 0 is out of order: the next weight gradient of stage 0 is for",
+        ),
         (0, "", "0F0 is missing on rank 0"),
     ],
 )
@@ -61,7 +69,10 @@ def test_check_refuses_a_program_that_is_wrong(rank, program, message):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("1RECV_F0 1F0 1B0 1STEP", "1SEND_B0 is missing on rank 1: 2 stages, 1 micro-batches, lowered"),
+        (
+            "1RECV_F0 1F0 1B0 1STEP",
+            "1SEND_B0 is missing on rank 1: 2 stages, 1 micro-batches, lowered",
+        ),
         ("1RECV_F0 1F0 1B0 1SEND_B0", "1STEP is missing on rank 1"),
         ("1RECV_F0 1F0 1B0 1SEND_B0 1STEP 1SEND_TIED", "1SEND_TIED on rank 1 does not belong here"),
     ],
@@ -71,7 +82,9 @@ def test_check_refuses_a_lowered_program_that_is_wrong(program, message):
 
 
 def test_check_refuses_a_link_whose_ends_disagree():
-    broken = with_program(lower(gpipe(2, 2)), 1, "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1STEP")
+    broken = with_program(
+        lower(gpipe(2, 2)), 1, "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1STEP"
+    )
     assert (
         "the link from rank 0 to rank 1 disagrees on message 0: "
         "rank 0 sends 0SEND_F0 where rank 1 posts 1RECV_F1, not 1RECV_F0"
@@ -80,7 +93,10 @@ def test_check_refuses_a_link_whose_ends_disagree():
 
 def test_check_names_what_each_rank_is_stuck_at():
     text = refusal(with_program(gpipe(2, 1), 0, "0B0 0F0"))
-    assert "no progress: rank 0 stops at 0B0, which waits for 0F0 on rank 0; rank 1 stops at 1F0" in text
+    assert (
+        "no progress: rank 0 stops at 0B0, which waits for 0F0 on rank 0; rank 1 stops at 1F0"
+        in text
+    )
     assert text.splitlines()[1:] == ["rank 0 | >0B0<  0F0", "rank 1 |  1F0   1B0"]
 
 
@@ -97,8 +113,9 @@ def test_check_refuses_a_send_before_what_makes_it():
 def test_check_refuses_ranks_that_wait_for_each_other():
     # Stage 2 is on rank 0 again: a rank that finishes stage 0 backward before stage 2 forward can never start it.
     broken = with_program(interleaved(2, 2, 1), 0, "0F0 0B0 2F0 2B0")
-    assert "rank 0 stops at 0B0, which waits for 1B0 on rank 1; rank 1 stops at 3F0, which waits for 2F0" in refusal(
-        broken
+    assert (
+        "rank 0 stops at 0B0, which waits for 1B0 on rank 1; rank 1 stops at 3F0, which waits for 2F0"
+        in refusal(broken)
     )
 
 

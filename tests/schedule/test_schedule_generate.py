@@ -153,7 +153,11 @@ def test_generate_deals_stages_out_round_robin():
         (("gpipe", 4, 8), {"in_flight": 2}, "'gpipe' takes no in_flight"),
         (("gpipe", 4, 8), {"stages_per_rank": 0}, "stages_per_rank must be at least 1, got 0"),
         (("interleaved", 5, 8), {"stages_per_rank": 2}, "5 stages cannot be dealt out by 2 a rank"),
-        (("interleaved", 8, 8), {"stages_per_rank": 2, "in_flight": 4}, "in_flight is 4, but .* needs at least 5"),
+        (
+            ("interleaved", 8, 8),
+            {"stages_per_rank": 2, "in_flight": 4},
+            "in_flight is 4, but .* needs at least 5",
+        ),
     ],
 )
 def test_generate_refuses_what_makes_no_sense(arguments, parameters, message):

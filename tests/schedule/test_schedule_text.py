@@ -30,7 +30,10 @@ def test_draw_aligns_the_labels_of_many_ranks():
 
 
 def test_draw_names_the_ranks_of_one_replica():
-    assert [line[:9] for line in draw(gpipe(2, 1), ranks=(4, 10)).splitlines()] == ["rank  4 |", "rank 10 |"]
+    assert [line[:9] for line in draw(gpipe(2, 1), ranks=(4, 10)).splitlines()] == [
+        "rank  4 |",
+        "rank 10 |",
+    ]
 
 
 def test_csv_has_one_row_a_rank():
@@ -62,14 +65,20 @@ def test_from_csv_refuses_what_is_no_schedule(text, message):
         from_csv(text)
 
 
-@pytest.mark.parametrize("schedule", [gpipe(2, 3), zero_bubble(2, 3), interleaved(2, 2, 4)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "schedule", [gpipe(2, 3), zero_bubble(2, 3), interleaved(2, 2, 4)], ids=lambda s: s.name
+)
 def test_torch_reads_and_lowers_our_csv(schedule):
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _validate_schedule
 
     rows = enumerate(csv.reader(to_csv(schedule).splitlines()))
     actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in rows}
-    places = _validate_schedule(actions, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+    places = _validate_schedule(
+        actions, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+    )
     assert places == dict(enumerate(schedule.rank_of_stage))
-    lowered = _add_send_recv(actions, stage_to_rank=places.__getitem__, num_stages=schedule.num_stages)
+    lowered = _add_send_recv(
+        actions, stage_to_rank=places.__getitem__, num_stages=schedule.num_stages
+    )
     ours = {str(action) for action in lower(schedule, step=False).index}
     assert {str(action) for row in lowered.values() for action in row} == ours

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from dpipe.topology import Link, load_network
+from dpipe.network.link import Link
+from dpipe.network.profile import load_network
 
 PROFILES = Path(__file__).resolve().parents[2] / "netem/profiles"
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dpipe.engine.data import prepare
-from dpipe.engine.pairs import SentencePairs, SentenceTokenizer
+from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
+from dpipe.data.corpus import prepare
 
 SPEECH = "My fellow citizens, we met. Did you hear? It cost 3.5 dollars.\n\nThe end is\tnear! (Not yet.)\nSo be it"
 

@@ -48,7 +48,9 @@ class Bench:
 
     def run(self, text: str = FILE) -> Result:
         (self.folder / "cells.toml").write_text(text)
-        return CliRunner().invoke(self.script.main, [str(self.folder / "cells.toml"), "--results", str(self.results)])
+        return CliRunner().invoke(
+            self.script.main, [str(self.folder / "cells.toml"), "--results", str(self.results)]
+        )
 
 
 @pytest.fixture
@@ -97,7 +99,11 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
     ("old", "new", "message"),
     [
         ("within_percent = 1", "within = 1", "cell.1.within: Extra inputs are not permitted"),
-        ("within_percent = 1", "within_percent = 0", "cell.1.within_percent: Input should be greater than 0"),
+        (
+            "within_percent = 1",
+            "within_percent = 0",
+            "cell.1.within_percent: Input should be greater than 0",
+        ),
         ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire: Input should be"),
     ],
 )

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import fake_megatron
 import pytest
 from click.testing import CliRunner, Result
+from fakes import fake_megatron
 
 from dpipe.baselines import fsdp, megatron, torch_replay
-from dpipe.config import build, load
+from dpipe.config.load import build, load
 from dpipe.errors import ConfigError
 
 CONFIG = """
@@ -32,8 +32,18 @@ SWEEP = """
     layouts = [{ tensor = 2 }]
 """
 SWEEPS = Path(__file__).parents[2] / "scripts/sweeps"
-SHAPES = [(2, 1, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2), (2, 1, 4)]  # ranks, replicas, sequences of a micro-batch
-LOSSES = {"dpipe": [5.0, 4.0], "fsdp": [5.0, 4.0004], "megatron": [5.0, 4.2]}  # of engines that learn for show
+SHAPES = [
+    (2, 1, 1),
+    (2, 1, 2),
+    (4, 2, 1),
+    (4, 2, 2),
+    (2, 1, 4),
+]  # ranks, replicas, sequences of a micro-batch
+LOSSES = {
+    "dpipe": [5.0, 4.0],
+    "fsdp": [5.0, 4.0004],
+    "megatron": [5.0, 4.2],
+}  # of engines that learn for show
 
 
 @pytest.fixture
@@ -51,7 +61,9 @@ def sweep(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def run(sweep, folder: Path) -> Result:
-    return CliRunner().invoke(sweep.main, [str(folder / "sweep.toml"), "--results", str(folder / "results.jsonl")])
+    return CliRunner().invoke(
+        sweep.main, [str(folder / "sweep.toml"), "--results", str(folder / "results.jsonl")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,12 +79,19 @@ def run(sweep, folder: Path) -> Result:
 def test_engine_is_run_by_its_baseline(engines, engine, layers, module):
     config = build({"model": {"layers": layers}})
     assert engines.module_of(engine, config) is module
-    assert engines.command(engine, config) == (("dpipe", "train") if module is None else (module.__name__,))
+    assert engines.command(engine, config) == (
+        ("dpipe", "train") if module is None else (module.__name__,)
+    )
 
 
 def test_cells_are_layouts_by_micro_batches(sweep, tmp_path):
-    cells = list(sweep.cells(sweep.read_table(sweep.Sweep, tmp_path / "sweep.toml"), tmp_path / "work"))
-    found = [(c.config.world_size, c.config.data_parallel.replicas, c.config.microbatch_size) for c in cells]
+    cells = list(
+        sweep.cells(sweep.read_table(sweep.Sweep, tmp_path / "sweep.toml"), tmp_path / "work")
+    )
+    found = [
+        (c.config.world_size, c.config.data_parallel.replicas, c.config.microbatch_size)
+        for c in cells
+    ]
     assert found == SHAPES
     assert str(cells[3]) == "1 x 2 x 2, micro-batch 2 fsdp 1f1b fp32"
     assert cells[0].config.transport.shape is None
@@ -99,13 +118,20 @@ def test_committed_sweep_of_layouts_gives_cells_that_their_engines_take(
 
 
 def test_batch_that_a_layout_does_not_divide_is_refused(engines):
-    with pytest.raises(ConfigError, match="train.batch_size 64 is not divisible by 3 replicas of micro-batches of 2"):
+    with pytest.raises(
+        ConfigError,
+        match="train.batch_size 64 is not divisible by 3 replicas of micro-batches of 2",
+    ):
         engines.Layout(data=3).overrides(64, 2)
 
 
 @pytest.mark.parametrize(("keys", "venue"), [('networks = ["near.toml"]', "local"), ("", "shaped")])
-def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(sweep, tmp_path, keys, venue):
-    (tmp_path / "sweep.toml").write_text(SWEEP.replace('venue = "local"', f'venue = "{venue}"\n{keys}'))
+def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(
+    sweep, tmp_path, keys, venue
+):
+    (tmp_path / "sweep.toml").write_text(
+        SWEEP.replace('venue = "local"', f'venue = "{venue}"\n{keys}')
+    )
     result = run(sweep, tmp_path)
     assert result.exit_code == 2
     assert 'venue "local" goes without networks' in result.output
@@ -128,7 +154,9 @@ def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monke
     monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.0})
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: None)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
-    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }')
+    (tmp_path / "config.toml").write_text(
+        CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }'
+    )
     result = run(sweep, tmp_path)
     assert result.exit_code == 0, result.output
     assert "left out, for want of GPUs (there are 2): 2 of 5 cells" in result.output
@@ -137,14 +165,21 @@ def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monke
 
 def test_machine_without_gpus_is_told_how_many_it_takes(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
-    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }')
+    (tmp_path / "config.toml").write_text(
+        CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }'
+    )
     result = run(sweep, tmp_path)
     assert result.exit_code == 2
     assert "every cell that is left needs 2 GPUs at least, and torch sees 0 here" in result.output
 
 
 def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
-    row = {"step": 3, "gpu_memory_mb": {"0": 1500.0, "1": 2500.0}, "gpu_use_percent": {"0": 80, "1": 91}, "mfu": 0.41}
+    row = {
+        "step": 3,
+        "gpu_memory_mb": {"0": 1500.0, "1": 2500.0},
+        "gpu_use_percent": {"0": 80, "1": 91},
+        "mfu": 0.41,
+    }
     assert sweep.of_gpus(row) == {"memory_gb": 2.5, "gpu_use_percent": 86, "mfu": 0.41}
 
 
@@ -164,7 +199,9 @@ def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         config = load(path, overrides)
         assert (config.model.num_layers, config.world_size, config.train.steps) == (4, 2, 4)
         engine = module[0].rpartition(".")[2]
-        return [{"step": n, "loss": loss} for n, loss in enumerate(LOSSES[engine])] + [{"held_out_loss": 9.0}]
+        return [{"step": n, "loss": loss} for n, loss in enumerate(LOSSES[engine])] + [
+            {"held_out_loss": 9.0}
+        ]
 
     monkeypatch.setattr(engines, "run_to_end", run_to_end)
     return ran
@@ -173,10 +210,15 @@ def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
-    found = engines.difference_in_training("fsdp", tmp_path / "config.toml", given, None, timeout_s=1.0)
+    found = engines.difference_in_training(
+        "fsdp", tmp_path / "config.toml", given, None, timeout_s=1.0
+    )
     assert found == pytest.approx(4e-4)
     again = (*given, "train.num_microbatches=4")
-    assert engines.difference_in_training("fsdp", tmp_path / "config.toml", again, None, timeout_s=1.0) == found
+    assert (
+        engines.difference_in_training("fsdp", tmp_path / "config.toml", again, None, timeout_s=1.0)
+        == found
+    )
     both = [("dpipe", "train"), ("dpipe.baselines.fsdp",)]
     assert trained == both  # once: micro-batches make no other small model
     half = (*given, "train.precision=bf16")
@@ -189,14 +231,27 @@ def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     with pytest.raises(AssertionError, match="the losses of megatron differ from ours by 0.2"):
-        engines.difference_in_training("megatron", tmp_path / "config.toml", given, None, timeout_s=1.0)
+        engines.difference_in_training(
+            "megatron", tmp_path / "config.toml", given, None, timeout_s=1.0
+        )
 
 
 @pytest.mark.usefixtures("trained")
-def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(engines, tmp_path, monkeypatch):
+def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(
+    engines, tmp_path, monkeypatch
+):
     """A loss before training is near that of chance whatever the parameters: half a thousandth is far."""
     monkeypatch.setitem(LOSSES, "megatron", [5.0005, 4.0])
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
-    given = (*engines.Layout(pipeline=2).overrides(16, 2), "train.precision=fp16", "train.parameters=fp16")
-    with pytest.raises(AssertionError, match="of the same parameters megatron has a first loss of 5.0005, ours: 5.0"):
-        engines.difference_in_training("megatron", tmp_path / "config.toml", given, None, timeout_s=1.0)
+    given = (
+        *engines.Layout(pipeline=2).overrides(16, 2),
+        "train.precision=fp16",
+        "train.parameters=fp16",
+    )
+    with pytest.raises(
+        AssertionError,
+        match="of the same parameters megatron has a first loss of 5.0005, ours: 5.0",
+    ):
+        engines.difference_in_training(
+            "megatron", tmp_path / "config.toml", given, None, timeout_s=1.0
+        )

@@ -46,11 +46,17 @@ def a_row(**known):
 @pytest.mark.timeout(400)  # four processes that import torch
 def test_tiny_run_writes_both_files(script, tmp_path) -> None:
     """One stage beside a plain loop, and two stages in two processes."""
-    result = CliRunner().invoke(script("gpu_check").main, ["--tiny", "--out", str(tmp_path)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        script("gpu_check").main, ["--tiny", "--out", str(tmp_path)], catch_exceptions=False
+    )
     assert result.exit_code == 0
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["failures"] == {}
-    assert [(r["engine"], r["stages"]) for r in report["rows"]] == [("plain", 1), ("dpipe", 1), ("dpipe", 2)]
+    assert [(r["engine"], r["stages"]) for r in report["rows"]] == [
+        ("plain", 1),
+        ("dpipe", 1),
+        ("dpipe", 2),
+    ]
     assert all(r["tokens_per_s"] > 0 for r in report["rows"])
     text = (tmp_path / "gpu_check.md").read_text()
     assert "| tiny | 32 | 4 x 2 | dpipe | 2 | none | False |" in text
@@ -66,7 +72,12 @@ def test_what_there_is_no_time_for_is_listed(script, tmp_path) -> None:
 
 
 def test_aims_are_those_of_one_stage_without_recomputation(script) -> None:
-    rows = [a_row(), a_row(model="GPT-2 345M", **{"over plain": 1.02}), a_row(stages=4, mfu=0.9), a_row(engine="plain")]
+    rows = [
+        a_row(),
+        a_row(model="GPT-2 345M", **{"over plain": 1.02}),
+        a_row(stages=4, mfu=0.9),
+        a_row(engine="plain"),
+    ]
     assert script("gpu_check").aims(rows) == [
         "MFU of the 1.3B model in one stage: 51.4% (aim: at least 50%)",
         "engine over a plain loop, at worst: 1.020 (aim: at most 1.03)",
@@ -90,7 +101,9 @@ def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch
     module = script("gpu_check")
 
     def fails(case):
-        raise RuntimeError("\n\n-- Process 1 terminated with the following error:\nValueError: no room\n")
+        raise RuntimeError(
+            "\n\n-- Process 1 terminated with the following error:\nValueError: no room\n"
+        )
 
     monkeypatch.setattr(module, "measured", fails)
     monkeypatch.setattr(os, "setsid", lambda: None)
@@ -105,7 +118,9 @@ def test_test_file_that_takes_too_long_leaves_what_it_said(script, tmp_path, mon
     module = script("gpu_check")
 
     def late(argv, *, timeout, **options):
-        raise subprocess.TimeoutExpired(argv, timeout, output=b"it began\n")  # bytes, whatever was asked for
+        raise subprocess.TimeoutExpired(
+            argv, timeout, output=b"it began\n"
+        )  # bytes, whatever was asked for
 
     monkeypatch.setattr(subprocess, "run", late)
     with (tmp_path / "log").open("w") as log:
@@ -124,13 +139,18 @@ def test_files_hold_what_is_known_so_far(script, tmp_path) -> None:
     report = module.Report(tmp_path, "CPU")
     report.add("a case", module.Outcome(failure="no room", trace="the whole story"))
     assert "not measured: a case: no room" in (tmp_path / "gpu_check.md").read_text()
-    assert json.loads((tmp_path / "gpu_check.json").read_text())["traces"] == {"a case": "the whole story"}
+    assert json.loads((tmp_path / "gpu_check.json").read_text())["traces"] == {
+        "a case": "the whole story"
+    }
 
 
 def test_all_that_is_to_be_measured_fits_into_the_time(script) -> None:
     module = script("gpu_check")
     peak = peak_of("NVIDIA H200").flops("bf16")
-    assert module.TESTS_S + sum(module.expected_s(case, peak) for case in module.cases(False)) <= 8 * 60
+    assert (
+        module.TESTS_S + sum(module.expected_s(case, peak) for case in module.cases(False))
+        <= 8 * 60
+    )
 
 
 def test_tests_for_gpus_can_be_collected_without_what_other_tests_need(monkeypatch) -> None:
@@ -157,7 +177,10 @@ def test_interpreter_without_torch_is_told_what_to_name(tmp_path):
     bare.chmod(0o755)
     words = [str(ROOT / "scripts/gpu_check"), "--tiny", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        words, env={**os.environ, "PYTHON": str(bare), "PYTHONPATH": ""}, text=True, capture_output=True
+        words,
+        env={**os.environ, "PYTHON": str(bare), "PYTHONPATH": ""},
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 2
     assert "has no torch: name with PYTHON=" in done.stderr

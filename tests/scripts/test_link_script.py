@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpipe.errors import RunError
-from dpipe.topology import Link
+from dpipe.network.link import Link
 from netem import shell
 from netem.shell import NetemError
 
@@ -87,8 +87,12 @@ def test_warm_up_is_as_long_as_told(link, far, carried):
 @pytest.mark.usefixtures("carried")
 def test_rows_are_printed_as_a_table(link, far):
     row = link.measure(Lab(), far)
-    lines = "\n".join([link.as_markdown(row, heads=True), link.as_markdown(row, heads=False)]).splitlines()
-    assert lines[0].startswith("| network | asked | on the wire | iperf3 x1 | window MB | connections | iperf3 |")
+    lines = "\n".join(
+        [link.as_markdown(row, heads=True), link.as_markdown(row, heads=False)]
+    ).splitlines()
+    assert lines[0].startswith(
+        "| network | asked | on the wire | iperf3 x1 | window MB | connections | iperf3 |"
+    )
     assert lines[2].startswith("| far | 1.00 | 0.99 | 0.10 | ")
     assert lines[3:] == lines[2:3]
 
@@ -103,16 +107,22 @@ def test_iperf3_is_timed_between_two_processes(link, possible):
 
 def test_program_that_ends_before_it_listens_is_named_with_its_words(link, monkeypatch):
     monkeypatch.setattr(link.sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match=r"'/bin/false', '-m', 'dpipe.baselines.rate', '1'.* has ended"):
+    with pytest.raises(
+        RunError, match=r"'/bin/false', '-m', 'dpipe.baselines.rate', '1'.* has ended"
+    ):
         link.dpipe(HERE, 1, 0.0, 0.1)
 
 
 def test_receiver_that_fails_is_told_with_what_it_said(link, monkeypatch, tmp_path):
     program = tmp_path / "program"
-    program.write_text('#!/bin/sh\necho listening\n[ "$3" = 0 ] || { echo "out of luck" >&2; exit 1; }\n')
+    program.write_text(
+        '#!/bin/sh\necho listening\n[ "$3" = 0 ] || { echo "out of luck" >&2; exit 1; }\n'
+    )
     program.chmod(0o700)
     monkeypatch.setattr(link.sys, "executable", str(program))
-    with pytest.raises(RunError, match="dpipe between two hosts of the lab has failed:\nout of luck"):
+    with pytest.raises(
+        RunError, match="dpipe between two hosts of the lab has failed:\nout of luck"
+    ):
         link.dpipe(HERE, 1, 0.0, 0.1)
 
 

@@ -14,7 +14,12 @@ LINE = {
 }  # fmt: skip
 OURS = LINE | {"engine": "dpipe", "measured_s": 3.2, "loss_difference": None}
 ELSEWHERE = LINE | {"pipeline_parallel": 2, "gpus": 2}
-NAMES = ("gpt3xl_megatron", "gpt3xl_torch_pipe", "gpt3xl_torch_pipe_fsdp", "megatron_bert345m_scaling")
+NAMES = (
+    "gpt3xl_megatron",
+    "gpt3xl_torch_pipe",
+    "gpt3xl_torch_pipe_fsdp",
+    "megatron_bert345m_scaling",
+)
 
 
 @pytest.fixture
@@ -37,7 +42,11 @@ def run(table, name: str, *words: str | Path) -> Result:
 def test_engines_of_one_layout_stand_together_beside_what_was_published_of_it(table, results):
     rows = json.loads(run(table, "gpt3xl_megatron", "--results", results, "--json").output)
     told = [
-        [row[key] for key in ("engine", "pipeline_parallel", "published_s", "measured_s", "over_ours")] for row in rows
+        [
+            row[key]
+            for key in ("engine", "pipeline_parallel", "published_s", "measured_s", "over_ours")
+        ]
+        for row in rows
     ]
     assert told == [
         ["megatron", 8, 19.71, 4.0, 1.25],
@@ -73,20 +82,31 @@ def test_published_rows_are_known_by_layout(table, name, layout, seconds):
     from tables import SIMULATED
     from tables.measured import Layout
 
-    assert SIMULATED[name].published(table.ROOT / f"scripts/published/{name}.csv")[Layout(*layout)] == seconds
+    assert (
+        SIMULATED[name].published(table.ROOT / f"scripts/published/{name}.csv")[Layout(*layout)]
+        == seconds
+    )
 
 
 def test_markdown_says_where_it_was_measured(table, results):
     lines = run(table, "gpt3xl_megatron", "--results", results).output.splitlines()
-    assert lines[2].startswith("| megatron | 1f1b | made up | 8 | 1 | 8 | 1 | 1 | 64 | fp32 | full | 19.71 | 4 |")
-    assert lines[-1] == "3 rows measured on made up; 2 of them beside what the source published on its own GPUs."
+    assert lines[2].startswith(
+        "| megatron | 1f1b | made up | 8 | 1 | 8 | 1 | 1 | 64 | fp32 | full | 19.71 | 4 |"
+    )
+    assert (
+        lines[-1]
+        == "3 rows measured on made up; 2 of them beside what the source published on its own GPUs."
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_table_of_which_nothing_was_measured_names_the_sweep(table, name, tmp_path):
     result = run(table, name, "--results", tmp_path / "none.jsonl")
     assert result.exit_code == 2
-    assert f"none.jsonl holds no row of mode 'real'; run scripts/sweep.py scripts/sweeps/{name}.toml" in result.output
+    assert (
+        f"none.jsonl holds no row of mode 'real'; run scripts/sweep.py scripts/sweeps/{name}.toml"
+        in result.output
+    )
     assert (table.ROOT / f"scripts/sweeps/{name}.toml").exists()
 
 

@@ -29,7 +29,11 @@ def test_memory_of_the_published_rows_is_within_the_bounds(rows):
 
 def test_time_is_told_over_the_baseline_and_fitted_rows_are_marked(rows):
     fitted = [row for row in rows if row["fitted"]]
-    others = [abs(row["overhead_error"]) for row in rows if not row["fitted"] and row["strategy"] != "baseline"]
+    others = [
+        abs(row["overhead_error"])
+        for row in rows
+        if not row["fitted"] and row["strategy"] != "baseline"
+    ]
     assert [(row["model"], row["tensor_parallel"], row["pipeline_parallel"]) for row in fitted] == [
         ("bert-345m", 2, 2)
     ] * 4
@@ -52,7 +56,10 @@ def test_plot_is_drawn(table, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mode", "instead"),
-    [("megatron_memory_time", "real", "use --mode sim"), ("gpt3xl_torch_pipe", "replay", "use --mode sim or real")],
+    [
+        ("megatron_memory_time", "real", "use --mode sim"),
+        ("gpt3xl_torch_pipe", "replay", "use --mode sim or real"),
+    ],
 )
 def test_mode_that_is_not_there_is_refused(table, name, mode, instead):
     result = run(table, name, "--mode", mode)
@@ -77,7 +84,9 @@ def published(table, name: str):
 
 def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
     """All but the run on 16 GPUs, which is six times slower than its neighbours in the source itself."""
-    rows = list(map(scaling.row_of, scaling.bert_cases(published(table, "megatron_bert345m_scaling"))))
+    rows = list(
+        map(scaling.row_of, scaling.bert_cases(published(table, "megatron_bert345m_scaling")))
+    )
     errors = {row.gpus: row.error_percent for row in rows}
     assert [row.gpus for row in rows if row.fitted] == [1, 32]
     assert abs(errors[1]) < 1
@@ -87,7 +96,9 @@ def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
 
 
 def test_fitted_rows_of_gpt3xl_are_met_and_marked(table, scaling):
-    rows = first(map(scaling.row_of, scaling.megatron_cases(published(table, "gpt3xl_megatron"))), 2)
+    rows = first(
+        map(scaling.row_of, scaling.megatron_cases(published(table, "gpt3xl_megatron"))), 2
+    )
     assert [(row.fitted, abs(row.error_percent) < 1) for row in rows] == [(True, True)] * 2
 
 

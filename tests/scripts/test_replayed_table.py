@@ -23,7 +23,14 @@ def table(script):
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     path = tmp_path / "results.jsonl"
-    lines = (LINE, SLOW, ELSEWHERE, LINE | {"measured_s": 8.0}, {"mode": "replay", "measured_s": 1.0}, {"mode": "real"})
+    lines = (
+        LINE,
+        SLOW,
+        ELSEWHERE,
+        LINE | {"measured_s": 8.0},
+        {"mode": "replay", "measured_s": 1.0},
+        {"mode": "real"},
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -34,15 +41,26 @@ def run(table, *words: str | Path) -> Result:
 
 def test_layouts_are_held_against_the_fastest_pipeline_of_their_network(table, results):
     rows = json.loads(run(table, "--results", results, "--json").output)
-    told = [[row[key] for key in ("delay_ms", "tensor_parallel", "schedule", "over_pipeline")] for row in rows]
-    assert told == [[5.0, 1, "1f1b", 1.0], [5.0, 2, "1f1b", 4.0], [1.0, 2, "1f1b", None], [5.0, 1, "1f1b", 1.23]]
+    told = [
+        [row[key] for key in ("delay_ms", "tensor_parallel", "schedule", "over_pipeline")]
+        for row in rows
+    ]
+    assert told == [
+        [5.0, 1, "1f1b", 1.0],
+        [5.0, 2, "1f1b", 4.0],
+        [1.0, 2, "1f1b", None],
+        [5.0, 1, "1f1b", 1.23],
+    ]
     assert [row["error_percent"] for row in rows[:2]] == [1.6, 4.0]
 
 
 def test_replay_that_was_not_measured_names_its_sweep(table, tmp_path):
     result = run(table, "--results", tmp_path / "none.jsonl")
     assert result.exit_code == 2
-    assert "no row of mode 'replay'; run scripts/sweep.py scripts/sweeps/gpt3xl_megatron_replay.toml" in result.output
+    assert (
+        "no row of mode 'replay'; run scripts/sweep.py scripts/sweeps/gpt3xl_megatron_replay.toml"
+        in result.output
+    )
 
 
 def test_replay_is_drawn(table, results, tmp_path):
@@ -57,7 +75,12 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
     file = table.ROOT / "scripts/sweeps/gpt3xl_megatron_replay.toml"
     cells = list(sweep.cells(sweep.read_table(sweep.Sweep, file), tmp_path))
     found = {
-        (c.config.tensor_parallel.size, c.config.pipeline.stages, c.config.replay.exchanges, c.config.num_machines)
+        (
+            c.config.tensor_parallel.size,
+            c.config.pipeline.stages,
+            c.config.replay.exchanges,
+            c.config.num_machines,
+        )
         for c in cells
     }
     assert found == {(1, 8, 0, 8), (2, 4, 12, 8), (4, 2, 24, 8), (8, 1, 48, 8)}
@@ -65,7 +88,9 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
     assert len({c.key for c in cells}) == len(cells) == 5 * 4
 
 
-@pytest.mark.parametrize("words", [("--compare",), ("--readme", __file__)], ids=["compare", "readme"])
+@pytest.mark.parametrize(
+    "words", [("--compare",), ("--readme", __file__)], ids=["compare", "readme"]
+)
 def test_comparison_by_network_is_refused_of_layouts(table, results, words):
     """It printed the layouts, and left the file that it was to put them into as it was."""
     result = run(table, "--results", results, *words)

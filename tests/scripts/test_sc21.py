@@ -15,9 +15,9 @@ from sc21.experiments import EXPERIMENTS
 from sc21.run import main
 from sc21.slurm import CONFIGURATION, batch_job, case_name, overrides, site
 
-from dpipe.config import load
+from dpipe.config.load import load
+from dpipe.config.presets import PRESETS
 from dpipe.errors import ConfigError
-from dpipe.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = {
@@ -45,12 +45,18 @@ def run(*words: object) -> Result:
 
 
 def rows(name: str, most_actions: int = 600) -> list:
-    cases = [c for c in EXPERIMENTS[name].cases if c.num_microbatches * c.pipeline * c.stages_per_rank <= most_actions]
+    cases = [
+        c
+        for c in EXPERIMENTS[name].cases
+        if c.num_microbatches * c.pipeline * c.stages_per_rank <= most_actions
+    ]
     return [predicted(case) for case in cases]
 
 
 def test_every_experiment_has_its_script() -> None:
-    scripts = {path.stem.removeprefix("run_"): path for path in (ROOT / "scripts/sc21").glob("run_*.sh")}
+    scripts = {
+        path.stem.removeprefix("run_"): path for path in (ROOT / "scripts/sc21").glob("run_*.sh")
+    }
     assert set(scripts) == set(EXPERIMENTS)
     for name, path in scripts.items():
         assert os.access(path, os.X_OK)
@@ -87,7 +93,9 @@ def test_model_flops_leave_out_what_is_recomputed() -> None:
 
 
 def test_tensor_parallelism_beyond_a_machine_is_not_best() -> None:
-    tops = max((row for row in rows("figure_13") if row.series == "batch 32"), key=lambda row: row.tflops)
+    tops = max(
+        (row for row in rows("figure_13") if row.series == "batch 32"), key=lambda row: row.tflops
+    )
     assert tops.tensor == 8
 
 
@@ -100,7 +108,8 @@ def test_data_parallelism_is_better_where_the_model_fits(name: str) -> None:
 
 def test_scattering_helps_where_hops_are_many() -> None:
     whole, scattered = (
-        next(row for row in rows("figure_18") if row.series == series) for series in ("whole", "scattered")
+        next(row for row in rows("figure_18") if row.series == series)
+        for series in ("whole", "scattered")
     )
     assert 1.02 < scattered.tflops / whole.tflops < 1.15
 
@@ -115,7 +124,9 @@ def test_simulation_writes_a_table_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "figure_15.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("figure_15", "--mode", "sim", "--folder", tmp_path)
     assert result.exit_code == 2
@@ -141,7 +152,13 @@ def test_case_is_a_batch_job_of_one_process_a_gpu() -> None:
     case = EXPERIMENTS["figure_14"].cases[0]
     argv = batch_job("figure_14", case, site(SITE | {"DPIPE_RUNS": "/shared/runs"}))
     assert argv[0] == "sbatch"
-    assert {"--partition=gpus", "--account=me", "--nodes=8", "--ntasks=64", "--ntasks-per-node=8"} <= set(argv)
+    assert {
+        "--partition=gpus",
+        "--account=me",
+        "--nodes=8",
+        "--ntasks=64",
+        "--ntasks-per-node=8",
+    } <= set(argv)
     wrapped = argv[-1].removeprefix("--wrap=")
     assert wrapped.startswith("srun dpipe train ")
     assert "pipeline.stages=2" in wrapped
@@ -156,7 +173,11 @@ def test_cases_are_configurations_that_dpipe_takes() -> None:
 
 
 def test_cases_have_runs_of_their_own() -> None:
-    names = [case_name(name, case) for name, experiment in EXPERIMENTS.items() for case in experiment.cases]
+    names = [
+        case_name(name, case)
+        for name, experiment in EXPERIMENTS.items()
+        for case in experiment.cases
+    ]
     assert len(set(names)) == len(names)
 
 
@@ -168,7 +189,9 @@ def test_jobs_are_submitted(cluster: Path, tmp_path: Path, monkeypatch: pytest.M
     assert len((tmp_path / "bin/sbatch.log").read_text().splitlines()) == 10
 
 
-def test_dry_run_submits_nothing(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_submits_nothing(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(tmp_path, "touch $0.log", monkeypatch)
     assert run("figure_14", "--mode", "slurm", "--dry-run").output.count("sbatch --job-name") == 10
     assert not (tmp_path / "bin/sbatch.log").exists()
@@ -178,17 +201,24 @@ def test_tensor_parallelism_over_two_machines_is_left_out(cluster: Path) -> None
     output = run("figure_13", "--mode", "slurm", "--dry-run").output
     assert output.count("sbatch --job-name") == 6
     assert output.count("left out: ") == 4
-    assert "left out: batch 32 at 4, 16: a group of 16 needs one machine, and GPUS_PER_NODE is 8" in output
+    assert (
+        "left out: batch 32 at 4, 16: a group of 16 needs one machine, and GPUS_PER_NODE is 8"
+        in output
+    )
 
 
-def test_refusal_of_sbatch_is_told(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_of_sbatch_is_told(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(tmp_path, "echo invalid account >&2; exit 1", monkeypatch)
     result = run("figure_14", "--mode", "slurm")
     assert result.exit_code == 2
     assert "sbatch refused the case above: invalid account" in result.output
 
 
-def test_machine_without_slurm_is_told(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_slurm_is_told(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = run("figure_14", "--mode", "slurm")
     assert result.exit_code == 2
@@ -208,7 +238,10 @@ def test_measured_steps_make_the_same_table(cluster: Path, tmp_path: Path) -> No
     case = EXPERIMENTS["table_1"].cases[0]
     folder = cluster / case_name("table_1", case)
     folder.mkdir(parents=True)
-    steps = [{"step": i, "step_s": s, "gpu_memory_mb": {"0": 4e4}} for i, s in enumerate((90.0, 60.0, 4.0, 3.0, 5.0))]
+    steps = [
+        {"step": i, "step_s": s, "gpu_memory_mb": {"0": 4e4}}
+        for i, s in enumerate((90.0, 60.0, 4.0, 3.0, 5.0))
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     result = run("table_1", "--mode", "real", "--folder", tmp_path / "out")
     assert result.exit_code == 0, result.output
@@ -241,4 +274,7 @@ def test_script_reads_the_configuration_beside_it(tmp_path: Path) -> None:
     script = tmp_path / "scripts/sc21/run_figure_11.sh"
     done = subprocess.run([script, "--mode", "slurm"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "CONFIG.sh does not set SLURM_PARTITION, SLURM_ACCOUNT, DPIPE_FILES, DPIPE_TOKENIZER, which" in done.stderr
+    assert (
+        "CONFIG.sh does not set SLURM_PARTITION, SLURM_ACCOUNT, DPIPE_FILES, DPIPE_TOKENIZER, which"
+        in done.stderr
+    )

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dpipe.config import build
-from dpipe.engine.launch import STOPPING
+from dpipe.config.load import build
 from dpipe.errors import ConfigError
-from dpipe.topology import Link, Network, load_network
+from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network
+from dpipe.run.launch import STOPPING
 
 CONFIG = """
     [model]
@@ -31,7 +32,10 @@ CONFIG = """
     trace_steps = 1
 """
 ROOT = Path(__file__).parents[2]
-NEAR, FAR = "delay_ms = 1\nbandwidth_gbps = 1\n", "delay_ms = 20\nbandwidth_gbps = 1\nwindow_bytes = 4e6\n"
+NEAR, FAR = (
+    "delay_ms = 1\nbandwidth_gbps = 1\n",
+    "delay_ms = 20\nbandwidth_gbps = 1\nwindow_bytes = 4e6\n",
+)
 
 
 class Bench:
@@ -64,10 +68,14 @@ class Bench:
         } | keys
         runs = {"engine": engine, "schedules": schedules}
         blocks = [*table.items(), "[[run]]", *runs.items()]
-        self.write("sweep.toml", "\n".join(b if isinstance(b, str) else f"{b[0]} = {json.dumps(b[1])}" for b in blocks))
+        self.write(
+            "sweep.toml",
+            "\n".join(b if isinstance(b, str) else f"{b[0]} = {json.dumps(b[1])}" for b in blocks),
+        )
         most = [] if most is None else ["--most", str(most)]
         return CliRunner().invoke(
-            self.sweep.main, [str(self.folder / "sweep.toml"), "--results", str(self.results), *most]
+            self.sweep.main,
+            [str(self.folder / "sweep.toml"), "--results", str(self.results), *most],
         )
 
     def lines(self) -> list[dict[str, object]]:
@@ -86,13 +94,20 @@ def bench(script, tmp_path, monkeypatch) -> Bench:
     return bench
 
 
-ALL = ["near dpipe gpipe fp32", "near dpipe 1f1b fp32", "far dpipe gpipe fp32", "far dpipe 1f1b fp32"]
+ALL = [
+    "near dpipe gpipe fp32",
+    "near dpipe 1f1b fp32",
+    "far dpipe gpipe fp32",
+    "far dpipe 1f1b fp32",
+]
 
 
 def test_cell_without_a_round_of_local_sgd_is_refused(bench):
     """It was measured, and then its mean was of nothing."""
     local = {"kind": "local-sgd", "replicas": 2, "inner_steps": 10}
-    with pytest.raises(ConfigError, match="train.steps 10 hold no round of data_parallel.inner_steps 10"):
+    with pytest.raises(
+        ConfigError, match="train.steps 10 hold no round of data_parallel.inner_steps 10"
+    ):
         bench.sweep.check_rounds(build({"data_parallel": local, "train": {"steps": 10}}))
 
 
@@ -106,7 +121,12 @@ def test_sweep_measures_every_cell_once(bench):
 def test_line_has_the_columns_and_where_they_are_from(bench):
     bench.run(networks=["far.toml"], schedules=["gpipe"])
     (line,) = bench.lines()
-    assert (line["delay_ms"], line["bandwidth_gbps"], line["measured_s"], line["mode"]) == (20, 1, 1.5, "replay")
+    assert (line["delay_ms"], line["bandwidth_gbps"], line["measured_s"], line["mode"]) == (
+        20,
+        1,
+        1.5,
+        "replay",
+    )
     assert line["network"] == {
         "name": "far", "delay_ms": 20, "bandwidth_gbps": 1, "jitter_ms": 0, "loss_percent": 0, "window_bytes": 4e6,
     }  # fmt: skip
@@ -169,7 +189,13 @@ def in_a_lab(bench, monkeypatch) -> dict[str, str]:
 
 
 def only_cell(bench, venue):
-    table = {"name": "s", "config": "config.toml", "venue": venue, "networks": ["far.toml"], "scale": 4}
+    table = {
+        "name": "s",
+        "config": "config.toml",
+        "venue": venue,
+        "networks": ["far.toml"],
+        "scale": 4,
+    }
     sweep = bench.sweep.Sweep(**table, run=[{"schedules": ["1f1b"]}])
     (cell,) = bench.sweep.cells(sweep, bench.folder / "work")
     return cell
@@ -189,7 +215,9 @@ def test_in_a_lab_the_kernel_has_its_own_window_and_ranks_listen_outside(bench):
 
 
 def test_cells_of_another_venue_or_engine_are_others(bench, in_a_lab, monkeypatch):
-    monkeypatch.setattr(bench.sweep, "compare_pipelining", lambda name, size: {"loss difference": 0.0})
+    monkeypatch.setattr(
+        bench.sweep, "compare_pipelining", lambda name, size: {"loss difference": 0.0}
+    )
     bench.run(networks=["far.toml"], schedules=["gpipe"], **in_a_lab)
     bench.run(networks=["far.toml"], schedules=["gpipe"], engine="torch", **in_a_lab)
     assert only_cell(bench, "shaped").key != only_cell(bench, "lab").key
@@ -197,9 +225,13 @@ def test_cells_of_another_venue_or_engine_are_others(bench, in_a_lab, monkeypatc
 
 
 @pytest.mark.parametrize(("schedule", "compared"), [("gpipe", "gpipe"), ("auto", "zero-bubble")])
-def test_torch_is_quoted_beside_how_far_its_losses_are_from_ours(bench, in_a_lab, monkeypatch, schedule, compared):
+def test_torch_is_quoted_beside_how_far_its_losses_are_from_ours(
+    bench, in_a_lab, monkeypatch, schedule, compared
+):
     monkeypatch.setattr(
-        bench.sweep, "compare_pipelining", lambda name, size: {"loss difference": {compared: 1e-7}[name]}
+        bench.sweep,
+        "compare_pipelining",
+        lambda name, size: {"loss difference": {compared: 1e-7}[name]},
     )
     bench.run(networks=["far.toml"], schedules=[schedule], engine="torch", **in_a_lab)
     (line,) = bench.lines()
@@ -318,7 +350,10 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     result = bench.run(networks=["far.toml"], schedules=["gpipe"], timeout_s=0.3)
     assert result.exit_code == 1
-    assert "far dpipe gpipe fp32: the ranks have not ended after 0.3 s and were killed" in result.output
+    assert (
+        "far dpipe gpipe fp32: the ranks have not ended after 0.3 s and were killed"
+        in result.output
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt3xl_gpipe_network", "gpt3xl_replicas"])
@@ -326,7 +361,13 @@ def test_committed_results_are_those_of_their_sweep_file(script, tmp_path, name)
     """Else a change of the configuration has made a measured cell another one, and the sweep measures all anew."""
     sweep = script("sweep")
     known = {
-        cell.key for cell in sweep.cells(sweep.read_table(sweep.Sweep, ROOT / f"scripts/sweeps/{name}.toml"), tmp_path)
+        cell.key
+        for cell in sweep.cells(
+            sweep.read_table(sweep.Sweep, ROOT / f"scripts/sweeps/{name}.toml"), tmp_path
+        )
     }
-    lines = [json.loads(line) for line in (ROOT / f"scripts/results/{name}.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (ROOT / f"scripts/results/{name}.jsonl").read_text("utf-8").splitlines()
+    ]
     assert lines and {line["key"] for line in lines} <= known

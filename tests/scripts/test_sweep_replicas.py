@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dpipe.config import build
+from dpipe.config.load import build
 
 CONFIG = """
 [model]
@@ -33,7 +33,9 @@ def cell(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan = {"name": "s", "config": "config.toml", "networks": ["far.toml"], "scale": 4}
 
     def make(**runs: object):
-        read = sweep.Sweep.model_validate(plan | {"run": [{"schedules": ["gpipe"], "wires": ["bf16"], **runs}]})
+        read = sweep.Sweep.model_validate(
+            plan | {"run": [{"schedules": ["gpipe"], "wires": ["bf16"], **runs}]}
+        )
         (found,) = sweep.cells(read, tmp_path / "work")
         return sweep, found
 
@@ -53,7 +55,9 @@ def test_line_tells_the_replicas_and_the_stages(cell):
 
 
 def test_overrides_of_a_run_have_the_last_word_and_a_name(cell):
-    sweep, found = cell(label="alone", overrides=["data_parallel.replicas=1", "data_parallel.wire='none'"])
+    sweep, found = cell(
+        label="alone", overrides=["data_parallel.replicas=1", "data_parallel.wire='none'"]
+    )
     assert (found.config.data_parallel.replicas, found.config.data_parallel.wire) == (1, "none")
     assert sweep.as_line(found, {"measured_s": 1.0}, "commit")["engine"] == "dpipe alone"
     assert str(found) == "far dpipe alone gpipe bf16"
@@ -75,4 +79,6 @@ def test_step_of_local_sgd_is_the_mean_over_whole_rounds(cell):
 def test_bytes_that_are_not_given_stay_unsaid(script, given, scaled):
     config = build({"replay": {"message_bytes": 4000, "parameter_bytes": given}})
     sizes = script("sweep").scaled_bytes(config, 4)
-    assert sizes == {"message_bytes": 1000} | ({} if scaled is None else {"parameter_bytes": scaled})
+    assert sizes == {"message_bytes": 1000} | (
+        {} if scaled is None else {"parameter_bytes": scaled}
+    )

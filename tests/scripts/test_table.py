@@ -34,14 +34,18 @@ def table(script, monkeypatch):
 @pytest.fixture
 def quick(table, monkeypatch):
     """The table with a simulator that says 20 s of everything."""
-    monkeypatch.setattr(table, "with_prediction", lambda row, network=None: replace(row, predicted_s=20.0))
+    monkeypatch.setattr(
+        table, "with_prediction", lambda row, network=None: replace(row, predicted_s=20.0)
+    )
     return table
 
 
 @pytest.fixture
 def results(tmp_path) -> Path:
     path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"mode": "real", "measured_s": 17.0}) + "\n")
+    path.write_text(
+        json.dumps(LINE) + "\n" + json.dumps(LINE | {"mode": "real", "measured_s": 17.0}) + "\n"
+    )
     return path
 
 
@@ -54,7 +58,9 @@ def test_prediction_is_within_three_percent_of_what_was_published(table):
     rows = [table.with_prediction(row) for row in table.published(NAME)]
     assert [(row.delay_ms, row.bandwidth_gbps) for row in rows] == [*NETWORKS, *NETWORKS[:4]]
     assert [row.data_parallel for row in rows] == [1] * 5 + [4] * 4
-    assert [row.predicted_s for row in rows] == [pytest.approx(row.published_s, rel=0.03) for row in rows]
+    assert [row.predicted_s for row in rows] == [
+        pytest.approx(row.published_s, rel=0.03) for row in rows
+    ]
 
 
 def test_published_row_without_the_window_would_be_a_fifth_too_fast(table, monkeypatch):
@@ -65,7 +71,7 @@ def test_published_row_without_the_window_would_be_a_fifth_too_fast(table, monke
 
 
 def table_network_without_window(path: Path):
-    from dpipe.topology import load_network
+    from dpipe.network.profile import load_network
 
     network = load_network(path)
     return replace(network, default=replace(network.default, window_bytes=None))
@@ -82,7 +88,9 @@ def test_four_replicas_take_no_longer_than_asked(table, network, fp32_s, bf16_s)
 
 
 def test_four_replicas_in_int8_cost_at_most_12_percent_at_1_gbit(table):
-    assert replicated_s(table, (10, 1), "int8") <= 1.12 * replicated_s(table, (10, 1), "int8", replicas=1)
+    assert replicated_s(table, (10, 1), "int8") <= 1.12 * replicated_s(
+        table, (10, 1), "int8", replicas=1
+    )
 
 
 def replicated_s(table, network: tuple[float, float], wire: str, replicas: int = 4) -> float:
@@ -117,21 +125,29 @@ def test_json_has_the_rows_of_one_mode(quick, results):
 def test_measured_replicas_stand_beside_published_ones(table, tmp_path, monkeypatch):
     (tmp_path / "r.jsonl").write_text(json.dumps(LINE | {"data_parallel": 4}))
     monkeypatch.setattr(table, "with_prediction", lambda row, network=None: row)
-    assert [row.data_parallel for row in table.measured(NAME, "replay", tmp_path / "r.jsonl")] == [4] * 5
+    assert [row.data_parallel for row in table.measured(NAME, "replay", tmp_path / "r.jsonl")] == [
+        4
+    ] * 5
 
 
 def test_csv_has_the_same_rows(quick, results):
     lines = run(quick, "--mode", "real", "--results", results, "--csv").output.splitlines()
     rows = list(csv.DictReader(lines))
     assert list(rows[0]) == FIELDS
-    assert (rows[-1]["engine"], rows[-1]["published_s"], rows[-1]["measured_s"]) == ("dpipe", "", "17")
+    assert (rows[-1]["engine"], rows[-1]["published_s"], rows[-1]["measured_s"]) == (
+        "dpipe",
+        "",
+        "17",
+    )
 
 
 def test_csv_keeps_a_comma_inside_its_cell(quick, tmp_path):
     """A pipeline of another size is "auto, 2 stages" in the results: its cells stood one column too far right."""
     (tmp_path / "r.jsonl").write_text(json.dumps(LINE | {"schedule": "auto, 2 stages"}))
     *_, row = csv.DictReader(
-        run(quick, "--mode", "replay", "--results", tmp_path / "r.jsonl", "--csv").output.splitlines()
+        run(
+            quick, "--mode", "replay", "--results", tmp_path / "r.jsonl", "--csv"
+        ).output.splitlines()
     )
     assert (row["schedule"], row["wire"], row["measured_s"]) == ("auto, 2 stages", "bf16", "16")
 
@@ -144,7 +160,9 @@ def test_damaged_line_of_the_results_is_named(quick, results):
 
 
 @pytest.mark.parametrize("path", ["nowhere/table.png", "table.drawing"])
-def test_png_that_cannot_be_written_is_refused_before_anything_is_simulated(table, results, tmp_path, path):
+def test_png_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    table, results, tmp_path, path
+):
     result = run(table, "--mode", "replay", "--results", results, "--png", tmp_path / path)
     assert result.exit_code == 2
     assert "is to end in .png, in a folder that exists" in result.output
@@ -155,14 +173,23 @@ def test_markdown_shows_the_error(quick, results):
     assert "| 10 | 1 | 1 | dpipe | gpipe | bf16 |  | 20 | 16 | -20.0 % |" in text
 
 
-def test_measured_line_gets_the_prediction_that_its_own_run_would_have_today(script, table, tmp_path):
+def test_measured_line_gets_the_prediction_that_its_own_run_would_have_today(
+    script, table, tmp_path
+):
     """In a lab at 1/32: packets' headers count, and the window is the kernel's, not a thirty-second of it."""
     sweep = script("sweep")
-    given = {"name": NAME, "config": "scripts/sweeps/gpt3xl_replay.toml", "venue": "lab", "scale": 32}
+    given = {
+        "name": NAME,
+        "config": "scripts/sweeps/gpt3xl_replay.toml",
+        "venue": "lab",
+        "scale": 32,
+    }
     networks, runs = ["netem/profiles/50ms-1gbps.toml"], [{"schedules": ["gpipe"]}]
     (cell,) = sweep.cells(sweep.Sweep(**given, networks=networks, run=runs), tmp_path)
     line = sweep.as_line(cell, {"measured_s": 30.0}, "abc")
-    assert table.row_of(line | {"predicted_s": None}).predicted_s == pytest.approx(line["predicted_s"], abs=2e-3)
+    assert table.row_of(line | {"predicted_s": None}).predicted_s == pytest.approx(
+        line["predicted_s"], abs=2e-3
+    )
 
 
 def test_measured_line_of_a_shaped_venue_has_its_whole_rate_and_its_window(table):
@@ -178,10 +205,16 @@ def test_line_of_another_pipeline_keeps_the_prediction_of_its_day(table):
 def test_simulated_rows_are_the_published_ones_and_every_schedule_and_wire(table, monkeypatch):
     monkeypatch.setattr(table, "with_prediction", lambda row: row)
     rows = table.simulated(NAME)
-    assert [row.data_parallel for row in rows] == [1] * 5 + [4] * 4 + [1] * 5 * 3 * 3 + [4] * 4 * 2 * 3
+    assert [row.data_parallel for row in rows] == [1] * 5 + [4] * 4 + [1] * 5 * 3 * 3 + [
+        4
+    ] * 4 * 2 * 3
     wires = ("fp32", "bf16", "int8")
     assert {row.label for row in rows[9:]} == {
-        *(f"dpipe {schedule} {wire}" for schedule in ("1f1b", "zero-bubble", "auto") for wire in wires),
+        *(
+            f"dpipe {schedule} {wire}"
+            for schedule in ("1f1b", "zero-bubble", "auto")
+            for wire in wires
+        ),
         *(f"{engine} auto {wire} x 4" for engine in ("dpipe", "dpipe local-sgd") for wire in wires),
     }
 
@@ -199,7 +232,10 @@ class InThisProcess:
 def test_mode_that_nothing_was_measured_in_says_what_to_run(table, tmp_path):
     result = run(table, "--mode", "real", "--results", tmp_path / "none.jsonl")
     assert result.exit_code == 2
-    assert "holds no row of mode 'real'; run scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml" in result.output
+    assert (
+        "holds no row of mode 'real'; run scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml"
+        in result.output
+    )
 
 
 def test_png_is_drawn(quick, results, tmp_path):
@@ -229,7 +265,11 @@ def test_readme_gets_the_comparison_between_its_marks(quick, results, tmp_path):
     path.write_text(f"before\n<!-- {NAME} replay -->\nold\n<!-- end -->\nafter\n")
     assert run(quick, "--mode", "replay", "--results", results, "--readme", path).exit_code == 0
     lines = path.read_text().splitlines()
-    assert lines[:3] == ["before", f"<!-- {NAME} replay -->", "| network | published gpipe fp32 | dpipe gpipe bf16 |"]
+    assert lines[:3] == [
+        "before",
+        f"<!-- {NAME} replay -->",
+        "| network | published gpipe fp32 | dpipe gpipe bf16 |",
+    ]
     assert lines[-2:] == ["<!-- end -->", "after"]
 
 

@@ -20,7 +20,9 @@ def on_ranks(
     def main(rank: int) -> None:
         try:
             store = open_store(HOST, master.port, 20, master=False)
-            group = TensorGroup(store, range(size), rank, host=HOST, sequence=sequence, timeout_s=timeout_s)
+            group = TensorGroup(
+                store, range(size), rank, host=HOST, sequence=sequence, timeout_s=timeout_s
+            )
             results[rank] = work(group)
         except BaseException as error:
             results[rank] = error

@@ -11,7 +11,15 @@ CONTEXT, WORDS = 6, 11
 
 
 def model(dropout: float = 0.0, *, tied: bool = True) -> LayeredModel:
-    return bert(vocab_size=WORDS, num_layers=2, width=8, num_heads=2, context=CONTEXT, dropout=dropout, tied=tied)
+    return bert(
+        vocab_size=WORDS,
+        num_layers=2,
+        width=8,
+        num_heads=2,
+        context=CONTEXT,
+        dropout=dropout,
+        tied=tied,
+    )
 
 
 def layers(**options: float) -> list[nn.Module]:
@@ -23,7 +31,11 @@ def outputs(
     tokens: list[int], types: list[int] | None = None, length: int = CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, V] and those of the pair [2] of one sequence."""
-    tensors = torch.tensor([tokens]), torch.tensor([types or [0] * CONTEXT]), torch.tensor([length], dtype=torch.int32)
+    tensors = (
+        torch.tensor([tokens]),
+        torch.tensor([types or [0] * CONTEXT]),
+        torch.tensor([length], dtype=torch.int32),
+    )
     for layer in layers():
         tensors = layer(*tensors)
     logits, pair = tensors
@@ -41,19 +53,25 @@ def test_token_changes_every_logit_and_the_pairs() -> None:
 
 
 def test_padding_changes_nothing_in_front_of_it() -> None:
-    (logits, pair), (others, other_pair) = (outputs([0, 1, 2, 3, pad, pad], length=4) for pad in (0, 7))
+    (logits, pair), (others, other_pair) = (
+        outputs([0, 1, 2, 3, pad, pad], length=4) for pad in (0, 7)
+    )
     assert same(logits, others)[:4] == [True] * 4
     assert torch.equal(pair, other_pair)
 
 
 def test_type_of_a_token_matters() -> None:
-    (logits, _), (others, _) = (outputs([0, 1, 2, 3, 4, 5], [0, 0, 0, second, 1, 1]) for second in (0, 1))
+    (logits, _), (others, _) = (
+        outputs([0, 1, 2, 3, 4, 5], [0, 0, 0, second, 1, 1]) for second in (0, 1)
+    )
     assert not any(same(logits, others))
 
 
 def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
     logits, pair = outputs([0, 1, 2, 3, 4, 5])
-    loss = masked_and_pair_loss(logits[None], pair[None], torch.tensor([[1, IGNORED, 4, IGNORED, 2, IGNORED]]))
+    loss = masked_and_pair_loss(
+        logits[None], pair[None], torch.tensor([[1, IGNORED, 4, IGNORED, 2, IGNORED]])
+    )
     assert math.isclose(loss.item(), math.log(WORDS) + math.log(2), rel_tol=0.05)
 
 
@@ -86,13 +104,27 @@ def test_masked_words_loss_reaches_every_word_of_the_sequence_and_none_behind_it
 def test_masked_words_are_learned_from_the_words_around_them() -> None:
     """Each sequence is one word over and over: who reads the others knows it, who does not is at log(WORDS - 1)."""
     mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
-    made = bert(vocab_size=WORDS, num_layers=1, width=64, num_heads=2, context=CONTEXT, dropout=0.0, tied=True)
+    made = bert(
+        vocab_size=WORDS,
+        num_layers=1,
+        width=64,
+        num_heads=2,
+        context=CONTEXT,
+        dropout=0.0,
+        tied=True,
+    )
     learning, seen = [materialise(made, index, 0, "cpu") for index in range(3)], list[float]()
-    adam = torch.optim.Adam([parameter for layer in learning for parameter in layer.parameters()], lr=3e-3)
+    adam = torch.optim.Adam(
+        [parameter for layer in learning for parameter in layer.parameters()], lr=3e-3
+    )
     for _ in range(40):
         words = torch.randint(mask, (32, 1), generator=draws).expand(32, CONTEXT)
         masked = torch.rand(32, CONTEXT, generator=draws) < 0.3
-        tensors = words.where(~masked, mask), torch.zeros_like(words), torch.full((32,), CONTEXT, dtype=torch.int32)
+        tensors = (
+            words.where(~masked, mask),
+            torch.zeros_like(words),
+            torch.full((32,), CONTEXT, dtype=torch.int32),
+        )
         for layer in learning:
             tensors = layer(*tensors)
         targets = words.where(masked, IGNORED)
@@ -118,7 +150,11 @@ def test_layer_says_whether_it_draws() -> None:
 
 def test_names_in_checkpoints_are_stable() -> None:
     embedding, layer, _, head = layers()
-    assert [name for name, _ in embedding.named_parameters()] == ["tokens.weight", "positions.weight", "types.weight"]
+    assert [name for name, _ in embedding.named_parameters()] == [
+        "tokens.weight",
+        "positions.weight",
+        "types.weight",
+    ]
     assert next(layer.named_parameters())[0] == "block.attention_norm.weight"
     assert {name.split(".")[0] for name, _ in head.named_parameters()} == {
         *("norm", "transform", "transform_norm", "output", "pooler", "pair")

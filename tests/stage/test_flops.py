@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from dpipe.plan.probe import probe
 from dpipe.stage.bert import bert
 from dpipe.stage.flops import (
     attention_core_flops,
@@ -13,7 +14,6 @@ from dpipe.stage.flops import (
     gpt_layer_parameter_bytes,
 )
 from dpipe.stage.gpt import gpt
-from dpipe.stage.probe import probe
 from dpipe.wire.spec import TensorSpec
 
 SIZES = {"vocab_size": 96, "num_layers": 2, "width": 64, "context": 32}
@@ -43,7 +43,9 @@ def test_formula_counts_the_parameters(tied: bool) -> None:
 def test_formulas_of_bert_count_what_torch_counts() -> None:
     model = bert(**SIZES, num_heads=4, dropout=0.0, tied=True)
     counted = probe(model, [IDS, IDS, TensorSpec((BATCH,), torch.int32)], seed=0)
-    assert list(bert_layer_flops(batch_size=BATCH, **SIZES)) == [cost.forward_flops for cost in counted]
+    assert list(bert_layer_flops(batch_size=BATCH, **SIZES)) == [
+        cost.forward_flops for cost in counted
+    ]
     assert list(bert_layer_parameter_bytes(**SIZES)) == [cost.parameter_bytes for cost in counted]
 
 

@@ -8,7 +8,15 @@ from dpipe.stage.model import materialise
 
 
 def make(dropout: float = 0.0, num_layers: int = 2, width: int = 8) -> list[nn.Module]:
-    model = gpt(vocab_size=11, num_layers=num_layers, width=width, num_heads=2, context=6, dropout=dropout, tied=False)
+    model = gpt(
+        vocab_size=11,
+        num_layers=num_layers,
+        width=width,
+        num_heads=2,
+        context=6,
+        dropout=dropout,
+        tied=False,
+    )
     return [materialise(model, index, 0, "cpu") for index in range(len(model.layers))]
 
 
@@ -27,7 +35,9 @@ def test_position_matters() -> None:
 
 
 def test_start_is_a_uniform_guess() -> None:
-    model = gpt(vocab_size=11, num_layers=2, width=8, num_heads=2, context=6, dropout=0.0, tied=False)
+    model = gpt(
+        vocab_size=11, num_layers=2, width=8, num_heads=2, context=6, dropout=0.0, tied=False
+    )
     tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(0))
     loss = model.loss(nn.Sequential(*make())(tokens), tokens)
     assert math.isclose(loss.item(), math.log(11), rel_tol=0.01)
@@ -37,7 +47,9 @@ def test_weights_start_as_in_gpt2() -> None:
     block = make(num_layers=8, width=64)[1]
     assert math.isclose(block.mlp_in.weight.std().item(), 0.02, rel_tol=0.05)
     assert math.isclose(block.mlp_out.weight.std().item(), 0.02 / math.sqrt(16), rel_tol=0.05)
-    assert math.isclose(block.attention.output.weight.std().item(), 0.02 / math.sqrt(16), rel_tol=0.05)
+    assert math.isclose(
+        block.attention.output.weight.std().item(), 0.02 / math.sqrt(16), rel_tol=0.05
+    )
     assert not block.mlp_in.bias.any()
 
 
@@ -50,7 +62,12 @@ def test_names_of_a_block_are_stable() -> None:
     """They are the names in checkpoints."""
     assert [name for name, _ in make()[1].named_parameters()] == [
         *("attention_norm.weight", "attention_norm.bias"),
-        *("attention.qkv.weight", "attention.qkv.bias", "attention.output.weight", "attention.output.bias"),
+        *(
+            "attention.qkv.weight",
+            "attention.qkv.bias",
+            "attention.output.weight",
+            "attention.output.bias",
+        ),
         *("mlp_norm.weight", "mlp_norm.bias"),
         *("mlp_in.weight", "mlp_in.bias", "mlp_out.weight", "mlp_out.bias"),
     ]

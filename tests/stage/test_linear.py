@@ -21,7 +21,9 @@ def batch() -> torch.Tensor:
     return torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(module: nn.Module, x: torch.Tensor, store: WeightGradients | None = None) -> dict[str, torch.Tensor]:
+def gradients(
+    module: nn.Module, x: torch.Tensor, store: WeightGradients | None = None
+) -> dict[str, torch.Tensor]:
     """Of two micro-batches; by name, the input's as `x`. What is filed in `store` is made after each."""
     leaf = x.clone().requires_grad_()
     for _ in range(2):
@@ -29,7 +31,9 @@ def gradients(module: nn.Module, x: torch.Tensor, store: WeightGradients | None 
         if store is not None:
             make(store.take())
     assert leaf.grad is not None
-    return {"x": leaf.grad} | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"x": leaf.grad} | {
+        name: p.grad for name, p in module.named_parameters() if p.grad is not None
+    }
 
 
 def deferring(module: nn.Module) -> tuple[nn.Module, WeightGradients]:

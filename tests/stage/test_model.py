@@ -9,7 +9,14 @@ from dpipe.errors import ConfigError
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers, materialise
 
-SIZES = {"vocab_size": 11, "num_layers": 2, "width": 8, "num_heads": 2, "context": 4, "dropout": 0.0}
+SIZES = {
+    "vocab_size": 11,
+    "num_layers": 2,
+    "width": 8,
+    "num_heads": 2,
+    "context": 4,
+    "dropout": 0.0,
+}
 
 
 def weights(model: LayeredModel, index: int, seed: int = 0) -> torch.Tensor:
@@ -109,8 +116,16 @@ def test_users_functions_make_layers_when_asked(users_folder: str) -> None:
     [
         ("no_such_module:layers", {}, "cannot import 'no_such_module'"),
         ("{}_broken:layers", {}, "no_such_package_anywhere"),
-        ("{}_syntax:layers", {}, r"cannot import '\w+_syntax': SyntaxError: invalid syntax \(\w+_syntax.py, line 1\)$"),
-        ("{}_raises:layers", {}, r"cannot import '\w+': ValueError: .* \(at .*_raises.py, line 2\)$"),
+        (
+            "{}_syntax:layers",
+            {},
+            r"cannot import '\w+_syntax': SyntaxError: invalid syntax \(\w+_syntax.py, line 1\)$",
+        ),
+        (
+            "{}_raises:layers",
+            {},
+            r"cannot import '\w+': ValueError: .* \(at .*_raises.py, line 2\)$",
+        ),
         ("{}:fails", {}, r"fails raised KeyError: 'no such\\nkey' \(at .*, line 13\)$"),
         ("{}:fails_late", {}, r"fails_late raised ZeroDivisionError: division by zero"),
         ("{}:no_such", {}, "has no function 'no_such'"),
@@ -122,7 +137,9 @@ def test_users_functions_make_layers_when_asked(users_folder: str) -> None:
         ("{}:words", {}, "layer 0 must be an nn.Module"),
     ],
 )
-def test_users_mistake_is_named(users_folder: str, function: str, options: dict[str, int], message: str) -> None:
+def test_users_mistake_is_named(
+    users_folder: str, function: str, options: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_layers(function.format(users_folder), options, seed=0)
 

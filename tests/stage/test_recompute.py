@@ -23,7 +23,9 @@ def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    stage = Stage(0, {layer: materialise(model, layer, 0, "cpu")}, num_microbatches=1, recompute=recompute)
+    stage = Stage(
+        0, {layer: materialise(model, layer, 0, "cpu")}, num_microbatches=1, recompute=recompute
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         stage.forward(0, (torch.ones(B, T, D),))
     return sum(kept.values())
@@ -35,9 +37,15 @@ def test_selective_recomputation_keeps_no_matrix_of_scores() -> None:
     assert saved >= 3 * B * N * T * T * 4
 
 
-def test_core_runs_again_once_in_backward_and_once_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_runs_again_once_in_backward_and_once_in_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer, runs, real = materialise(MODEL, 1, 0, "cpu"), [], F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *qkv, **how: (runs.append(1), real(*qkv, **how))[1])
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *qkv, **how: (runs.append(1), real(*qkv, **how))[1],
+    )
     recompute_attention(layer)
     recompute_attention(layer)  # a second time changes nothing
     output = layer(torch.ones(B, T, D, requires_grad=True))
@@ -49,9 +57,15 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(monkeypatch: py
     assert len(runs) == 3
 
 
-def test_core_that_runs_again_leaves_other_threads_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_that_runs_again_leaves_other_threads_their_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch's checkpoint sets the generator of the process meanwhile, whoever draws from it."""
-    layer, real, drawn = materialise(MODEL, 1, 0, "cpu"), F.scaled_dot_product_attention, list[float]()
+    layer, real, drawn = (
+        materialise(MODEL, 1, 0, "cpu"),
+        F.scaled_dot_product_attention,
+        list[float](),
+    )
     inside, running, has_drawn = threading.Event(), threading.Event(), threading.Event()
 
     def shown(*qkv: torch.Tensor, **how: object) -> torch.Tensor:

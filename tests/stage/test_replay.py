@@ -9,7 +9,9 @@ from dpipe.stage.replay import ReplayStage, wait
 BYTES = 400
 
 
-def make(first: bool = False, last: bool = False, forward_s: float = 0.0, backward_s: float = 0.0) -> ReplayStage:
+def make(
+    first: bool = False, last: bool = False, forward_s: float = 0.0, backward_s: float = 0.0
+) -> ReplayStage:
     return ReplayStage(
         1,
         num_microbatches=2,
@@ -53,7 +55,9 @@ def test_stage_takes_and_gives_real_bytes(
 
 
 def test_message_of_another_size_is_refused() -> None:
-    with pytest.raises(TransferError, match=r"replay stage 1 expected \['float32\[100\]'\] as its input"):
+    with pytest.raises(
+        TransferError, match=r"replay stage 1 expected \['float32\[100\]'\] as its input"
+    ):
         make().forward(0, (torch.zeros(7),))
 
 
@@ -92,7 +96,9 @@ def test_ranks_of_a_stage_exchange_in_each_forward_and_each_input_gradient() -> 
         "first": False,
         "last": False,
     }
-    stage = ReplayStage(1, num_microbatches=2, **kind, exchange=lambda: done.append("."), num_exchanges=3)
+    stage = ReplayStage(
+        1, num_microbatches=2, **kind, exchange=lambda: done.append("."), num_exchanges=3
+    )
     counts = []
     stage.forward(0, MESSAGE)
     counts.append(len(done))
@@ -133,7 +139,9 @@ def test_gradient_is_final_after_the_last_weight_gradient() -> None:
         first=True,
         last=True,
     )
-    assert [(name, p.numel()) for name, p in stage.layer_parameters()[1]] == [("layers.1.weight", 20)]
+    assert [(name, p.numel()) for name, p in stage.layer_parameters()[1]] == [
+        ("layers.1.weight", 20)
+    ]
     for step in range(2):
         stage.begin_step(step)
         for microbatch in range(2):

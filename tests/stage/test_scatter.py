@@ -16,9 +16,13 @@ GRADIENT = torch.randn(B, T, D, generator=torch.Generator().manual_seed(2))
 
 def a_stage(group: TensorGroup | None) -> Stage:
     """The second block of a GPT, alone."""
-    model = gpt(vocab_size=16, num_layers=2, width=D, num_heads=2, context=T, dropout=0.0, tied=False)
+    model = gpt(
+        vocab_size=16, num_layers=2, width=D, num_heads=2, context=T, dropout=0.0, tied=False
+    )
     layers = {2: materialise(model, 2, 3, "cpu")}
-    return Stage(1, layers, num_microbatches=1, split=None if group is None else Split(group, layers))
+    return Stage(
+        1, layers, num_microbatches=1, split=None if group is None else Split(group, layers)
+    )
 
 
 def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
@@ -43,4 +47,6 @@ def test_ranks_pass_on_their_parts_of_what_one_stage_makes() -> None:
 def test_what_is_no_floating_point_number_goes_whole() -> None:
     lengths = TensorSpec((3,), torch.int32)
     assert part_spec(lengths, 2) == lengths
-    assert part_spec(TensorSpec((3, 5, 8), torch.bfloat16), 2) == TensorSpec((3, 5, 4), torch.bfloat16)
+    assert part_spec(TensorSpec((3, 5, 8), torch.bfloat16), 2) == TensorSpec(
+        (3, 5, 4), torch.bfloat16
+    )

@@ -17,7 +17,13 @@ def test_draw_depends_on_its_key_alone() -> None:
 
 
 def test_keys_that_differ_in_one_part_draw_different_numbers() -> None:
-    keys = [("draw", 0, 1, 2), ("draw", 0, 2, 1), ("draw", 1, 1, 2), ("layer", 0, 1, 2), ("draw", 0, 12)]
+    keys = [
+        ("draw", 0, 1, 2),
+        ("draw", 0, 2, 1),
+        ("draw", 1, 1, 2),
+        ("layer", 0, 1, 2),
+        ("draw", 0, 12),
+    ]
     assert len({tuple(draw(*key)) for key in keys}) == len(keys)
 
 

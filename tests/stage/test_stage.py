@@ -29,7 +29,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def small_gpt(dropout: float = 0.0, tied: bool = False) -> LayeredModel:
-    return gpt(vocab_size=VOCAB, num_layers=2, width=16, num_heads=2, context=CONTEXT, dropout=dropout, tied=tied)
+    return gpt(
+        vocab_size=VOCAB,
+        num_layers=2,
+        width=16,
+        num_heads=2,
+        context=CONTEXT,
+        dropout=dropout,
+        tied=tied,
+    )
 
 
 def cut_model(
@@ -126,8 +134,14 @@ class Result:
     parameters: dict[str, torch.Tensor]
 
     def equals(self, other: "Result") -> bool:
-        same = all(torch.equal(self.parameters[name], other.parameters[name]) for name in self.parameters)
-        return same and self.losses == other.losses and self.parameters.keys() == other.parameters.keys()
+        same = all(
+            torch.equal(self.parameters[name], other.parameters[name]) for name in self.parameters
+        )
+        return (
+            same
+            and self.losses == other.losses
+            and self.parameters.keys() == other.parameters.keys()
+        )
 
 
 def train(
@@ -168,7 +182,9 @@ def add_tied(first: nn.Parameter, last: nn.Parameter) -> None:
 @pytest.mark.parametrize("order", [gpipe, one_at_a_time, split, late_weights])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_cut_order_and_recomputation_change_no_bit(
-    cut: tuple[int, ...], order: Callable[[Sequence[Stage], int], list[torch.Tensor]], recompute: str
+    cut: tuple[int, ...],
+    order: Callable[[Sequence[Stage], int], list[torch.Tensor]],
+    recompute: str,
 ) -> None:
     model = small_gpt(dropout=0.1)
     assert train(model, cut, order, recompute=recompute).equals(train(model, (4,)))
@@ -192,14 +208,18 @@ def test_tied_weights_stay_equal_in_any_cut() -> None:
     model = small_gpt(tied=True)
     whole = train(model, (4,))
     assert train(model, (1, 1, 1, 1)).equals(whole)
-    assert torch.equal(whole.parameters["layers.0.tokens.weight"], whole.parameters["layers.3.output.weight"])
+    assert torch.equal(
+        whole.parameters["layers.0.tokens.weight"], whole.parameters["layers.3.output.weight"]
+    )
 
 
 def test_gradients_are_those_of_the_model_without_stages() -> None:
     """Transparency: autograd over the whole batch finds the same."""
     model = small_gpt()
     plain = nn.Sequential(*(materialise(model, index, 0, "cpu") for index in range(4)))
-    inputs, targets = (torch.cat(part) for part in zip(*(tokens(0, m) for m in range(MICROBATCHES)), strict=True))
+    inputs, targets = (
+        torch.cat(part) for part in zip(*(tokens(0, m) for m in range(MICROBATCHES)), strict=True)
+    )
     loss = model.loss(plain(inputs), targets)
     loss.backward()
 
@@ -236,7 +256,9 @@ def test_names_are_global_and_grouped_by_layer() -> None:
 
 def test_bf16_learns_nearly_as_fp32_does() -> None:
     model = small_gpt()
-    full, half = (train(model, (2, 2), precision=precision).losses for precision in ("fp32", "bf16"))
+    full, half = (
+        train(model, (2, 2), precision=precision).losses for precision in ("fp32", "bf16")
+    )
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
 
@@ -306,7 +328,10 @@ def test_clear_lets_an_aborted_step_run_again() -> None:
     assert stage.held == 0
     again, fresh = gpipe(stages, 0), cut_model(small_gpt(), (4,))
     assert again == gpipe(fresh, 0)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(stage.parameters(), fresh[0].parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(stage.parameters(), fresh[0].parameters(), strict=True)
+    )
 
 
 def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
@@ -433,7 +458,9 @@ def test_layers_own_randomness_is_repeated_in_recomputation() -> None:
 def test_input_that_changes_its_shape_is_refused() -> None:
     stages = cut_model(small_gpt(), (2, 2))
     stages[1].forward(0, (torch.zeros(2, 6, 16),), torch.zeros(2, 6, dtype=torch.int64))
-    message = r"stage 1, micro-batch 1: expected \(float32\[2, 6, 16\]\) .* got \(float32\[2, 5, 16\]\)"
+    message = (
+        r"stage 1, micro-batch 1: expected \(float32\[2, 6, 16\]\) .* got \(float32\[2, 5, 16\]\)"
+    )
     with pytest.raises(TransferError, match=message):
         stages[1].forward(1, (torch.zeros(2, 5, 16),), torch.zeros(2, 5, dtype=torch.int64))
 
@@ -441,7 +468,9 @@ def test_input_that_changes_its_shape_is_refused() -> None:
 def test_gradient_of_another_shape_is_refused() -> None:
     stages = cut_model(small_gpt(), (2, 2))
     stages[0].forward(0, (tokens(0, 0)[0],))
-    with pytest.raises(TransferError, match=r"stage 0, micro-batch 0: gradients of shapes \[\(3,\)\]"):
+    with pytest.raises(
+        TransferError, match=r"stage 0, micro-batch 0: gradients of shapes \[\(3,\)\]"
+    ):
         stages[0].backward(0, (torch.zeros(3),))
 
 
@@ -462,14 +491,20 @@ def test_outputs_carry_no_graph() -> None:
 
 
 def test_loss_that_is_no_scalar_is_refused() -> None:
-    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2)
+    stage = Stage(
+        0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2
+    )
     with pytest.raises(RunError, match=r"the loss is of shape \[3, 2\]; it must be a scalar"):
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
 
 
 def test_loss_that_is_no_tensor_is_refused() -> None:
-    stage = Stage(0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item())
-    with pytest.raises(RunError, match="the model's loss function returned float; it must return a scalar tensor"):
+    stage = Stage(
+        0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item()
+    )
+    with pytest.raises(
+        RunError, match="the model's loss function returned float; it must return a scalar tensor"
+    ):
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
 
 
@@ -478,7 +513,13 @@ def test_loss_that_is_no_tensor_is_refused() -> None:
 def test_loss_from_which_nothing_learns_is_refused(layer: int, recompute: str) -> None:
     """It would train to the end, and all parameters would stay as they were."""
     own = nn.Identity() if layer else nn.Linear(2, 2)
-    stage = Stage(0, {layer: own}, num_microbatches=1, loss=lambda x, targets: x.mean().detach(), recompute=recompute)
+    stage = Stage(
+        0,
+        {layer: own},
+        num_microbatches=1,
+        loss=lambda x, targets: x.mean().detach(),
+        recompute=recompute,
+    )
     with pytest.raises(RunError, match="the loss has no gradient, so that nothing would learn"):
         forth_and_back(stage)
 

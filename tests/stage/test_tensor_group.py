@@ -40,7 +40,11 @@ def test_bytes_that_a_rank_sends_are_told() -> None:
     def on_rank(group: TensorGroup) -> list[int]:
         told: list[int] = []
         group.watch = lambda num_bytes: nullcontext(told.append(num_bytes))
-        for exchange in (group.all_reduce, lambda x: group.all_gather(x, 1), lambda x: group.reduce_scatter(x, 1)):
+        for exchange in (
+            group.all_reduce,
+            lambda x: group.all_gather(x, 1),
+            lambda x: group.reduce_scatter(x, 1),
+        ):
             exchange(rows(group))
         return told
 
@@ -117,7 +121,9 @@ def test_rank_that_leaves_is_a_lost_peer_to_the_others() -> None:
         if group.rank == 1:
             group.fail(SystemError("killed"))
             return
-        with pytest.raises(PeerLost, match=r"rank \d lost the tensor-parallel group of ranks 0 to 2"):
+        with pytest.raises(
+            PeerLost, match=r"rank \d lost the tensor-parallel group of ranks 0 to 2"
+        ):
             group.all_reduce(rows(group))
 
     on_ranks(3, on_rank)

@@ -12,7 +12,14 @@ from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import Shard, Split
 
-MODEL = {"vocab_size": 24, "num_layers": 2, "width": 16, "num_heads": 4, "context": 8, "tied": False}
+MODEL = {
+    "vocab_size": 24,
+    "num_layers": 2,
+    "width": 16,
+    "num_heads": 4,
+    "context": 8,
+    "tied": False,
+}
 MICROBATCHES, TOLERANCE = 2, 1e-5
 
 Found = tuple[list[float], dict[str, torch.Tensor]]
@@ -22,7 +29,10 @@ def batches(name: str) -> Iterator[tuple[Tensors, torch.Tensor]]:
     """Inputs and targets of each micro-batch; the sequences of a BERT end where they like."""
     draw = torch.Generator().manual_seed(1)
     for _ in range(MICROBATCHES):
-        tokens, types = torch.randint(24, (3, 9), generator=draw), torch.randint(2, (3, 8), generator=draw)
+        tokens, types = (
+            torch.randint(24, (3, 9), generator=draw),
+            torch.randint(2, (3, 8), generator=draw),
+        )
         if name == "gpt":
             yield (tokens[:, :-1],), tokens[:, 1:]
             continue
@@ -36,7 +46,15 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
     model = {"gpt": gpt, "bert": bert}[name](dropout=dropout, **MODEL)  # type: ignore[arg-type]
     layers = {index: materialise(model, index, 3, "cpu") for index in range(len(model.layers))}
     split = None if group is None else Split(group, layers)
-    stage = Stage(0, layers, num_microbatches=MICROBATCHES, loss=model.loss_on(group), seed=3, split=split, **options)  # type: ignore[arg-type]
+    stage = Stage(
+        0,
+        layers,
+        num_microbatches=MICROBATCHES,
+        loss=model.loss_on(group),
+        seed=3,
+        split=split,
+        **options,
+    )  # type: ignore[arg-type]
     losses = []
     for m, (inputs, targets) in enumerate(batches(name)):
         (value,) = stage.forward(m, inputs, targets)
@@ -69,21 +87,34 @@ def test_ranks_of_a_stage_make_the_gradients_of_one(
 ) -> None:
     """Dropout and all: the masks are those that one process draws."""
     losses, gradients = trained(name, None, dropout, recompute=recompute)
-    results = on_ranks(size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence)
+    results = on_ranks(
+        size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence
+    )
     agree(results, losses, gradients)
 
 
 @pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler's
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute")  # of torch's compiler
-def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute"
+)  # of torch's compiler
+def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """But for the last step, which makes machine code of what was traced: that takes minutes."""
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
+    )
     # What traces puts the random numbers of its process back when it is done. Ranks are threads here, and one would do
     # so under another that draws: a layer that is taken to draw has them for itself.
     monkeypatch.setattr(Head, "draws", True)
     how = {"recompute": "selective"}
     losses, gradients = trained("gpt", None, 0.1, **how)
-    results = on_ranks(2, lambda group: trained("gpt", group, 0.1, compiled=True, **how), sequence=True, timeout_s=60)
+    results = on_ranks(
+        2,
+        lambda group: trained("gpt", group, 0.1, compiled=True, **how),
+        sequence=True,
+        timeout_s=60,
+    )
     agree(results, losses, gradients)
 
 
@@ -113,7 +144,15 @@ def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
     unit = batch * context * width * 4
 
     def kept(group: TensorGroup) -> int:
-        model = gpt(vocab_size=24, num_layers=1, width=width, num_heads=4, context=context, dropout=0.0, tied=False)
+        model = gpt(
+            vocab_size=24,
+            num_layers=1,
+            width=width,
+            num_heads=4,
+            context=context,
+            dropout=0.0,
+            tied=False,
+        )
         layer = {1: materialise(model, 1, 3, "cpu")}
         stage = Stage(0, layer, num_microbatches=1, split=Split(group, layer))
         storages: dict[int, int] = {}

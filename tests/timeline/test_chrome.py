@@ -1,15 +1,20 @@
 import json
 from dataclasses import replace
 
+from dpipe.network.link import Link, Network
 from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import gpipe
 from dpipe.timeline.chrome import chrome_trace
-from dpipe.timeline.replicas import Replicas
-from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Timeline
-from dpipe.topology import Link, Network
 
-STEP = simulate(gpipe(2, 1), Cost.uniform(2, 10, 20, message_bytes=500, update_us=5), Network(default=Link(0.001, 1.0)))
+STEP = simulate(
+    gpipe(2, 1),
+    Cost.uniform(2, 10, 20, message_bytes=500, update_us=5),
+    Network(default=Link(0.001, 1.0)),
+)
 
 
 def events(trace, phase):
@@ -32,7 +37,11 @@ def test_trace_puts_the_prediction_beside_the_measurement():
 
 def test_trace_names_the_lanes():
     trace = chrome_trace([(0.0, STEP)])
-    lanes = [e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name" and e["pid"] == 0]
+    lanes = [
+        e["args"]["name"]
+        for e in events(trace, "M")
+        if e["name"] == "thread_name" and e["pid"] == 0
+    ]
     assert lanes == ["compute", "send", "recv", "update", "wait"]
 
 
@@ -62,7 +71,9 @@ def test_trace_of_a_prediction_alone_survives_json():
 
 def test_trace_draws_arrows_within_each_replica():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 1000))
-    step = simulate(gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
+    step = simulate(
+        gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2))
+    )
     trace = chrome_trace([(0.0, step)])
     ends = {e["id"]: e["pid"] // 2 for e in events(trace, "f")}
     arrows = sorted((e["pid"] // 2, ends[e["id"]]) for e in events(trace, "s"))
@@ -72,7 +83,9 @@ def test_trace_draws_arrows_within_each_replica():
 def test_trace_says_to_which_replica_a_part_went():
     cost = replace(Cost.uniform(1, 10, 20, message_bytes=0), reduce_bytes=(1000,))
     step = simulate(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2)))
-    parts = [e["args"] for e in events(chrome_trace([(0.0, step)]), "X") if e["cat"] == "REDUCE_GRAD"]
+    parts = [
+        e["args"] for e in events(chrome_trace([(0.0, step)]), "X") if e["cat"] == "REDUCE_GRAD"
+    ]
     assert {(part["to rank"], part["bytes"]) for part in parts} == {(0, 500), (1, 500)}
 
 

@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpipe.errors import ScheduleError
+from dpipe.network.link import Link, Network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import zero_bubble
 from dpipe.schedule.text import draw
+from dpipe.timeline.cost import Cost
 from dpipe.timeline.greedy import greedy
-from dpipe.timeline.simulate import Cost, simulate
-from dpipe.topology import Link, Network
+from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
 SLOT = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0)
@@ -36,13 +37,19 @@ def test_greedy_fills_the_wait_for_a_message_with_weight_gradients():
 
 
 def test_greedy_with_more_in_flight_hides_a_longer_hop():
-    shallow, deep = (step_us(greedy(2, 8, SLOT, hop_of(40), in_flight=n), hop_of(40)) for n in (2, 8))
+    shallow, deep = (
+        step_us(greedy(2, 8, SLOT, hop_of(40), in_flight=n), hop_of(40)) for n in (2, 8)
+    )
     assert deep < shallow
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(0, 50))
-def test_greedy_passes_check_and_keeps_the_memory_limit(stages, microbatches, in_flight, limit, delay_us):
+@given(
+    st.integers(1, 4), st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(0, 50)
+)
+def test_greedy_passes_check_and_keeps_the_memory_limit(
+    stages, microbatches, in_flight, limit, delay_us
+):
     cost = Cost.uniform(stages, forward_us=10, backward_us=20, message_bytes=1000)
     schedule = greedy(stages, microbatches, cost, hop_of(delay_us), in_flight, limit)
     check(schedule)
@@ -61,7 +68,13 @@ def test_greedy_refuses_a_cost_for_other_stages():
 
 @pytest.mark.parametrize(
     ("delay_ms", "gbps", "fp32_s", "bf16_s"),
-    [(0.1, 10, 13.55, 13.48), (1, 5, 13.71, 13.56), (5, 2, 14.20, 13.83), (10, 1, 21.4, 14.25), (50, 1, 22.2, 14.69)],
+    [
+        (0.1, 10, 13.55, 13.48),
+        (1, 5, 13.71, 13.56),
+        (5, 2, 14.20, 13.83),
+        (10, 1, 21.4, 14.25),
+        (50, 1, 22.2, 14.69),
+    ],
 )
 def test_greedy_reaches_what_compute_and_egress_allow(delay_ms, gbps, fp32_s, bf16_s):
     """The bounds of the published networks, computed from compute, ramp and shared egress alone."""
@@ -75,4 +88,6 @@ def test_greedy_follows_uneven_stages():
     slow_end = replace(SLOT, forward_us=(10, 30), input_us=(10, 30), weight_us=(10, 30))
     schedule = greedy(2, 4, slow_end, hop_of(10))
     check(schedule)
-    assert step_us(schedule, hop_of(10), slow_end) <= step_us(zero_bubble(2, 4), hop_of(10), slow_end)
+    assert step_us(schedule, hop_of(10), slow_end) <= step_us(
+        zero_bubble(2, 4), hop_of(10), slow_end
+    )

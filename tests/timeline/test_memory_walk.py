@@ -7,7 +7,12 @@ from dpipe.schedule.generate import generate
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
 LAYER = LayerMemory(
-    parameter_bytes=100, gradient_bytes=100, optimizer_bytes=200, held_bytes=10, forward_bytes=3, backward_bytes=7
+    parameter_bytes=100,
+    gradient_bytes=100,
+    optimizer_bytes=200,
+    held_bytes=10,
+    forward_bytes=3,
+    backward_bytes=7,
 )
 
 
@@ -15,7 +20,9 @@ def test_rank_holds_what_its_own_schedule_keeps_in_flight() -> None:
     """1F1B over three stages: three, two and one micro-batches, when a backward starts with gradients there."""
     ranks = peak_memory(generate("1f1b", 3, 6), [(LAYER,)] * 3)
     assert [rank.activations for rank in ranks] == [30, 20, 10]
-    assert ranks[0] == RankMemory(parameters=100, gradients=100, optimizer=200, activations=30, working=7)
+    assert ranks[0] == RankMemory(
+        parameters=100, gradients=100, optimizer=200, activations=30, working=7
+    )
 
 
 def test_first_backward_has_no_gradients_yet() -> None:
@@ -34,7 +41,9 @@ def test_weight_gradients_that_wait_keep_their_factors() -> None:
 
 def test_layer_that_defers_nothing_does_in_a_split_backward_what_it_does_in_a_whole_one() -> None:
     schedule = generate("zero-bubble", 1, 1)  # F0 I0 W0
-    layer = LayerMemory(gradient_bytes=5, held_bytes=10, backward_bytes=7, first_bytes=2, input_bytes=90)
+    layer = LayerMemory(
+        gradient_bytes=5, held_bytes=10, backward_bytes=7, first_bytes=2, input_bytes=90
+    )
     assert peak_memory(schedule, [(layer,)])[0] == RankMemory(0, 0, 0, 10, 9)
 
 
@@ -47,7 +56,11 @@ def test_first_weight_gradients_are_made_last_layer_first_beside_those_that_stay
 
 def test_given_gradient_that_a_layer_defers_is_counted_once() -> None:
     last = LayerMemory(deferred_bytes=6, keeps_given=True)
-    layers = (LayerMemory(held_bytes=10, deferred_bytes=10, input_bytes=20), last, LayerMemory(given_bytes=4))
+    layers = (
+        LayerMemory(held_bytes=10, deferred_bytes=10, input_bytes=20),
+        last,
+        LayerMemory(given_bytes=4),
+    )
     assert peak_memory(generate("zero-bubble", 1, 1), [layers])[0].total == 10 + 6 + 20
     other = (layers[0], replace(last, keeps_given=False), layers[2])
     assert peak_memory(generate("zero-bubble", 1, 1), [other])[0].total == 10 + 6 + 20 + 4
@@ -60,15 +73,27 @@ def test_optimizer_works_when_nothing_is_held() -> None:
 
 def test_layers_are_given_back_last_to_first() -> None:
     """The working memory of the first layer comes when the second has gone."""
-    early, late = LayerMemory(held_bytes=10, backward_bytes=15), LayerMemory(held_bytes=10, backward_bytes=1)
+    early, late = (
+        LayerMemory(held_bytes=10, backward_bytes=15),
+        LayerMemory(held_bytes=10, backward_bytes=1),
+    )
     assert peak_memory(generate("1f1b", 1, 1), [(early, late)])[0].total == 10 + 15
 
 
 def test_gradient_that_a_stage_is_given_stays_until_it_is_done() -> None:
     """The last layer counts it as its own; the one before works beside it."""
-    layers = (LayerMemory(held_bytes=10, backward_bytes=15), LayerMemory(backward_bytes=20), LayerMemory(given_bytes=4))
+    layers = (
+        LayerMemory(held_bytes=10, backward_bytes=15),
+        LayerMemory(backward_bytes=20),
+        LayerMemory(given_bytes=4),
+    )
     assert peak_memory(generate("1f1b", 1, 1), [layers])[0].total == 10 + 20
-    assert peak_memory(generate("1f1b", 1, 1), [(replace(layers[0], backward_bytes=18), *layers[1:])])[0].total == 32
+    assert (
+        peak_memory(generate("1f1b", 1, 1), [(replace(layers[0], backward_bytes=18), *layers[1:])])[
+            0
+        ].total
+        == 32
+    )
 
 
 def test_stages_that_do_not_fit_the_schedule_are_refused() -> None:

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpipe.errors import ScheduleError
+from dpipe.network.link import Link, Network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, least_in_flight
-from dpipe.timeline.replicas import Replicas
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.search import _Race, first_fit, search
-from dpipe.timeline.simulate import Cost, Simulation, simulate
-from dpipe.topology import Link, Network
+from dpipe.timeline.simulate import Simulation, simulate
 
 REPLICAS = [
     None,
@@ -47,9 +48,13 @@ def test_search_lets_weight_gradients_wait_for_a_slow_network():
     st.sampled_from([FAST, SLOW]),
     st.sampled_from(REPLICAS),
 )
-def test_search_finds_what_it_would_if_it_gave_no_candidate_up(forward_ms, microbatches, network, replicas):
+def test_search_finds_what_it_would_if_it_gave_no_candidate_up(
+    forward_ms, microbatches, network, replicas
+):
     forward = tuple(1e3 * ms for ms in forward_ms)
-    costs = replace(cost(len(forward)), forward_us=forward, reduce_bytes=(3_000_000,) * len(forward))
+    costs = replace(
+        cost(len(forward)), forward_us=forward, reduce_bytes=(3_000_000,) * len(forward)
+    )
     found = search(len(forward), microbatches, costs, network, replicas=replicas)
     with pytest.MonkeyPatch.context() as patient:
         patient.delattr(_Race, "compute")
@@ -72,7 +77,9 @@ def test_search_soon_gives_up_what_falls_behind(network, monkeypatch):
 
 
 def test_search_is_deterministic():
-    assert search(4, 12, cost(4), SLOW, memory_limit=6) == search(4, 12, cost(4), SLOW, memory_limit=6)
+    assert search(4, 12, cost(4), SLOW, memory_limit=6) == search(
+        4, 12, cost(4), SLOW, memory_limit=6
+    )
 
 
 @pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
@@ -89,7 +96,9 @@ def test_search_is_never_slower_than_a_schedule_by_name(name, network):
 def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
     limit = least_in_flight(ranks, per_rank, microbatches) + more
     stages = ranks * per_rank
-    found = search(stages, microbatches, cost(stages), SLOW, memory_limit=limit, stages_per_rank=per_rank)
+    found = search(
+        stages, microbatches, cost(stages), SLOW, memory_limit=limit, stages_per_rank=per_rank
+    )
     assumed = first_fit(stages, microbatches, memory_limit=limit, stages_per_rank=per_rank)
     for schedule in (found, assumed):
         check(schedule)

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpipe.errors import ConfigError, ScheduleError
+from dpipe.network.link import Host, Link, Network
 from dpipe.schedule.action import RECVS, SENDS, Action
 from dpipe.schedule.generate import forward_only, generate, gpipe, one_f_one_b, zero_bubble
 from dpipe.schedule.links import peer
 from dpipe.schedule.lower import lower
-from dpipe.schedule.plan import Schedule
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
 from dpipe.timeline.machine import Clock
-from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Timeline
-from dpipe.topology import Host, Link, Network
 
 BYTES_PER_US = 125  # at 1 Gbit/s
 
@@ -29,7 +30,8 @@ def network(delay_us: float, gbps: float = 1.0) -> Network:
 def spans(timeline: Timeline) -> str:
     """One line a rank and lane: what ran from when to when."""
     return "\n".join(
-        f"{rank} {lane}: " + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))
+        f"{rank} {lane}: "
+        + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))
         for rank in range(timeline.num_ranks)
         for lane in Lane
         if timeline.on(rank, lane)
@@ -41,7 +43,9 @@ def lines(text: str) -> str:
 
 
 def test_simulate_moves_a_micro_batch_there_and_back():
-    cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=4 * BYTES_PER_US, update_us=5)
+    cost = Cost.uniform(
+        2, forward_us=10, backward_us=20, message_bytes=4 * BYTES_PER_US, update_us=5
+    )
     assert spans(simulate(gpipe(2, 1), cost, network(delay_us=1))) == lines("""
         0 compute: 0F0 0-10  0B0 50-70
         0 send: 0SEND_F0 10-14
@@ -79,7 +83,9 @@ def test_simulate_sends_one_message_after_another_from_a_rank_that_sends_both_wa
     )
     timeline = simulate(one_f_one_b(3, 2), cost, network(delay_us=0))
     # 1SEND_B0 comes at 47, while 1SEND_F1 has 36 of its 40 to move.
-    sends = "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(1, Lane.SEND)[:3])
+    sends = "  ".join(
+        f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(1, Lane.SEND)[:3]
+    )
     assert sends == "1SEND_F0 3-43  1SEND_F1 43-83  1SEND_B0 83-93"
 
 
@@ -90,14 +96,19 @@ def test_simulate_gives_a_slow_link_its_own_rate_and_the_rest_to_the_fast_one():
     )
     uneven = Network(default=Link(0, 1.0), links={(1, 0): Link(0, 0.1)})
     # 1SEND_F1 has moved 4 of its 91 when 1SEND_B0 comes and takes 0.1 of the egress; 0.9 are left for it.
-    sends = {str(s.action): s.duration_us for s in simulate(one_f_one_b(3, 2), cost, uneven).on(1, Lane.SEND)}
+    sends = {
+        str(s.action): s.duration_us
+        for s in simulate(one_f_one_b(3, 2), cost, uneven).on(1, Lane.SEND)
+    }
     assert sends["1SEND_B0"] == pytest.approx(910)
     assert sends["1SEND_F1"] == pytest.approx(4 + (91 - 4) / 0.9)
 
 
 def test_simulate_runs_weight_gradients_where_it_would_wait():
     cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0)
-    assert spans(simulate(lower(zero_bubble(2, 2), step=False), cost, network(delay_us=5))) == lines("""
+    assert spans(
+        simulate(lower(zero_bubble(2, 2), step=False), cost, network(delay_us=5))
+    ) == lines("""
         0 compute: 0F0 0-10  0F1 10-20  0I0 40-50  0W0 50-60  0I1 60-70  0W1 70-80
         0 send: 0SEND_F0 10-10  0SEND_F1 20-20
         0 recv: 0RECV_B0 40-40  0RECV_B1 60-60
@@ -123,7 +134,8 @@ def test_simulate_exchanges_a_tied_gradient_before_the_step():
 
 
 @pytest.mark.parametrize(
-    ("delay_ms", "gbps", "seconds"), [(0.1, 10, 15.16), (1, 5, 15.48), (5, 2, 16.52), (10, 1, 22.46), (50, 1, 23.34)]
+    ("delay_ms", "gbps", "seconds"),
+    [(0.1, 10, 15.16), (1, 5, 15.48), (5, 2, 16.52), (10, 1, 22.46), (50, 1, 23.34)],
 )
 def test_simulate_agrees_with_the_published_gpipe_times(delay_ms, gbps, seconds):
     cost = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 * 2**20)
@@ -141,7 +153,10 @@ def costs(draw: st.DrawFn, num_stages: int) -> Cost:
         return tuple(draw(st.lists(values, min_size=count, max_size=count)))
 
     messages = st.integers(0, 50_000)
-    stages, hops = [each(times) for _ in range(4)], [each(messages, num_stages - 1) for _ in range(2)]
+    stages, hops = (
+        [each(times) for _ in range(4)],
+        [each(messages, num_stages - 1) for _ in range(2)],
+    )
     return Cost(*stages, *hops, update_us=each(times), tied_bytes=draw(messages))
 
 
@@ -151,7 +166,8 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Cost, Network]:
     per_rank = draw(st.integers(1, 3)) if name in ("gpipe", "interleaved") else 1
     stages = draw(st.integers(1, 4)) * per_rank
     schedule = lower(
-        generate(name, stages, draw(st.integers(1, 8)), stages_per_rank=per_rank), tied=draw(st.booleans())
+        generate(name, stages, draw(st.integers(1, 8)), stages_per_rank=per_rank),
+        tied=draw(st.booleans()),
     )
     return schedule, draw(costs(stages)), draw(networks)
 
@@ -184,10 +200,14 @@ def test_simulate_never_ends_before_the_critical_path(case):
 @given(cases())
 def test_simulate_does_everything_once_and_one_thing_at_a_time(case):
     schedule, timeline = case[0], simulate(*case)
-    assert sorted(str(s.action) for s in timeline.spans if s.lane != Lane.WAIT) == sorted(map(str, schedule.index))
+    assert sorted(str(s.action) for s in timeline.spans if s.lane != Lane.WAIT) == sorted(
+        map(str, schedule.index)
+    )
     for rank in range(schedule.num_ranks):
         busy = sorted(
-            (s.start_us, s.end_us) for lane in (Lane.COMPUTE, Lane.UPDATE, Lane.WAIT) for s in timeline.on(rank, lane)
+            (s.start_us, s.end_us)
+            for lane in (Lane.COMPUTE, Lane.UPDATE, Lane.WAIT)
+            for s in timeline.on(rank, lane)
         )
         assert all(end <= start for (_, end), (start, _) in pairwise(busy))
 
@@ -203,7 +223,9 @@ def test_more_delay_never_makes_gpipe_faster(stages, microbatches, delay_us, mor
 def test_simulate_works_in_proportion_to_what_happens(monkeypatch):
     done, plain_at, plain_requires = Counter(), Clock.at, Schedule.requires
     monkeypatch.setattr(Clock, "at", lambda *args: (done.update(["events"]), plain_at(*args)))
-    monkeypatch.setattr(Schedule, "requires", lambda *args: (done.update(["asked"]), plain_requires(*args))[1])
+    monkeypatch.setattr(
+        Schedule, "requires", lambda *args: (done.update(["asked"]), plain_requires(*args))[1]
+    )
     for num_microbatches in (8, 64):
         schedule = lower(generate("zero-bubble", 6, num_microbatches))
         done.clear()
@@ -229,7 +251,9 @@ def test_simulate_gives_every_rank_a_core_where_there_are_enough():
     assert hosted.duration_us == pytest.approx(alone.duration_us)
 
 
-@pytest.mark.parametrize(("cores", "computes", "second_begins"), [(2, False, 14), (1, False, 18), (2, True, 16)])
+@pytest.mark.parametrize(
+    ("cores", "computes", "second_begins"), [(2, False, 14), (1, False, 18), (2, True, 16)]
+)
 def test_simulate_lets_messages_take_the_cores_at_both_ends(cores, computes, second_begins):
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     host = Host((0, 1), cores, message_us=4, computes=computes)
@@ -241,7 +265,9 @@ def test_simulate_lets_messages_take_the_cores_at_both_ends(cores, computes, sec
 def test_simulate_moves_a_message_no_sooner_than_its_bytes():
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=1_000_000)
     busy = Host((0, 1), cores=2, message_us=1, us_per_mb=5, computes=False)
-    alone, hosted = (simulate(forward_only(2, 2), cost, network(delay_us=3), hosts) for hosts in ([], [busy]))
+    alone, hosted = (
+        simulate(forward_only(2, 2), cost, network(delay_us=3), hosts) for hosts in ([], [busy])
+    )
     assert hosted == alone
 
 
@@ -270,7 +296,9 @@ def test_simulate_refuses_a_cost_for_other_stages():
 def test_simulate_says_where_a_schedule_is_stuck():
     stuck = lower(gpipe(2, 1))
     backwards = replace(stuck, programs=(tuple(reversed(stuck.programs[0])), stuck.programs[1]))
-    with pytest.raises(ScheduleError, match="no progress: rank 0 stops at 0STEP, which waits for 0B0"):
+    with pytest.raises(
+        ScheduleError, match="no progress: rank 0 stops at 0STEP, which waits for 0B0"
+    ):
         simulate(backwards, Cost.uniform(2, 1, 2, 0), network(0))
 
 

@@ -3,15 +3,16 @@ from dataclasses import replace
 
 import pytest
 
+from dpipe.network.link import Link, Network
 from dpipe.schedule.action import parse_action
 from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import gpipe
 from dpipe.schedule.lower import lower
-from dpipe.timeline.replicas import Replicas
-from dpipe.timeline.simulate import Cost, simulate
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.summary import compare, summarise
-from dpipe.topology import Link, Network
 
 SCHEDULE = lower(gpipe(2, 2))
 LANES = {"c": Lane.COMPUTE, "s": Lane.SEND, "u": Lane.UPDATE, "w": Lane.WAIT}
@@ -24,7 +25,14 @@ def timeline(*rows: str) -> Timeline:
         rank, lane, action, interval, *num_bytes = row.split()
         start, end = map(float, interval.split("-"))
         spans.append(
-            Span(int(rank), LANES[lane], parse_action(action), start, end, int(num_bytes[0]) if num_bytes else 0)
+            Span(
+                int(rank),
+                LANES[lane],
+                parse_action(action),
+                start,
+                end,
+                int(num_bytes[0]) if num_bytes else 0,
+            )
         )
     return Timeline(2, tuple(spans))
 
@@ -45,7 +53,9 @@ def test_summary_of_a_predicted_step():
 
 def test_summary_of_replicas_counts_what_they_exchange():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 600))
-    step = simulate(gpipe(2, 2), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
+    step = simulate(
+        gpipe(2, 2), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2))
+    )
     summary = summarise(step, lower(gpipe(2, 2), reduce=True))
     # ranks 0 and 2 are the first stage of the two replicas, 1 and 3 the second
     assert summary.reduce_bytes == (1000, 600, 1000, 600)
@@ -66,7 +76,8 @@ def test_traffic_of_a_parameter_server_is_counted_where_it_is_sent():
 
 def test_bubble_is_the_time_without_compute_or_update():
     summary = summarise(
-        timeline("0 c 0F0 0-4", "0 w 0B0 4-6", "0 c 0B0 6-7", "0 u 0STEP 7-8", "1 c 1F0 2-10"), SCHEDULE
+        timeline("0 c 0F0 0-4", "0 w 0B0 4-6", "0 c 0B0 6-7", "0 u 0STEP 7-8", "1 c 1F0 2-10"),
+        SCHEDULE,
     )
     assert summary.bubble == pytest.approx((0.4, 0.2))
     assert summary.waiting == pytest.approx((0.2, 0.0))
@@ -74,7 +85,9 @@ def test_bubble_is_the_time_without_compute_or_update():
 
 
 def test_overlap_is_the_share_of_sending_that_compute_hides():
-    step = timeline("0 c 0F0 0-4", "0 s 0SEND_F0 3-7", "0 c 0F1 6-8", "0 s 0SEND_F1 8-10", "1 c 1F0 9-10")
+    step = timeline(
+        "0 c 0F0 0-4", "0 s 0SEND_F0 3-7", "0 c 0F1 6-8", "0 s 0SEND_F1 8-10", "1 c 1F0 9-10"
+    )
     summary = summarise(step, SCHEDULE)
     assert summary.overlap == pytest.approx((2 / 6, 1.0))
     assert summary.mean_overlap == pytest.approx(4 / 6)

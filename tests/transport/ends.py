@@ -29,7 +29,11 @@ def connect_between(middle: End, other: End) -> None:
     """Connect rank 1 with rank 2, and with a rank 0 that is a stranger who dials it."""
     addresses = {0: "127.0.0.1:1", 1: address(middle), 2: address(other)}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda end: end.connect(addresses, {1: [0, 2], 2: [1]}[end.rank]), (middle, other)))
+        list(
+            pool.map(
+                lambda end: end.connect(addresses, {1: [0, 2], 2: [1]}[end.rank]), (middle, other)
+            )
+        )
 
 
 def assert_link_works(source: End, target: End) -> None:

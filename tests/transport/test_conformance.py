@@ -12,11 +12,11 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, ThreadedStreams
-from fake_nccl import FakeNccl, Settling
+from fakes.fake_cuda import FakeCuda, ThreadedStreams
+from fakes.fake_nccl import FakeNccl, Settling
 
 from dpipe.errors import PeerLost, RunAborted, RunError, TransferError, TransferTimeout
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.local import LocalHub
@@ -43,8 +43,13 @@ def local_pair(transfer_timeout_s: float) -> Pair:
     return hub.transport(0), hub.transport(1)
 
 
-def mesh_pair(transfer_timeout_s: float, kind: type[GrpcTransport | TcpTransport], connections: int) -> Pair:
-    ends = [kind(rank, connections=connections, transfer_timeout_s=transfer_timeout_s) for rank in (0, 1)]
+def mesh_pair(
+    transfer_timeout_s: float, kind: type[GrpcTransport | TcpTransport], connections: int
+) -> Pair:
+    ends = [
+        kind(rank, connections=connections, transfer_timeout_s=transfer_timeout_s)
+        for rank in (0, 1)
+    ]
     addresses = {end.rank: f"127.0.0.1:{end.port}" for end in ends}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda end: end.connect(addresses, [1 - end.rank]), ends))
@@ -60,7 +65,10 @@ def shaped_pair(transfer_timeout_s: float, make: Callable[[float], Pair]) -> Pai
 def nccl_pair(transfer_timeout_s: float) -> Pair:
     nccl, cuda = FakeNccl(), FakeCuda()
     streams = [ThreadedStreams(cuda) for _ in (0, 1)]
-    ends = [NcclTransport(r, streams[r], transfer_timeout_s=transfer_timeout_s, nccl=nccl) for r in (0, 1)]
+    ends = [
+        NcclTransport(r, streams[r], transfer_timeout_s=transfer_timeout_s, nccl=nccl)
+        for r in (0, 1)
+    ]
     offers = {end.rank: end.offer([1 - end.rank]) for end in ends}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda end: end.connect(offers), ends))
@@ -101,7 +109,9 @@ def pair(make_pair: Callable[[float], Pair]) -> Pair:
 @pytest.fixture
 def tagged_pair(pair: Pair) -> Pair:
     if isinstance(pair[0], Settling):
-        pytest.skip("NCCL has no tags: the order is checked before a run, at both ends of each link")
+        pytest.skip(
+            "NCCL has no tags: the order is checked before a run, at both ends of each link"
+        )
     return pair
 
 
@@ -179,7 +189,10 @@ def test_tensors_of_different_sizes_keep_their_order(pair: Pair) -> None:
 
 def test_both_directions_move_at_once(pair: Pair) -> None:
     down, up = random_tensor((500_000,), torch.float32), random_tensor((500_000,), torch.float32)
-    pendings = [pair[0].recv(TensorSpec.of(up), 1, "1SEND_B0"), pair[1].recv(TensorSpec.of(down), 0, "0SEND_F0")]
+    pendings = [
+        pair[0].recv(TensorSpec.of(up), 1, "1SEND_B0"),
+        pair[1].recv(TensorSpec.of(down), 0, "0SEND_F0"),
+    ]
     pair[0].send(down, 1, "0SEND_F0")
     pair[1].send(up, 0, "1SEND_B0")
     assert torch.equal(pendings[0].wait(), up)
@@ -284,7 +297,9 @@ def test_own_receive_raises_when_its_transport_is_closed(pair: Pair) -> None:
         pending.wait()
 
 
-def test_late_receive_raises_timeout_naming_peer_and_action(make_pair: Callable[[float], Pair]) -> None:
+def test_late_receive_raises_timeout_naming_peer_and_action(
+    make_pair: Callable[[float], Pair],
+) -> None:
     pair = make_pair(0.2)
     with pytest.raises(TransferTimeout, match=r"rank 1 has waited 0.2 s for 0SEND_F7 from rank 0"):
         pair[1].recv(TensorSpec((), torch.float32), 0, "0SEND_F7").wait()
@@ -299,7 +314,9 @@ def test_close_twice_and_from_another_thread_is_safe(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("state", ["pending", "done"])
-def test_every_wait_raises_the_error_that_the_transport_was_failed_with(pair: Pair, state: str) -> None:
+def test_every_wait_raises_the_error_that_the_transport_was_failed_with(
+    pair: Pair, state: str
+) -> None:
     pending = pair[1].recv(TensorSpec((), torch.float32), 0, "x")
     if state == "done":
         pair[0].send(torch.zeros(()), 1, "x")

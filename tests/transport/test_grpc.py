@@ -42,7 +42,9 @@ class Stranger:
         metadata = token_metadata(security)
         if greeting is not None:
             metadata = (*metadata, ("dpipe-hello-bin", greeting))
-        self.call = self.channel.stream_stream(METHOD)(iter(self.messages.get, None), metadata=metadata, timeout=10)
+        self.call = self.channel.stream_stream(METHOD)(
+            iter(self.messages.get, None), metadata=metadata, timeout=10
+        )
 
     def answer(self) -> bytes:
         return next(self.call)
@@ -52,7 +54,9 @@ class Stranger:
         self.channel.close()
 
 
-def refusal(port: int, greeting: bytes | None, security: Security = OPEN) -> tuple[grpc.StatusCode, str]:
+def refusal(
+    port: int, greeting: bytes | None, security: Security = OPEN
+) -> tuple[grpc.StatusCode, str]:
     stranger = Stranger(port, greeting, security)
     with pytest.raises(grpc.RpcError) as error:
         stranger.answer()
@@ -80,9 +84,19 @@ def test_server_that_is_no_dpipe_is_refused(make: Make) -> None:
         (hello(connection=7), r"transport.connections = 1"),
         (hello(), "two processes have one number"),
     ],
-    ids=["no hello", "garbled hello", "other version", "other rank", "unknown rank", "connection", "duplicate rank"],
+    ids=[
+        "no hello",
+        "garbled hello",
+        "other version",
+        "other rank",
+        "unknown rank",
+        "connection",
+        "duplicate rank",
+    ],
 )
-def test_stranger_is_refused_and_links_go_on(make: Make, greeting: bytes | None, reason: str) -> None:
+def test_stranger_is_refused_and_links_go_on(
+    make: Make, greeting: bytes | None, reason: str
+) -> None:
     ends = make(0), make(1)
     connect(*ends)
     code, details = refusal(ends[1].port, greeting)
@@ -102,7 +116,10 @@ def test_stranger_without_the_token_is_refused_and_links_go_on(make: Make) -> No
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([b"\xff" * 100], "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+        (
+            [b"\xff" * 100],
+            "a message of 4294967295 bytes is announced where at most 65536 make sense",
+        ),
         ([framed(b"")[:3]], "a message of 3 bytes stands where a tensor's header belongs"),
         ([first(5)], "sent tensor 5 where 0 belongs"),
         ([first() + b"12345"], "sent 5 bytes where 4 are due"),
@@ -110,9 +127,19 @@ def test_stranger_without_the_token_is_refused_and_links_go_on(make: Make) -> No
         ([first() + b"12", b"345"], "sent 3 bytes where 2 are due"),
         ([first() + b"12", b""], "sent 0 bytes where 2 are due"),
     ],
-    ids=["no header", "no size", "wrong number", "too many bytes", "no bytes", "too many later", "none later"],
+    ids=[
+        "no header",
+        "no size",
+        "wrong number",
+        "too many bytes",
+        "no bytes",
+        "too many later",
+        "none later",
+    ],
 )
-def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, messages: list[bytes], reason: str) -> None:
+def test_nonsense_on_a_link_breaks_that_link_alone(
+    make: Make, messages: list[bytes], reason: str
+) -> None:
     middle, other = make(1), make(2)
     stranger = Stranger(middle.port, hello())
     connect_between(middle, other)
@@ -145,6 +172,7 @@ def test_peer_whose_connection_breaks_is_lost_by_name(make: Make) -> None:
     pending = end.recv(SCALAR, 0, "x")
     stranger.channel.close()
     with pytest.raises(
-        PeerLost, match=r"rank 1 lost rank 0 \(127.0.0.1:1\): (the connection broke|it closed the link)"
+        PeerLost,
+        match=r"rank 1 lost rank 0 \(127.0.0.1:1\): (the connection broke|it closed the link)",
     ):
         pending.wait()

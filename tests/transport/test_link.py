@@ -91,7 +91,10 @@ def test_peer_is_lost_when_its_last_stream_has_ended() -> None:
 def test_late_send_raises_timeout_naming_peer_and_action() -> None:
     end = LinkEnd(3, 2, "10.0.0.5:4000", timeout_s=0.01)
     sending = end.send(torch.zeros(2), "3SEND_B7", lambda _: None)
-    with pytest.raises(TransferTimeout, match=r"rank 3 has waited 0.01 s to hand over 3SEND_B7 to rank 2 \(10.0.0.5"):
+    with pytest.raises(
+        TransferTimeout,
+        match=r"rank 3 has waited 0.01 s to hand over 3SEND_B7 to rank 2 \(10.0.0.5",
+    ):
         sending.wait()
 
 

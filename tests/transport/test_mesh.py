@@ -42,7 +42,9 @@ time.sleep(60)
 # Meeting
 
 
-@pytest.mark.parametrize("hidden", [(), (0,), (2,)], ids=["all reachable", "lowest behind NAT", "highest behind NAT"])
+@pytest.mark.parametrize(
+    "hidden", [(), (0,), (2,)], ids=["all reachable", "lowest behind NAT", "highest behind NAT"]
+)
 def test_links_open_whichever_end_can_be_reached(make: Make, hidden: tuple[int, ...]) -> None:
     ends = [make(rank) for rank in range(3)]
     connect(*ends, hidden=hidden)
@@ -62,7 +64,9 @@ def test_connect_names_every_blocked_peer_and_its_address(make: Make) -> None:
         closed.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        addresses = {peer: f"127.0.0.1:{s.getsockname()[1]}" for peer, s in ((1, closed), (2, silent))}
+        addresses = {
+            peer: f"127.0.0.1:{s.getsockname()[1]}" for peer, s in ((1, closed), (2, silent))
+        }
         with pytest.raises(JoinError) as error:
             make(0, connect_timeout_s=0.5).connect({0: None, **addresses}, [1, 2])
     first, refused, unanswered = str(error.value).splitlines()
@@ -75,7 +79,9 @@ def test_connect_names_every_blocked_peer_and_its_address(make: Make) -> None:
 
 def test_connect_names_a_peer_that_does_not_dial(make: Make) -> None:
     end = make(1, connect_timeout_s=0.2)
-    with pytest.raises(JoinError, match=r"rank 0 \(10.0.0.1:1\) has not dialled 10.0.0.2:2 within 0.2 s"):
+    with pytest.raises(
+        JoinError, match=r"rank 0 \(10.0.0.1:1\) has not dialled 10.0.0.2:2 within 0.2 s"
+    ):
         end.connect({0: "10.0.0.1:1", 1: "10.0.0.2:2"}, [0])
 
 
@@ -136,7 +142,9 @@ def test_random_bytes_to_the_port_are_refused_and_links_go_on(make: Make) -> Non
 
 def test_killed_peer_is_lost_at_once_and_by_name(make: Make, kind: type[End]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, kind.__module__, kind.__name__], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, kind.__module__, kind.__name__],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
@@ -162,7 +170,9 @@ def test_sender_is_held_back_while_the_buffer_of_its_peer_is_full(make: Make) ->
     held_back = -1
     while held_back != (held_back := ends[0].bytes_sent(1)):
         time.sleep(0.5)
-    assert held_back < num_sends / 2 * like.num_bytes  # two in the buffer, some in HTTP/2 windows and sockets
+    assert (
+        held_back < num_sends / 2 * like.num_bytes
+    )  # two in the buffer, some in HTTP/2 windows and sockets
     for i in range(num_sends):
         assert torch.equal(ends[1].recv(like, 0, str(i)).wait(), tensor)
     sends[-1].wait()
@@ -194,7 +204,9 @@ def test_close_leaves_no_thread(make: Make) -> None:
     assert left == set()
 
 
-def test_close_is_bounded_while_the_peer_takes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_is_bounded_while_the_peer_takes_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dpipe.transport.mesh.CLOSE_S", 0.5)
     ends = make(0), make(1, buffer_bytes=0)
     connect(*ends)
@@ -239,7 +251,11 @@ def test_both_directions_move_at_once_over_tls(make: Make, authority) -> None:
     ends = [make(rank, security=one.security("secret"), connections=2) for rank in (0, 1)]
     connect(*ends)
     tensors = [torch.arange(1 << 20) + rank for rank in (0, 1)]
-    pending = [ends[rank].recv(TensorSpec.of(tensors[1 - rank]), 1 - rank, str(i)) for rank in (0, 1) for i in range(4)]
+    pending = [
+        ends[rank].recv(TensorSpec.of(tensors[1 - rank]), 1 - rank, str(i))
+        for rank in (0, 1)
+        for i in range(4)
+    ]
     for i in range(4):
         for rank in (0, 1):
             ends[rank].send(tensors[rank], 1 - rank, str(i))
@@ -247,7 +263,10 @@ def test_both_directions_move_at_once_over_tls(make: Make, authority) -> None:
 
 
 def test_certificate_of_another_authority_is_refused(make: Make, authority) -> None:
-    ends = [make(rank, security=authority().security("secret"), connect_timeout_s=3.0) for rank in (0, 1)]
+    ends = [
+        make(rank, security=authority().security("secret"), connect_timeout_s=3.0)
+        for rank in (0, 1)
+    ]
     with pytest.raises(JoinError, match=r"rank 1 .*certificates of one authority \(node\.tls_\*\)"):
         ends[0].connect({0: None, 1: address(ends[1])}, [1])
 

@@ -8,8 +8,8 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, ThreadedStreams
-from fake_nccl import FakeNccl
+from fakes.fake_cuda import FakeCuda, ThreadedStreams
+from fakes.fake_nccl import FakeNccl
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted
 from dpipe.streams import CudaStreams
@@ -19,7 +19,9 @@ from dpipe.wire.spec import TensorSpec
 LIKE = TensorSpec((4,), torch.float32)
 
 
-def transports(num_ranks: int, ids: type = bytes, **options) -> tuple[list[NcclTransport], FakeNccl]:
+def transports(
+    num_ranks: int, ids: type = bytes, **options
+) -> tuple[list[NcclTransport], FakeNccl]:
     nccl, cuda = FakeNccl(ids), FakeCuda()
     made = [NcclTransport(r, ThreadedStreams(cuda), nccl=nccl, **options) for r in range(num_ranks)]
     return made, nccl
@@ -60,7 +62,9 @@ def test_ids_are_given_to_cupy_as_it_gave_them() -> None:
         end.close()
 
 
-def test_error_that_cupy_has_no_name_for_is_a_lost_peer(pair: list[NcclTransport], monkeypatch) -> None:
+def test_error_that_cupy_has_no_name_for_is_a_lost_peer(
+    pair: list[NcclTransport], monkeypatch
+) -> None:
     link = pair[1]._links[0, 1]
     pending = pair[1].recv(LIKE, 0, "0SEND_F0")
     monkeypatch.setattr(type(link.communicator), "check_async_error", lambda self: {}[7])
@@ -81,7 +85,9 @@ def test_communicator_is_not_called_while_it_is_ended(pair: list[NcclTransport])
         link.launch(type(None), "", link.communicator.send, 1, torch.zeros(4))
 
 
-def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends, nccl = transports(2)
     connect(ends)
     came = Event()
@@ -123,7 +129,9 @@ def test_send_leaves_behind_what_makes_its_tensor(pair: list[NcclTransport]) -> 
     assert received.tolist() == [7] * 4
 
 
-def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(pair: list[NcclTransport]) -> None:
+def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(
+    pair: list[NcclTransport],
+) -> None:
     streams = pair[1]._streams
     pending = pair[1].recv(LIKE, 0, "0SEND_F0")
     with streams.on(streams.stream()):
@@ -136,7 +144,9 @@ def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(pair: 
 def test_rank_that_does_not_come_is_named() -> None:
     (end, absent), _ = transports(2, connect_timeout_s=0.2)
     offers = {0: end.offer([1]), 1: absent.offer([0])}
-    with pytest.raises(JoinError, match="rank 0 cannot open its NCCL link with rank 1: no answer within 0.2 s"):
+    with pytest.raises(
+        JoinError, match="rank 0 cannot open its NCCL link with rank 1: no answer within 0.2 s"
+    ):
         end.connect(offers)
 
 
@@ -187,7 +197,10 @@ def test_bytes_go_through_nccl_itself() -> None:
     """From one GPU to itself, which is all that NCCL does on one: queued as a link queues them."""
     pytest.importorskip("cupy", reason='needs cupy: pip install "dpipe[cuda]"')
     nccl, streams = load_nccl(), CudaStreams(torch.device("cuda"))
-    stream, source = streams.stream(), torch.randn(1 << 20, device=streams.device, dtype=torch.bfloat16)
+    stream, source = (
+        streams.stream(),
+        torch.randn(1 << 20, device=streams.device, dtype=torch.bfloat16),
+    )
     target = torch.zeros_like(source)
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     made = streams.mark()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
+from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.topology import Link, Network
+from dpipe.network.link import Link, Network
 from dpipe.transport.base import Moved
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
@@ -31,7 +31,9 @@ def make() -> Iterator[Make]:
 
     def make_ranks(network: Network, num_ranks: int = 2, **options: Any) -> list[ShapedTransport]:
         hub = LocalHub(num_ranks)
-        made.extend(ShapedTransport(hub.transport(rank), network, **options) for rank in range(num_ranks))
+        made.extend(
+            ShapedTransport(hub.transport(rank), network, **options) for rank in range(num_ranks)
+        )
         return made
 
     yield make_ranks
@@ -39,9 +41,13 @@ def make() -> Iterator[Make]:
         transport.close()
 
 
-def arrivals_ms(sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport]) -> list[float]:
+def arrivals_ms(
+    sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport]
+) -> list[float]:
     """Send a megabit on each of the given (sender, peer) at once; when each has arrived."""
-    expected = [ranks[peer].recv(TensorSpec.of(MEGABIT), sender.rank, "x") for sender, peer in sends]
+    expected = [
+        ranks[peer].recv(TensorSpec.of(MEGABIT), sender.rank, "x") for sender, peer in sends
+    ]
     start = time.perf_counter()
     for sender, peer in sends:
         sender.send(MEGABIT, peer, "x")
@@ -59,7 +65,9 @@ def arrivals_ms(sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTran
     return arrived
 
 
-def arrive_about(sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport], *expected_ms: float) -> bool:
+def arrive_about(
+    sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport], *expected_ms: float
+) -> bool:
     """Never earlier, and no later than a thread of a busy machine may wake; where it was, another look is taken."""
 
     def look() -> list[float]:
@@ -136,7 +144,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
 
 
 def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, made: FakeEvent) -> None:
-    ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)), streams=ThreadedStreams(FakeCuda()))
+    ranks = make(
+        Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)), streams=ThreadedStreams(FakeCuda())
+    )
     pending = ranks[0].send(MEGABIT, 1, "x")
     time.sleep(0.05)
     assert not pending.done()
@@ -146,7 +156,9 @@ def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, made: FakeE
     assert pending.moved is not None and pending.moved.start_ns >= made_ns
 
 
-def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(make: Make, made: FakeEvent) -> None:
+def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(
+    make: Make, made: FakeEvent
+) -> None:
     network = Network(default=Link(delay_ms=0, bandwidth_gbps=0.1))
     ranks = make(network, num_ranks=3, transfer_timeout_s=5, streams=ThreadedStreams(FakeCuda()))
     one, late = TensorSpec((), torch.float32), ranks[0].send(MEGABIT, 1, "late")
@@ -160,7 +172,10 @@ def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(make: Make, mad
 
 def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)))  # a slot of 10 s
-    pending, receive = ranks[0].send(MEGABIT, 1, "x"), ranks[0].recv(TensorSpec((), torch.float32), 1, "y")
+    pending, receive = (
+        ranks[0].send(MEGABIT, 1, "x"),
+        ranks[0].recv(TensorSpec((), torch.float32), 1, "y"),
+    )
     ranks[1].close()
     start = time.monotonic()
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
@@ -199,7 +214,8 @@ def test_tensor_is_let_go_once_it_is_handed_over(make: Make) -> None:
 def test_tensor_that_waits_for_too_long_raises_timeout_and_ends_the_transport(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)), transfer_timeout_s=0.1)
     with pytest.raises(
-        TransferTimeout, match="rank 0 has waited 0.1 s for its shaped network to take 0SEND_F3 to rank 1"
+        TransferTimeout,
+        match="rank 0 has waited 0.1 s for its shaped network to take 0SEND_F3 to rank 1",
     ):
         ranks[0].send(MEGABIT, 1, "0SEND_F3").wait()
     with pytest.raises(TransferTimeout):
@@ -226,6 +242,7 @@ def test_closing_waits_for_what_is_under_way(make: Make) -> None:
 )
 def test_profile_that_needs_tc_is_refused(network: Network) -> None:
     with pytest.raises(
-        ProfileError, match="has jitter or loss, and the shaped transport imitates delay and rate alone"
+        ProfileError,
+        match="has jitter or loss, and the shaped transport imitates delay and rate alone",
     ):
         ShapedTransport(LocalHub(2).transport(0), network)

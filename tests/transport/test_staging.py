@@ -21,7 +21,10 @@ def test_tensor_on_a_cpu_is_not_copied() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_tensor_goes_to_the_host_and_back_without_a_wait_for_the_device() -> None:
     streams = CudaStreams(torch.device("cuda"))
-    staging, tensor = Staging(streams), torch.randn(1 << 20, device=streams.device, dtype=torch.bfloat16)
+    staging, tensor = (
+        Staging(streams),
+        torch.randn(1 << 20, device=streams.device, dtype=torch.bfloat16),
+    )
     arrived = staging.empty(TensorSpec.of(tensor))
     assert arrived.is_pinned()
     torch.cuda.synchronize()

@@ -53,7 +53,9 @@ def over_tcp() -> Iterator[Streams]:
 
 
 @pytest.mark.parametrize("pause_after", [1, 100_000, 1_999_999])
-def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(over_tcp: Streams, pause_after: int) -> None:
+def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
+    over_tcp: Streams, pause_after: int
+) -> None:
     sent, arrived = bytes(range(250)) * 8_000, bytearray(2_000_000)
     reader = threading.Thread(target=over_tcp[1].read, args=[memoryview(arrived)])
     reader.start()

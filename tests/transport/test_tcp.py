@@ -24,7 +24,9 @@ def kind() -> type[TcpTransport]:
 
 
 def hello(**fields: int) -> Hello:
-    return Hello(**{"protocol": PROTOCOL, "from_rank": 0, "to_rank": 1, "num_connections": 1, **fields})
+    return Hello(
+        **{"protocol": PROTOCOL, "from_rank": 0, "to_rank": 1, "num_connections": 1, **fields}
+    )
 
 
 def first(sequence: int = 0) -> bytes:
@@ -52,7 +54,9 @@ def soon() -> float:
     ],
     ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
 )
-def test_caller_who_is_not_expected_is_told_why_and_links_go_on(make: Make, said: Hello, reason: str) -> None:
+def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
+    make: Make, said: Hello, reason: str
+) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger, pytest.raises(JoinError, match=reason):
@@ -71,7 +75,9 @@ def test_caller_who_is_not_expected_is_told_why_and_links_go_on(make: Make, said
     ],
     ids=["huge", "garbled", "empty", "short challenge", "http"],
 )
-def test_garbage_instead_of_a_greeting_is_hung_up_on_and_links_go_on(make: Make, said: bytes) -> None:
+def test_garbage_instead_of_a_greeting_is_hung_up_on_and_links_go_on(
+    make: Make, said: bytes
+) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger:
@@ -111,7 +117,9 @@ def test_listener_who_cannot_prove_the_token_is_not_trusted(make: Make) -> None:
         thread.join(5)
 
 
-def test_silent_strangers_are_let_go_and_others_still_come_in(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_strangers_are_let_go_and_others_still_come_in(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
     monkeypatch.setattr("dpipe.transport.tcp.MAX_LINKS", 2)
     ends = make(0), make(1)
@@ -123,7 +131,9 @@ def test_silent_strangers_are_let_go_and_others_still_come_in(make: Make, monkey
             assert stranger.recv(1) == b""
 
 
-def test_stranger_who_drips_bytes_gains_no_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stranger_who_drips_bytes_gains_no_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
     start = time.monotonic()
     with dialled(make(1).port) as stranger, suppress(ConnectionError):
@@ -137,7 +147,10 @@ def test_stranger_who_drips_bytes_gains_no_time(make: Make, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (b"\xff" * 100, "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+        (
+            b"\xff" * 100,
+            "a message of 4294967295 bytes is announced where at most 65536 make sense",
+        ),
         (framed(b"\xff" * 100), "a message of 100 bytes stands where a tensor's header belongs"),
         (first(5), "sent tensor 5 where 0 belongs"),
     ],
@@ -167,7 +180,9 @@ def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reas
     ],
     ids=["nothing", "half a tensor", "a farewell"],
 )
-def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(make: Make, said: bytes, reason: str) -> None:
+def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
+    make: Make, said: bytes, reason: str
+) -> None:
     end = make(1)
     with dialled(end.port) as stranger:
         thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
@@ -183,7 +198,9 @@ def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(make: Make, s
 
 def test_certificates_that_are_none_are_refused(make: Make) -> None:
     broken = Security("secret", b"no certificate", b"no key", b"no authority")
-    with pytest.raises(JoinError, match=r"node\.tls_cert, node\.tls_key, node\.tls_ca cannot be used"):
+    with pytest.raises(
+        JoinError, match=r"node\.tls_cert, node\.tls_key, node\.tls_ca cannot be used"
+    ):
         make(0, security=broken)
 
 

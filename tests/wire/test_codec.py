@@ -62,7 +62,9 @@ def test_none_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "relative", "absolute"), [("bf16", 2**-8, 2**-134), ("fp16", 2**-11, 2**-25)], ids=["bf16", "fp16"]
+    ("name", "relative", "absolute"),
+    [("bf16", 2**-8, 2**-134), ("fp16", 2**-11, 2**-25)],
+    ids=["bf16", "fp16"],
 )
 @given(x=st.floats(-60000, 60000, width=32))
 def test_rounding_keeps_its_bound(name, relative, absolute, x) -> None:
@@ -70,7 +72,9 @@ def test_rounding_keeps_its_bound(name, relative, absolute, x) -> None:
     assert error <= max(abs(x) * relative, absolute)
 
 
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=2 * INT8_BLOCK + 3))
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=2 * INT8_BLOCK + 3)
+)
 def test_int8_keeps_its_bound_in_every_block(numbers) -> None:
     tensor = values(*numbers)
     error = (over_the_wire("int8", tensor).double() - tensor.double()).abs()
@@ -98,7 +102,9 @@ def test_int8_scales_each_block_by_itself() -> None:
     ],
 )
 def test_edges_are_defined(name, sent, arrives) -> None:
-    torch.testing.assert_close(over_the_wire(name, values(*sent)), values(*arrives), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        over_the_wire(name, values(*sent)), values(*arrives), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_int8_not_finite_block_leaves_the_others_alone() -> None:
@@ -109,5 +115,7 @@ def test_int8_not_finite_block_leaves_the_others_alone() -> None:
 
 
 def test_unknown_codec_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown wire format 'int4'; one of none, bf16, fp16, int8"):
+    with pytest.raises(
+        ValueError, match="unknown wire format 'int4'; one of none, bf16, fp16, int8"
+    ):
         codec("int4")

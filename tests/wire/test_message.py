@@ -7,7 +7,9 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64], ids=str
+)
 @pytest.mark.parametrize("shape", [(), (0,), (4, 128, 256)], ids=str)
 def test_header_survives_the_wire(dtype, shape) -> None:
     header = Header(7, "1SEND_F3", TensorSpec(shape, dtype))
@@ -17,10 +19,16 @@ def test_header_survives_the_wire(dtype, shape) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "float32", "shape": [2], "num_bytes": 9}, r"announces 9 bytes for float32\[2\], which takes 8"),
+        (
+            {"dtype": "float32", "shape": [2], "num_bytes": 9},
+            r"announces 9 bytes for float32\[2\], which takes 8",
+        ),
         ({"dtype": "object", "shape": [2], "num_bytes": 8}, "impossible tensor: 'object'"),
         ({"dtype": "", "shape": [], "num_bytes": 0}, "impossible tensor: ''"),
-        ({"dtype": "float32", "shape": [-2], "num_bytes": 8}, r"impossible tensor: 'float32' \[-2\]"),
+        (
+            {"dtype": "float32", "shape": [-2], "num_bytes": 8},
+            r"impossible tensor: 'float32' \[-2\]",
+        ),
         ({"dtype": "float32", "shape": [0, 1 << 60], "num_bytes": 0}, "impossible tensor"),
         ({"dtype": "float32", "shape": [1] * 17, "num_bytes": 4}, "impossible tensor"),
     ],
@@ -32,7 +40,9 @@ def test_header_that_cannot_be_is_refused_before_it_is_allocated(fields, reason)
 
 
 def test_bytes_that_are_no_header_are_refused() -> None:
-    with pytest.raises(TransferError, match="a message of 3 bytes stands where a tensor's header belongs"):
+    with pytest.raises(
+        TransferError, match="a message of 3 bytes stands where a tensor's header belongs"
+    ):
         Header.decode(b"\xff\xff\xff")
 
 
@@ -41,7 +51,9 @@ def test_header_of_a_dtype_without_a_name_is_refused() -> None:
         Header(0, "x", TensorSpec((1,), torch.quint8)).encode()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
 def test_byte_view_shares_the_memory_of_a_tensor(dtype, shape) -> None:
     source, target = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)
@@ -66,7 +78,10 @@ def test_framed_message_is_found_before_what_follows_it() -> None:
     [
         (b"\0\0", "a message of 2 bytes stands where"),
         (framed(b"header")[:-1], "a message of 9 bytes stands where"),
-        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes is announced where at most 65536 make sense"),
+        (
+            b"\xff\xff\xff\xff",
+            "a message of 4294967295 bytes is announced where at most 65536 make sense",
+        ),
     ],
     ids=["no size", "short", "huge"],
 )

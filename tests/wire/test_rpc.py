@@ -34,11 +34,16 @@ def test_call_is_served_with_the_token_and_refused_at_once_without(port, kind, t
                 answer = channel.unary_unary("/Test/Unary")(b"first", metadata=metadata, timeout=5)
             else:
                 silent = iter(unsaid.get, None)
-                answer = next(channel.stream_stream("/Test/Stream")(silent, metadata=metadata, timeout=5))
+                answer = next(
+                    channel.stream_stream("/Test/Stream")(silent, metadata=metadata, timeout=5)
+                )
         except grpc.RpcError as error:
             answer = (error.code(), error.details())
         unsaid.put(None)
-    refused = (grpc.StatusCode.UNAUTHENTICATED, "wrong token: node.token must be the same on every rank")
+    refused = (
+        grpc.StatusCode.UNAUTHENTICATED,
+        "wrong token: node.token must be the same on every rank",
+    )
     assert answer == (b"first" if token == "secret" else refused)
 
 
@@ -72,28 +77,39 @@ def test_security_names_the_pair_that_is_none(authority, stored) -> None:
     """gRPC took it for a port in use."""
     signer = authority()
     pair = replace(signer.security(), key=signer.security().key)
-    with pytest.raises(JoinError, match=r"node\.tls_key .*key\.pem does not belong to node\.tls_cert .*cert\.pem"):
+    with pytest.raises(
+        JoinError, match=r"node\.tls_key .*key\.pem does not belong to node\.tls_cert .*cert\.pem"
+    ):
         Security.load("", *stored(pair))
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"cert": b"no"}, r"node\.tls_key .*key\.pem cannot be used .* with node\.tls_cert .*cert\.pem"),
+        (
+            {"cert": b"no"},
+            r"node\.tls_key .*key\.pem cannot be used .* with node\.tls_cert .*cert\.pem",
+        ),
         ({"ca": b"no"}, r"node\.tls_ca .*ca\.pem holds no certificate in PEM"),
     ],
     ids=["cert", "ca"],
 )
-def test_security_names_the_file_that_is_no_pem(authority, stored, wrong: dict[str, bytes], message: str) -> None:
+def test_security_names_the_file_that_is_no_pem(
+    authority, stored, wrong: dict[str, bytes], message: str
+) -> None:
     with pytest.raises(JoinError, match=message):
         Security.load("", *stored(replace(authority().security(), **wrong)))
 
 
 def test_security_says_that_a_certificate_has_expired(authority, stored) -> None:
-    with pytest.raises(JoinError, match=r"node\.tls_cert .*cert\.pem, or .*: certificate has expired"):
+    with pytest.raises(
+        JoinError, match=r"node\.tls_cert .*cert\.pem, or .*: certificate has expired"
+    ):
         Security.load("", *stored(authority().security(valid_hours=-0.5)))
 
 
 def test_security_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(JoinError, match=r"cannot read .*missing.pem: No such file .*node\.tls_cert"):
+    with pytest.raises(
+        JoinError, match=r"cannot read .*missing.pem: No such file .*node\.tls_cert"
+    ):
         Security.load("", str(tmp_path / "missing.pem"), None, None)

@@ -19,7 +19,7 @@ from fleet import cluster as commands
 from fleet import ssh
 from fleet.ec2 import ssh_answers
 
-from dpipe.engine.launch import free_port
+from dpipe.run.launch import free_port
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
@@ -80,10 +80,15 @@ class Keys:
     @property
     def lines(self) -> str:
         """What a hosts file says of them."""
-        options = [f"UserKnownHostsFile={self.folder}/known", "KexAlgorithms=curve25519-sha256"]  # the default is slow
+        options = [
+            f"UserKnownHostsFile={self.folder}/known",
+            "KexAlgorithms=curve25519-sha256",
+        ]  # the default is slow
         return f'key = "{self.folder}/user"\nssh_options = {options}\n'
 
-    def serve(self, port: int, addresses: Sequence[str], within: Sequence[str] = (), path: str = "") -> Sshd:
+    def serve(
+        self, port: int, addresses: Sequence[str], within: Sequence[str] = (), path: str = ""
+    ) -> Sshd:
         """Start a server; `path` is put before the PATH of its commands."""
         options = {
             "HostKey": f"{self.folder}/host",
@@ -96,7 +101,15 @@ class Keys:
         }
         given = [f"-o{key}={value}" for key, value in options.items()]
         given += [f"-oListenAddress={address}" for address in addresses]
-        sshd = [str(shutil.which("sshd")), "-D", "-f", "/dev/null", "-E", f"{self.folder}/log", *given]
+        sshd = [
+            str(shutil.which("sshd")),
+            "-D",
+            "-f",
+            "/dev/null",
+            "-E",
+            f"{self.folder}/log",
+            *given,
+        ]
         return Sshd(subprocess.Popen([*within, *sshd]))
 
 
@@ -105,11 +118,17 @@ def keys(tmp_path_factory) -> Keys:
     if os.environ.get("DPIPE_NO_LAB") == "1":
         pytest.skip("DPIPE_NO_LAB=1: no OpenSSH server is started")
     if not shutil.which("sshd"):
-        pytest.fail("these tests need openssh-server: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without")
+        pytest.fail(
+            "these tests need openssh-server: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without"
+        )
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists, as root
     folder = tmp_path_factory.mktemp("keys")
     for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=20)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
+            check=True,
+            timeout=20,
+        )
     return Keys(folder)
 
 
@@ -127,7 +146,9 @@ def sshd(keys) -> Iterator[tuple[Sshd, int]]:
 def git(repository: Path, *words: str) -> str:
     who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     argv = ["git", "-C", str(repository), *who, *words]
-    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    return subprocess.run(
+        argv, check=True, capture_output=True, text=True, timeout=20
+    ).stdout.strip()
 
 
 @dataclass
@@ -143,13 +164,17 @@ class Cloud:
     def folder(self, number: int) -> Path:
         return self.root / f"host{number}"
 
-    def write_hosts(self, *more: str, slots: int = 1, top: str = "", name: str = "hosts.toml") -> Path:
+    def write_hosts(
+        self, *more: str, slots: int = 1, top: str = "", name: str = "hosts.toml"
+    ) -> Path:
         blocks = [
             f'[[host]]\naddress = "127.0.0.{n + 1}"\nport = {self.port}\nslots = {slots}\nfolder = "{self.folder(n)}"\n'
             for n in range(2)
         ]
         path = self.root / name
-        path.write_text(f'python = "{sys.executable}"\n{top}{self.keys.lines}{"".join(blocks)}{"".join(more)}')
+        path.write_text(
+            f'python = "{sys.executable}"\n{top}{self.keys.lines}{"".join(blocks)}{"".join(more)}'
+        )
         return path
 
     def __call__(self, *words: str | Path, hosts: Path | None = None) -> Result:
@@ -189,7 +214,9 @@ def new_cloud(sshd: tuple[Sshd, int], keys: Keys, root: Path) -> Cloud:
     (repository / "scripts/setup").chmod(0o755)
     agent = (SCRIPTS / "fleet/agent.py").read_text()
     cloud = Cloud(*sshd, keys, repository, root)
-    cloud.change({"dpipe/__main__.py": DPIPE, "netem/__main__.py": NETEM, "scripts/fleet/agent.py": agent})
+    cloud.change(
+        {"dpipe/__main__.py": DPIPE, "netem/__main__.py": NETEM, "scripts/fleet/agent.py": agent}
+    )
     cloud.write_hosts()
     return cloud
 

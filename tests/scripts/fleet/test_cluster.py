@@ -40,7 +40,9 @@ def test_logs_end_with_the_last_lines_of_each_rank(cloud):
     cloud.play('for n in range(9): print("line", n)')
     cloud.run("--name", "r")
     done = cloud("logs", "-n", "2")
-    assert sorted(done.output.splitlines()) == [f"rank {r} | line {n}" for r in range(2) for n in (7, 8)]
+    assert sorted(done.output.splitlines()) == [
+        f"rank {r} | line {n}" for r in range(2) for n in (7, 8)
+    ]
 
 
 def test_logs_of_nothing_are_refused(cloud):
@@ -55,12 +57,19 @@ def test_collect_brings_all_but_tensors(cloud, tmp_path):
     cloud.run("--name", "r")
     done = cloud("collect", "--into", tmp_path)
     assert done.exit_code == 0, done.output
-    files = {str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(tmp_path / "r"))
+        for path in (tmp_path / "r").rglob("*")
+        if path.is_file()
+    }
     step = "checkpoints/step-00000001"
     outputs = {"output/rank-0.log", "output/rank-1.log"}
     assert files == {"metrics.jsonl", "checkpoints.json", f"{step}/index.json", *outputs}
     index = json.loads((tmp_path / "r/checkpoints.json").read_text())
-    assert index[f"127.0.0.2:{cloud.port}"] == {f"{step}/index.json": 2, f"{step}/model-1.safetensors": 7}
+    assert index[f"127.0.0.2:{cloud.port}"] == {
+        f"{step}/index.json": 2,
+        f"{step}/model-1.safetensors": 7,
+    }
 
 
 def test_collect_puts_every_machine_s_tensors_together(cloud, tmp_path):
@@ -68,7 +77,10 @@ def test_collect_puts_every_machine_s_tensors_together(cloud, tmp_path):
     cloud.run("--name", "r")
     cloud("collect", "--checkpoints", "--into", tmp_path)
     step = tmp_path / "r/checkpoints/step-00000001"
-    assert {path.name for path in step.glob("*.safetensors")} == {"model-0.safetensors", "model-1.safetensors"}
+    assert {path.name for path in step.glob("*.safetensors")} == {
+        "model-0.safetensors",
+        "model-1.safetensors",
+    }
 
 
 def test_collect_of_an_unknown_run_is_refused(cloud):
@@ -89,7 +101,9 @@ def test_down_stops_ranks_and_takes_profiles_off(cloud):
 
 
 def test_down_kills_what_does_not_stop(cloud):
-    cloud.play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(60)")
+    cloud.play(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(60)"
+    )
     cloud.run("--name", "r", "--detach")
     assert cloud("down", "--grace", "0.5").exit_code == 0
     assert cloud("status").output.count("exit code 137") == 2

@@ -39,7 +39,10 @@ stages = {NUM_MACHINES}
 tensorboard = false
 sample = "The"
 """
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. " * 60
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
+    * 60
+)
 # Where the kernel has no sch_netem, a host's tc is that of the router, in which its egress is the device shape<i>.
 TC = f"""#!{sys.executable}
 import fcntl, os, shlex, sys
@@ -66,7 +69,14 @@ class Laptop:
     started: list["subprocess.Popen[str]"] = field(default_factory=list)
 
     def argv(self, words: Sequence[str | Path]) -> list[str]:
-        command = [sys.executable, "-m", "fleet.cluster", *map(str, words), "--hosts", str(self.folder / "hosts.toml")]
+        command = [
+            sys.executable,
+            "-m",
+            "fleet.cluster",
+            *map(str, words),
+            "--hosts",
+            str(self.folder / "hosts.toml"),
+        ]
         return self.lab.hosts[LAPTOP].enter(command)
 
     @property
@@ -85,7 +95,9 @@ class Laptop:
         return done.stdout
 
     def start(self, *words: str | Path) -> "subprocess.Popen[str]":
-        self.started.append(subprocess.Popen(self.argv(words), stdout=subprocess.PIPE, **self.where))
+        self.started.append(
+            subprocess.Popen(self.argv(words), stdout=subprocess.PIPE, **self.where)
+        )
         return self.started[-1]
 
 
@@ -103,9 +115,16 @@ def laptop(lab, keys, tmp_path) -> Iterator[Laptop]:
     unwanted = (".git", ".venv", "runs", "*cache*", "__pycache__", "*_pb2*", "*.egg-info", "shared")
     shutil.copytree(ROOT, repository, ignore=shutil.ignore_patterns(*unwanted))
     who = "-c user.name=t -c user.email=t@localhost"
-    for words in ("init --quiet --initial-branch main", "add --all", f"{who} commit --quiet --message all"):
+    for words in (
+        "init --quiet --initial-branch main",
+        "add --all",
+        f"{who} commit --quiet --message all",
+    ):
         subprocess.run(["git", "-C", repository, *words.split()], check=True, timeout=30)
-    blocks = [f'[[host]]\naddress = "{lab.addresses[n]}"\nfolder = "{tmp_path}/host{n}"\n' for n in range(NUM_MACHINES)]
+    blocks = [
+        f'[[host]]\naddress = "{lab.addresses[n]}"\nfolder = "{tmp_path}/host{n}"\n'
+        for n in range(NUM_MACHINES)
+    ]
     (tmp_path / "hosts.toml").write_text(f'venv = "{sys.prefix}"\n{keys.lines}{"".join(blocks)}')
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -146,7 +165,9 @@ def steps_s(folder: Path) -> list[float]:
 def test_machines_train_through_a_change_of_network_and_say_who_was_killed(laptop, lab):
     assert laptop("up").count("has ") == NUM_MACHINES
     laptop("put", "text.txt")
-    assert "rank 0 | step 3/3" in laptop("run", "job.toml", "--name", "short", "-o", "train.steps=3")
+    assert "rank 0 | step 3/3" in laptop(
+        "run", "job.toml", "--name", "short", "-o", "train.steps=3"
+    )
 
     training = laptop.start("run", "job.toml", "--name", "endless")
     read_until(training, "rank 0 | step 3/")
@@ -169,5 +190,7 @@ def test_machines_train_through_a_change_of_network_and_say_who_was_killed(lapto
 
     folder = laptop.folder / laptop("collect").strip()
     assert min(steps_s(folder)[-5:]) > 2 * 3 * 0.020  # the last stage is three hops away, and back
-    assert sorted(path.name for path in (folder / "output").iterdir()) == [f"rank-{n}.log" for n in range(NUM_MACHINES)]
+    assert sorted(path.name for path in (folder / "output").iterdir()) == [
+        f"rank-{n}.log" for n in range(NUM_MACHINES)
+    ]
     laptop("down")

@@ -14,7 +14,18 @@ from dpipe.errors import InputError
 
 IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
 ONE, TWO = "us-east-1", "eu-west-1"
-IN_TWO = ["--count", "3", "--type", "c5.large", "--region", f"{ONE},{TWO}", "--image", IMAGE, "--key", "me"]
+IN_TWO = [
+    "--count",
+    "3",
+    "--type",
+    "c5.large",
+    "--region",
+    f"{ONE},{TWO}",
+    "--image",
+    IMAGE,
+    "--key",
+    "me",
+]
 HERE = "203.0.113.7/32"
 
 
@@ -72,7 +83,9 @@ def test_instances_of_two_regions_become_a_hosts_file(ec2_of):
     launched = [*there(ONE), *there(TWO)]
     assert [len(there(ONE)), len(there(TWO))] == [2, 1]
     assert {host.address for host in hosts} == {instance.public for instance in launched}
-    assert all(host.advertise == host.address for host in hosts)  # private addresses end at a region
+    assert all(
+        host.advertise == host.address for host in hosts
+    )  # private addresses end at a region
     assert (hosts[0].user, str(hosts[0].key)) == ("ubuntu", "me.pem")
 
 
@@ -81,8 +94,14 @@ def test_nodes_reach_each_other_and_only_one_address_reaches_ssh(ec2_of):
     nodes = {f"{instance.public}/32" for region in (ONE, TWO) for instance in there(region)}
     for region in (ONE, TWO):
         (group,) = groups(region)
-        ssh, every = sorted(group["IpPermissions"], key=lambda rule: rule["IpProtocol"], reverse=True)
-        assert (ssh["FromPort"], ssh["ToPort"], [r["CidrIp"] for r in ssh["IpRanges"]]) == (22, 22, [HERE])
+        ssh, every = sorted(
+            group["IpPermissions"], key=lambda rule: rule["IpProtocol"], reverse=True
+        )
+        assert (ssh["FromPort"], ssh["ToPort"], [r["CidrIp"] for r in ssh["IpRanges"]]) == (
+            22,
+            22,
+            [HERE],
+        )
         assert every["IpProtocol"] == "-1"
         assert {r["CidrIp"] for r in every["IpRanges"]} == nodes
         assert [pair["GroupId"] for pair in every["UserIdGroupPairs"]] == [group["GroupId"]]
@@ -93,13 +112,17 @@ def test_one_region_talks_over_private_addresses_of_its_group(ec2_of):
     hosts = load_hosts(aws.Path("hosts.toml")).hosts
     assert {host.advertise for host in hosts} == {instance.private for instance in there(ONE)}
     (group,) = groups(ONE)
-    assert all(not rule["IpRanges"] for rule in group["IpPermissions"] if rule["IpProtocol"] == "-1")
+    assert all(
+        not rule["IpRanges"] for rule in group["IpPermissions"] if rule["IpProtocol"] == "-1"
+    )
 
 
 @pytest.mark.parametrize(("market", "cycle"), [("--spot", "spot"), ("--on-demand", None)])
 def test_market_is_as_asked(ec2_of, market, cycle):
     up(market, "--region", ONE, "--count", "1")
-    (reservation,) = ec2_of(ONE, "describe_instances", InstanceIds=[there(ONE)[0].id])["Reservations"]
+    (reservation,) = ec2_of(ONE, "describe_instances", InstanceIds=[there(ONE)[0].id])[
+        "Reservations"
+    ]
     assert reservation["Instances"][0].get("InstanceLifecycle") == cycle
 
 
@@ -121,7 +144,10 @@ def test_tag_in_use_is_refused_and_what_runs_stays(ec2_of):
     up()
     done = up("--hosts-file", "other.toml")
     assert done.exit_code == 2
-    assert "2 instances have the tag dpipe=t; scripts/aws down --tag t ends them, or choose another" in done.output
+    assert (
+        "2 instances have the tag dpipe=t; scripts/aws down --tag t ends them, or choose another"
+        in done.output
+    )
     assert len(there(ONE)) == 2
 
 
@@ -134,7 +160,10 @@ def test_tag_in_use_is_refused_and_what_runs_stays(ec2_of):
         (["--image", "ami-1"], "ami-1 is there in one region only; give --image R=AMI,R2=AMI2"),
         (["--image", f"{ONE}=ami-1"], f"--image names none for {TWO}"),
         (["--count", "1"], "1 instances cannot be in 2 regions"),
-        (["--ssh-from", "203.0.113.7/8"], "--ssh-from 203.0.113.7/8: 203.0.113.7/8 has host bits set"),
+        (
+            ["--ssh-from", "203.0.113.7/8"],
+            "--ssh-from 203.0.113.7/8: 203.0.113.7/8 has host bits set",
+        ),
         (["--hosts-file", "me.pem"], "me.pem is there already; choose another --hosts-file"),
     ],
 )
@@ -159,7 +188,13 @@ class Failing:
 
 
 def order(**changes):
-    given = {"tag": "t", "count": 3, "instance_type": "c5.large", "images": {ONE: IMAGE, TWO: IMAGE}, "key_name": "me"}
+    given = {
+        "tag": "t",
+        "count": 3,
+        "instance_type": "c5.large",
+        "images": {ONE: IMAGE, TWO: IMAGE},
+        "key_name": "me",
+    }
     return Order(**given, ssh_from=HERE, spot=False, disk_gb=50, **changes)
 
 
@@ -185,7 +220,9 @@ def test_what_cannot_be_taken_back_is_named(ec2_of):
 
 
 def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
-    with pytest.raises(AwsError, match=r"no SSH on [\d., ]+; does --ssh-from hold this machine's public address?"):
+    with pytest.raises(
+        AwsError, match=r"no SSH on [\d., ]+; does --ssh-from hold this machine's public address?"
+    ):
         launch(aws.Boto(None), [], answers=lambda address: False)
     assert there(ONE) == []
 
@@ -193,7 +230,9 @@ def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
 def test_group_that_stays_is_named(ec2_of):
     up()
     with pytest.raises(AwsError, match=r"group sg-\w+ is left: .*delete_security_group"):
-        ec2.down("t", [ONE], Failing((ONE, "delete_security_group")), lambda said: None, timeout_s=0.05)
+        ec2.down(
+            "t", [ONE], Failing((ONE, "delete_security_group")), lambda said: None, timeout_s=0.05
+        )
 
 
 def test_interrupt_leaves_nothing(ec2_of):
@@ -213,7 +252,9 @@ class Fading(Failing):
     def __call__(self, region, operation, service="ec2", **parameters):
         if operation == "run_instances":
             told = super().__call__(region, operation, service, **parameters)
-            self._boto(region, "terminate_instances", InstanceIds=[told["Instances"][0]["InstanceId"]])
+            self._boto(
+                region, "terminate_instances", InstanceIds=[told["Instances"][0]["InstanceId"]]
+            )
             return told
         return super().__call__(region, operation, service, **parameters)
 
@@ -242,8 +283,14 @@ def test_dry_run_prints_the_calls_and_makes_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = up("--dry-run")
     assert done.exit_code == 0, done.output
-    calls = [line.split(" ", 3) for line in done.output.splitlines() if line.startswith(("ec2 ", "ssm "))]
-    launched = {region: json.loads(given)["MaxCount"] for _, region, what, given in calls if what == "run_instances"}
+    calls = [
+        line.split(" ", 3) for line in done.output.splitlines() if line.startswith(("ec2 ", "ssm "))
+    ]
+    launched = {
+        region: json.loads(given)["MaxCount"]
+        for _, region, what, given in calls
+        if what == "run_instances"
+    }
     assert launched == {ONE: 2, TWO: 1}
     assert list(tmp_path.iterdir()) == []
     assert "ec2 every-region terminate_instances" in call("down", "--dry-run").output

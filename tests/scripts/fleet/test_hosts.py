@@ -36,11 +36,16 @@ def test_ranks_meet_where_the_first_host_is_reached(hosts):
 
 def test_interpreter_is_that_of_the_environment(hosts):
     made, given = hosts(f'{TWO}venv = "/opt/venv"\n').hosts
-    assert (made.interpreter, given.interpreter) == ("dpipe/src/.venv/bin/python", "/opt/venv/bin/python")
+    assert (made.interpreter, given.interpreter) == (
+        "dpipe/src/.venv/bin/python",
+        "/opt/venv/bin/python",
+    )
 
 
 def test_fewer_slots_than_ranks_are_refused(hosts):
-    with pytest.raises(HostsError, match=r"3 ranks need as many slots; .*hosts.toml has 2 on 2 hosts: add hosts"):
+    with pytest.raises(
+        HostsError, match=r"3 ranks need as many slots; .*hosts.toml has 2 on 2 hosts: add hosts"
+    ):
         hosts(TWO).seats(3)
 
 
@@ -55,7 +60,10 @@ def test_fewer_slots_than_ranks_are_refused(hosts):
         (f"meetingport = 1\n{TWO}", "unknown key 'meetingport'; did you mean 'meeting_port'?"),
         (f"{TWO}xyz = 2", "host 1: unknown key 'xyz'; known: address, advertise, user"),
         (f"slots = 0\n{TWO}", "host 0: slots: Input should be greater than or equal to 1, got 0"),
-        (f"port = 70000\n{TWO}", "host 0: port: Input should be less than or equal to 65535, got 70000"),
+        (
+            f"port = 70000\n{TWO}",
+            "host 0: port: Input should be less than or equal to 65535, got 70000",
+        ),
         ('[[host]]\naddress = "-oProxyCommand=x"', "host 0: address: must be a name or an addr"),
         (f'folder = "~/"\n{TWO}', "host 0: folder: must be a folder of its own, got '~/'"),
         (f'{TWO}[[host]]\naddress = "10.0.0.1"', "the same address and port, 10.0.0.1; slots = 2"),

@@ -35,7 +35,10 @@ def test_host_that_does_not_answer_is_named_and_the_rest_untouched(bare):
     hosts = bare.write_hosts(DEAD.format(bare.root / "dead"), name="three.toml")
     done = bare("up", hosts=hosts)
     assert done.exit_code == 2
-    assert "host 127.0.0.1:1 does not answer: ssh: connect to host 127.0.0.1 port 1: Connection refused" in done.output
+    assert (
+        "host 127.0.0.1:1 does not answer: ssh: connect to host 127.0.0.1 port 1: Connection refused"
+        in done.output
+    )
     assert not bare.folder(0).exists()
     assert not bare.folder(1).exists()
 
@@ -45,7 +48,10 @@ def test_old_python_is_refused_before_anything_is_changed(bare):
     done = bare("up", hosts=hosts)
     assert done.exit_code == 2
     assert "host 127.0.0.2:" in done.output
-    assert "needs Python 3.11 or newer, and /bin/false is not; set python in the hosts file" in done.output
+    assert (
+        "needs Python 3.11 or newer, and /bin/false is not; set python in the hosts file"
+        in done.output
+    )
     assert not bare.folder(0).exists()
 
 
@@ -59,7 +65,9 @@ def test_setup_that_fails_is_shown_and_counts_for_nothing(fresh):
     assert not (fresh.folder(1) / "commit").exists()
     refused = fresh.run()
     assert refused.exit_code == 2
-    assert f"nothing is installed on 127.0.0.2:{fresh.port}; run scripts/cluster up" in refused.output
+    assert (
+        f"nothing is installed on 127.0.0.2:{fresh.port}; run scripts/cluster up" in refused.output
+    )
 
 
 def test_hosts_of_different_commits_do_not_run(fresh):
@@ -95,7 +103,7 @@ def test_environment_that_is_there_is_used_as_it_is(bare):
     assert bare("up", hosts=hosts).exit_code == 0
     said = (bare.root / "python.log").read_text()
     assert "-m grpc_tools.protoc" in said
-    assert "import dpipe.engine.build" in said
+    assert "import dpipe.run.build" in said
     assert not (bare.folder(0) / "src/.venv").exists()
     shutil.copy("/bin/false", venv / "python")
     bare.change({"new.txt": "new"})

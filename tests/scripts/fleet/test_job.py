@@ -41,7 +41,12 @@ def test_rank_finds_its_place_in_its_environment(job):
 def test_rank_listens_to_others_and_says_where_it_is_reached(job):
     argv = job("train.steps=5", name="n").argv(job().seats[0])
     assert argv[:4] == ["-m", "dpipe", "train", "../cluster/n/job.toml"]
-    assert argv[5::2] == ['node.bind="0.0.0.0"', 'node.advertise="10.0.0.1"', "train.steps=5", 'run.folder="runs/n"']
+    assert argv[5::2] == [
+        'node.bind="0.0.0.0"',
+        'node.advertise="10.0.0.1"',
+        "train.steps=5",
+        'run.folder="runs/n"',
+    ]
 
 
 def test_resumed_run_keeps_its_name_and_folder(job):
@@ -106,7 +111,10 @@ def test_run_starts_on_all_hosts_or_on_none(cloud):
     (cloud.folder(1) / "cluster/r").mkdir(parents=True)
     done = cloud.run("--name", "r")
     assert done.exit_code == 2
-    assert f"host 127.0.0.2:{cloud.port}: a run r was here before; choose another --name, or --resume r" in done.output
+    assert (
+        f"host 127.0.0.2:{cloud.port}: a run r was here before; choose another --name, or --resume r"
+        in done.output
+    )
     assert not (cloud.folder(1) / "cluster/current").exists()
     time.sleep(0.1)
     state = cloud("status").output

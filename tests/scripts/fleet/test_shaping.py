@@ -83,7 +83,10 @@ def test_verify_prints_observed_against_asked(cloud, profile):
     done = cloud("netem", profile(NEAR), "--verify")
     assert done.exit_code == 0, done.output
     assert "host 1 to 0:\n  round trip, ms  ok" in done.output
-    assert calls(cloud, 0)[1:] == ["answer", f"verify {cloud.folder(0)}/near.toml --node 0 --peer 1 127.0.0.2"]
+    assert calls(cloud, 0)[1:] == [
+        "answer",
+        f"verify {cloud.folder(0)}/near.toml --node 0 --peer 1 127.0.0.2",
+    ]
 
 
 def test_verify_fails_where_a_link_is_off(cloud, profile):
@@ -111,7 +114,11 @@ def test_profile_that_cannot_be_is_refused_before_any_host_is_shaped(cloud, prof
 def test_host_by_name_cannot_be_told_apart(cloud, profile):
     both = PAIRS + PAIRS.replace("from = 0\nto = 1", "from = 1\nto = 0")
     path = cloud.write_hosts(name="named.toml")
-    path.write_text(path.read_text().replace('address = "127.0.0.2"', 'address = "127.0.0.2"\nadvertise = "second"'))
+    path.write_text(
+        path.read_text().replace(
+            'address = "127.0.0.2"', 'address = "127.0.0.2"\nadvertise = "second"'
+        )
+    )
     done = cloud("netem", profile(both), hosts=path)
     assert done.exit_code == 2
     assert "tc tells peers apart by IP address; set advertise to its own" in done.output
@@ -119,4 +126,8 @@ def test_host_by_name_cannot_be_told_apart(cloud, profile):
 
 def test_shaped_file_names_profile_and_device(cloud, profile):
     cloud("netem", profile(NEAR))
-    assert json.loads((cloud.folder(0) / "shaped").read_text()) == {"profile": "near", "device": "lo", "kept": True}
+    assert json.loads((cloud.folder(0) / "shaped").read_text()) == {
+        "profile": "near",
+        "device": "lo",
+        "kept": True,
+    }

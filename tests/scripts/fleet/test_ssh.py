@@ -24,20 +24,29 @@ def test_command_gets_bytes_and_gives_bytes(machines):
 def test_command_that_fails_is_shown_with_its_words(machines):
     with pytest.raises(HostFailed) as error:
         machines[0].run("echo out; echo oops >&2; exit 7")
-    assert str(error.value) == f"host {machines[0].host.name}: `echo out; echo oops >&2; exit 7` failed (7):\nout\noops"
+    assert (
+        str(error.value)
+        == f"host {machines[0].host.name}: `echo out; echo oops >&2; exit 7` failed (7):\nout\noops"
+    )
 
 
-def test_commands_on_one_machine_share_a_connection_that_ends_with_the_block(bare, command_lines, monkeypatch):
+def test_commands_on_one_machine_share_a_connection_that_ends_with_the_block(
+    bare, command_lines, monkeypatch
+):
     monkeypatch.setattr(ssh, "TemporaryDirectory", TemporaryDirectory)
     monkeypatch.setattr(ssh.Machine, "disconnect", DISCONNECT)
     hosts = load_hosts(bare.root / "hosts.toml").hosts[:1]
     with connected(hosts) as (machine,):
         ports = {machine.run("echo $SSH_CONNECTION") for _ in range(2)}
         assert len(ports) == 1
-        shared = [words[0] for words in command_lines() if words[0].startswith(f"ssh: {machine.socket}")]
+        shared = [
+            words[0] for words in command_lines() if words[0].startswith(f"ssh: {machine.socket}")
+        ]
         assert len(shared) == 1
     deadline = time.monotonic() + 5
-    while (left := [words for words in command_lines() if words[0] in shared]) and time.monotonic() < deadline:
+    while (
+        left := [words for words in command_lines() if words[0] in shared]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 
@@ -73,5 +82,8 @@ def test_wrong_host_key_is_refused(bare, monkeypatch):
     known.write_text(f"[127.0.0.1]:{bare.port} {(bare.keys.folder / 'user.pub').read_text()}")
     path.write_text(path.read_text().replace(f"{bare.keys.folder}/known", str(known)))
     words = r"(?s)does not answer: .*REMOTE HOST IDENTIFICATION HAS CHANGED"
-    with connected(load_hosts(path).hosts[:1]) as (machine,), pytest.raises(Unreachable, match=words):
+    with (
+        connected(load_hosts(path).hosts[:1]) as (machine,),
+        pytest.raises(Unreachable, match=words),
+    ):
         machine.run("true")

@@ -39,7 +39,9 @@ def followed(cloud, number):
     def found(process):
         with suppress(psutil.Error):
             words = process.cmdline()
-            return "follow" in words and (process.cwd().startswith(folder) or folder in " ".join(words))
+            return "follow" in words and (
+                process.cwd().startswith(folder) or folder in " ".join(words)
+            )
 
     return lambda: any(found(process) for process in psutil.process_iter())
 
@@ -56,7 +58,9 @@ def test_first_failure_is_named_and_stops_the_others(cloud, monkeypatch):
     cloud.play("if rank == 1: sys.exit(3)\ntime.sleep(60)")
     done = cloud.run("--name", "r")
     assert done.exit_code == 3
-    assert [line for line in done.output.splitlines() if line.startswith("rank") and "|" not in line] == [
+    assert [
+        line for line in done.output.splitlines() if line.startswith("rank") and "|" not in line
+    ] == [
         f"rank 1 on 127.0.0.2:{cloud.port}: exit code 3; the others stop",
         f"rank 1 on 127.0.0.2:{cloud.port}: exit code 3",
         f"rank 0 on 127.0.0.1:{cloud.port}: exit code 137 (SIGKILL)",
@@ -67,7 +71,9 @@ def test_rank_that_is_killed_is_told_by_its_signal(cloud):
     cloud.play("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     done = cloud.run("--name", "r")
     assert done.exit_code == 137
-    assert f"rank 1 on 127.0.0.2:{cloud.port}: exit code 137 (SIGKILL); the others stop" in done.output
+    assert (
+        f"rank 1 on 127.0.0.2:{cloud.port}: exit code 137 (SIGKILL); the others stop" in done.output
+    )
     assert f"rank 0 on 127.0.0.1:{cloud.port}: ended well" in done.output
 
 
@@ -76,7 +82,10 @@ def test_interrupt_asks_for_a_checkpoint(cloud, later):
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))
     done = cloud.run("--name", "r")
     assert done.exit_code == 0, done.output
-    assert "stopping: the ranks finish their step and write a checkpoint; once more kills them" in done.output
+    assert (
+        "stopping: the ranks finish their step and write a checkpoint; once more kills them"
+        in done.output
+    )
     assert done.output.count("| writes a checkpoint") == 2
 
 
@@ -94,7 +103,9 @@ def test_lost_connection_loses_no_line_and_repeats_none(cloud, later):
     done = cloud.run("--name", "r")
     assert done.exit_code == 0, done.output
     for rank in range(2):
-        seen = [line for line in done.output.splitlines() if line.startswith(f"rank {rank} | counts")]
+        seen = [
+            line for line in done.output.splitlines() if line.startswith(f"rank {rank} | counts")
+        ]
         assert seen == [f"rank {rank} | counts {n}" for n in range(20)]
 
 
@@ -109,7 +120,10 @@ def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
     done = cloud.run("--name", "r")
     gone.rename(broken)
     assert done.exit_code == 1
-    assert f"rank 1 on 127.0.0.2:{cloud.port}: not heard of for 1 s: host 127.0.0.2:{cloud.port}: " in done.output
+    assert (
+        f"rank 1 on 127.0.0.2:{cloud.port}: not heard of for 1 s: host 127.0.0.2:{cloud.port}: "
+        in done.output
+    )
     assert "No such file or directory" in done.output
 
 

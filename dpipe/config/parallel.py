@@ -1,0 +1,177 @@
+"""How a run is spread over ranks: the sections [pipeline], [tensor_parallel] and [data_parallel]. No torch.
+
+The order of ranks, innermost first: those of a stage, the stages, the replicas. With T = 2, two stages, two replicas:
+
+    replica 0    stage 0: ranks 0 1    stage 1: ranks 2 3
+    replica 1    stage 0: ranks 4 5    stage 1: ranks 6 7
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[
+    float, Field(gt=0, le=30 * 86_400)
+]  # a wait: far longer ones do not fit what clocks count in
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for the number 1."""
+        assert info.field_name is not None
+        given = value if isinstance(value, list | tuple) else [value]
+        if cls.model_fields[info.field_name].annotation is not bool and any(
+            isinstance(each, bool) for each in given
+        ):
+            raise PydanticCustomError("truth", "Input should not be true or false")
+        return value
+
+
+class Pipeline(Section):
+    stages: Count = 1
+    stages_per_rank: Count = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    in_flight: Count | None = (
+        None  # micro-batches in flight on the first rank; default: the number of stages
+    )
+    memory_limit: Count | None = None  # micro-batches that a rank may hold at once
+    memory_gb: Positive | None = (
+        None  # 10^9 bytes that a rank may hold; what is predicted to hold more is refused
+    )
+    recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
+    split: tuple[Count, ...] | Literal["estimated", "measured"] = (
+        "estimated"  # layers a stage, or how to find it
+    )
+    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stages % self.stages_per_rank:
+            raise ValueError(
+                f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank {self.stages_per_rank}"
+            )
+        if isinstance(self.split, tuple) and len(self.split) != self.stages:
+            raise ValueError(
+                f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is {self.stages}"
+            )
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in (
+            "auto",
+            "gpipe",
+        ):
+            raise ValueError(
+                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there'
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        return self.stages // self.stages_per_rank
+
+
+class TensorParallel(Section):
+    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et al. 2019).
+
+    Those of a replayed stage are hosts, which exchange what `[replay]` says.
+    """
+
+    size: Count = 1
+    sequence_parallel: bool = (
+        False  # between the matrices each rank has a part of the sequence (Korthikanti et al.)
+    )
+    scatter_gather: bool = True  # between stages each rank sends its part of the activation alone
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequence_parallel and self.size == 1:
+            raise ValueError(
+                "tensor_parallel.sequence_parallel needs tensor_parallel.size 2 at least"
+            )
+        return self
+
+
+class DataParallel(Section):
+    """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
+
+    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
+    replicas: Count = 1
+    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
+    chunk_bytes: Annotated[int, Field(ge=4096)] = (
+        8 << 20
+    )  # of a gradient that are exchanged at once
+    group: Literal["dpipe", "torch"] = (
+        "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
+    )
+    delay: bool = False  # each step uses the mean gradient of the step before, whose exchange hides behind this one
+    servers: Literal["one", "per-stage"] = "one"  # parameter servers
+    address: tuple[
+        str, ...
+    ] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
+    staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
+    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: Fraction = 0.9
+    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
+    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "none" and self.replicas > 1:
+            raise ValueError(
+                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
+                'set it, for example to "all-reduce"'
+            )
+        if self.kind == "local-sgd" and self.delay:
+            raise ValueError(
+                'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead'
+            )
+        if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
+            raise ValueError(
+                'data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "local-sgd", not '
+                f"{self.kind!r}: leave them out"
+            )
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
+                f"data_parallel.inner_steps {self.inner_steps}"
+            )
+        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
+            )
+        served = self.kind == "parameter-server"
+        if not served and (self.address or self.staleness or self.servers != "one"):
+            raise ValueError(
+                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with data_parallel.kind "
+                f'"parameter-server", not with "{self.kind}"'
+            )
+        if served and self.delay:
+            raise ValueError(
+                "data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1"
+            )
+        return self
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _list(cls, address: Any) -> Any:
+        return (address,) if isinstance(address, str) else address
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: tuple[str, ...]) -> tuple[str, ...]:
+        for text in address:
+            host, _, port = text.rpartition(":")
+            if not (host and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(
+                    f"data_parallel.address {text!r} must be HOST:PORT, such as 10.0.0.1:7100"
+                )
+        return address

@@ -1,0 +1,230 @@
+"""What the coordinator decides: who may join, when a gather is whole, who is lost, which cause wins.
+
+    joining ──all are here──▶ running ──────all left──────▶ (empty)
+       │                         │
+       └── refused, lost, late ──┴── failed, lost ──▶ over: everybody hears the same reason
+
+Policy only: the server brings the streams, the lock and the clock (`now` is `time.monotonic()` seconds), and calls one
+method at a time. Members are told by calling their `tell`; `None` ends their stream.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote
+
+from dpipe.coordinator.base import name_ranks
+from dpipe.coordinator.frame import PROTOCOL
+from dpipe.wire.v1 import coordinator_pb2 as pb
+
+Tell = Callable[[pb.FromCoordinator | None], None]
+
+SYMPTOM_GRACE_S = (
+    1.0  # a killed process's stream breaks within milliseconds of what its neighbours notice
+)
+_FIELDS_SHOWN = 8
+
+
+@dataclass(eq=False)
+class Member:
+    """A rank that has joined. `peer` is where its connection comes from, as gRPC writes it."""
+
+    join: pb.Join
+    peer: str
+    tell: Tell
+    heard_at: float
+
+    @cached_property
+    def shared(self) -> dict[str, Any]:
+        return dict(json.loads(self.join.shared))
+
+    @property
+    def rank(self) -> int:
+        return self.join.rank
+
+    @property
+    def address(self) -> str:
+        return self.join.advertised or host_of(self.peer)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.address})"
+
+
+def host_of(peer: str) -> str:
+    """The host in gRPC's `ipv4:10.0.0.7:51234` or `ipv6:%5B::1%5D:51234`."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0]
+
+
+class Membership:
+    def __init__(self, world_size: int, *, heartbeat_s: float, join_s: float, now: float) -> None:
+        self.members: dict[int, Member] = {}
+        self._world_size = world_size
+        self._heartbeat_s = heartbeat_s
+        self._join_s = join_s
+        self._join_by = now + join_s
+        self._ticked_at = now
+        self._complete = False
+        self._over: str | None = None
+        self._symptom: tuple[float, str] | None = None
+        self._parts: dict[str, dict[int, bytes]] = {}
+
+    @property
+    def over(self) -> bool:
+        return self._over is not None
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have joined, at some time."""
+        return self._complete
+
+    # Joining
+
+    def join(self, join: pb.Join, peer: str, tell: Tell, now: float) -> Member | None:
+        """Admit a rank, or tell it why not. Whatever keeps one rank out while the others wait ends the run for all."""
+        reason = self._over or self._objection(join)
+        if reason is None:
+            member = Member(join, peer, tell, now)
+            self.members[join.rank] = member
+            self._welcome_or_wait()
+            return member
+        tell(_abort(reason))
+        tell(None)
+        if not self._complete:
+            self.end(f"rank {join.rank} at {host_of(peer)} could not join: {reason}")
+        return None
+
+    def _objection(self, join: pb.Join) -> str | None:
+        if join.protocol != PROTOCOL:
+            return f"it speaks protocol {join.protocol}, the coordinator {PROTOCOL}; install one dpipe version everywhere"
+        if join.world_size != self._world_size:
+            return f"it was told of {join.world_size} ranks, the coordinator of {self._world_size}"
+        if not 0 <= join.rank < self._world_size:
+            return f"rank {join.rank} is not one of 0..{self._world_size - 1}"
+        if self._complete or join.rank in self.members:
+            first = self.members.get(join.rank)
+            where = f" from {host_of(first.peer)}" if first else ""
+            return f"rank {join.rank} has already joined{where}; two processes were given the same rank"
+        return None if _is_json_object(join.shared) else "its configuration is not a JSON object"
+
+    def _welcome_or_wait(self) -> None:
+        difference = self._difference()
+        missing = self._absent(self.members)
+        if difference:
+            self.end(difference)
+        elif missing:
+            self._tell_all(pb.FromCoordinator(missing=pb.Missing(ranks=missing)))
+        else:
+            self._complete = True
+            ranks = range(self._world_size)
+            addresses = [
+                pb.Address(advertised=_advertised(self.members[rank].join)) for rank in ranks
+            ]
+            self._tell_all(pb.FromCoordinator(welcome=pb.Welcome(addresses=addresses)))
+
+    def _difference(self) -> str | None:
+        """How members' configurations differ from rank 0's, once rank 0 is here. It does not matter who came first."""
+        if 0 not in self.members:
+            return None
+        reference = self.members[0].shared
+        lines = [_compare(m, reference) for m in self.members.values() if m.shared != reference]
+        return "\n".join(lines) or None
+
+    def _absent(self, present: Iterable[int]) -> list[int]:
+        return sorted(set(range(self._world_size)) - set(present))
+
+    # Running
+
+    def part(self, member: Member, part: pb.Part) -> None:
+        parts = self._parts.setdefault(part.key, {})
+        parts[member.rank] = part.payload
+        if len(parts) == self._world_size:
+            del self._parts[part.key]
+            whole = pb.Whole(key=part.key, parts=[parts[rank] for rank in sorted(parts)])
+            self._tell_all(pb.FromCoordinator(whole=whole))
+
+    def ask(self, member: Member, key: str) -> None:
+        missing = pb.Missing(key=key, ranks=self._absent(self._parts.get(key, {})))
+        member.tell(pb.FromCoordinator(missing=missing))
+
+    def leave(self, member: Member) -> None:
+        if self.members.get(member.rank) is member:
+            del self.members[member.rank]
+        member.tell(None)
+
+    # Ending
+
+    def failure(self, member: Member, failure: pb.Failure, now: float) -> None:
+        """A cause ends the run at once; a symptom only if no cause shows up within `SYMPTOM_GRACE_S`."""
+        reason = f"rank {member.rank} failed: {failure.reason}"
+        if not failure.symptom:
+            self.end(reason)
+        elif self._symptom is None:
+            self._symptom = (now + SYMPTOM_GRACE_S, reason)
+
+    def broken(self, member: Member, why: str) -> None:
+        """A member's stream is gone without a goodbye."""
+        if self.members.get(member.rank) is member:
+            self.end(f"lost {member}: {why}")
+
+    def tick(self, now: float) -> None:
+        """What time alone brings about. Call it a few times a heartbeat, and within `SYMPTOM_GRACE_S`."""
+        if (
+            now - self._ticked_at > self._heartbeat_s / 2
+        ):  # this process itself was stopped: their words wait unread
+            for member in self.members.values():
+                member.heard_at = now
+        self._ticked_at = now
+        silent = [m for m in self.members.values() if now - m.heard_at > self._heartbeat_s]
+        if silent:
+            self.end(
+                "\n".join(f"lost {m}: no sign of life for {self._heartbeat_s:g} s" for m in silent)
+            )
+        elif self._symptom and now >= self._symptom[0]:
+            self.end(self._symptom[1])
+        elif not self._complete and now >= self._join_by:
+            missing = name_ranks(tuple(self._absent(self.members)))
+            self.end(f"{missing} of {self._world_size} did not join within {self._join_s:g} s")
+
+    def end(self, reason: str) -> None:
+        """Tell all who are here, and all who still come. The first reason stays."""
+        if self._over is None:
+            self._over = reason
+            self._tell_all(_abort(reason))
+            self._tell_all(None)
+            self.members.clear()
+
+    def _tell_all(self, message: pb.FromCoordinator | None) -> None:
+        for member in self.members.values():
+            member.tell(message)
+
+
+def _abort(reason: str) -> pb.FromCoordinator:
+    return pb.FromCoordinator(abort=pb.Abort(reason=reason))
+
+
+def _advertised(join: pb.Join) -> str | None:
+    return join.advertised if join.HasField("advertised") else None
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _compare(member: Member, ours: dict[str, Any]) -> str:
+    theirs = member.shared
+    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    shown = [
+        f"{name} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
+        for name in names[:_FIELDS_SHOWN]
+    ]
+    more = f"; and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
+    return f"the configuration of {member} differs from rank 0's: {'; '.join(shown)}{more}"
+
+
+def _show(shared: dict[str, Any], name: str) -> str:
+    return json.dumps(shared[name]) if name in shared else "absent"

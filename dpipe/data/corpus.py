@@ -1,0 +1,280 @@
+"""Text to tokens to batches. A batch is a function of (seed, step, replica): ranks agree on it without talking.
+
+    files ──sorted, joined──> text ──tokenizer──> CACHE/<digest>/tokens.bin    [ training ... | held out ]
+                                                                 corpus.json   counts, bytes, entropy
+
+The folder's name is a digest of the text and of all that shaped the tokens, so it is never stale and never rewritten.
+"""
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpipe.data.tokenizer import Tokenizer
+from dpipe.errors import DataError
+
+Split = Literal["train", "held_out"]
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+_FORMAT = "dpipe-corpus-1"
+_PIECE = 1 << 20  # characters that a tokenizer is given at once
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples spread evenly for any number of them
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a text besides its tokens; `bigram_bits` is the entropy of a byte given the one before."""
+
+    num_tokens: int
+    num_train_tokens: int
+    train_bytes: int
+    held_out_bytes: int
+    bigram_bits: float
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as tokens: the training part, and behind it the held-out part."""
+
+    tokens: NDArray[Any]  # [num_tokens], uint16 or uint32
+    facts: Facts
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def num_train_tokens(self) -> int:
+        return self.facts.num_train_tokens
+
+    @property
+    def num_held_out_tokens(self) -> int:
+        return self.facts.num_tokens - self.facts.num_train_tokens
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def check_length(self, context: int, *, need_held_out: bool) -> None:
+        """Raises `DataError` where a part cannot fill one window of `context` tokens and the token that follows."""
+        if self.num_train_tokens <= context:
+            raise DataError(
+                f"the training text has {self.num_train_tokens} tokens, model.context {context} needs {context + 1}; "
+                "give more text or lower model.context"
+            )
+        if need_held_out and self.num_held_out_tokens <= context:
+            raise DataError(
+                f"the held-out text has {self.num_held_out_tokens} tokens, model.context {context} needs "
+                f"{context + 1}; raise data.held_out, give more text, or unset train.eval_every"
+            )
+
+    def batch(self, seed: int, step: int, replica: int, batch_size: int, context: int) -> Batch:
+        """Inputs and targets [B, T], int64: windows from anywhere in the training text, targets one token on.
+
+        Philox (Salmon et al. 2011) is counter-based: `seed` is its key, (step, replica) the high words of its counter.
+        """
+        philox = np.random.Philox(key=seed % 2**64, counter=[0, 0, step, replica])
+        starts = philox.random_raw(batch_size) % np.uint64(self.num_train_tokens - context)
+        return self._windows(starts.astype(np.int64), context)
+
+    def held_out_batch(self, index: int, batch_size: int, context: int) -> Batch:
+        """As `batch`, from the held-out text; however many batches are taken, their windows spread over all of it."""
+        numbers = range(index * batch_size, (index + 1) * batch_size)
+        span = self.num_held_out_tokens - context
+        starts = [self.num_train_tokens + (n * _GOLDEN % 2**64 * span >> 64) for n in numbers]
+        return self._windows(np.array(starts), context)
+
+    def bytes_per_token(self, split: Split) -> float:
+        """0 for a held-out part that is empty."""
+        if split == "train":
+            return self.facts.train_bytes / self.num_train_tokens
+        return self.facts.held_out_bytes / max(1, self.num_held_out_tokens)
+
+    def bigram_entropy(self) -> float:
+        """Bits a byte: the entropy of a byte of the text given the one before."""
+        return self.facts.bigram_bits
+
+    def _windows(self, starts: NDArray[np.int64], context: int) -> Batch:
+        windows = torch.from_numpy(
+            self.tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+        )
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def prepare(
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    cache: Path,
+    held_out: float,
+    accept: Callable[[Corpus], None] = lambda corpus: None,
+    between: bytes = b"\n",
+) -> Corpus:
+    """The text of `files` as tokens, from the cache or into it; the last `held_out` share of it is held out.
+
+    A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed package. `accept`
+    sees the corpus before anything is written and may raise. `between` is put between files. Several processes may
+    prepare one text at once.
+
+    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache that cannot be
+    written, and text of which the tokenizer makes no token.
+    """
+    paths = find_files(files)
+    text = between.join(path.read_bytes() for path in paths)
+    folder = cache / _digest(text, tokenizer, held_out)
+    if folder.exists():
+        corpus = _open(folder, tokenizer)
+        accept(corpus)
+        return corpus
+    if not text:
+        raise DataError(f"data.files: {len(paths)} files hold no text")
+    for path in paths:
+        check_utf8(path)
+    corpus = _tokenise(text.decode(), tokenizer, held_out)
+    accept(corpus)
+    _store(corpus, folder)
+    return _open(folder, tokenizer)
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that the patterns name, sorted, each once."""
+    if not patterns:
+        raise DataError('data.files is empty; name text files, such as files = ["books/*.txt"]')
+    return sorted({path for pattern in patterns for path in _matches(pattern)})
+
+
+def _matches(pattern: str) -> list[Path]:
+    root, inside = Path(), pattern
+    if pattern.startswith("package:"):
+        package, _, inside = pattern.removeprefix("package:").partition("/")
+        root = _package_folder(package, pattern)
+    found = [root / name for name in glob.glob(inside, root_dir=root, recursive=True)]
+    if not (files := [path for path in found if path.is_file()]):
+        raise DataError(f"data.files {pattern!r} matches no file in {root.absolute()}")
+    return files
+
+
+def _package_folder(package: str, pattern: str) -> Path:
+    """Found without importing it: text needs none of the package's own dependencies."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            f"data.files {pattern!r}: no package {package!r} is installed; try pip install {package}"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def check_utf8(path: Path) -> None:
+    """Raises `DataError` naming the first byte that is not."""
+    try:
+        path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv"
+        ) from None
+
+
+def _digest(text: bytes, tokenizer: Tokenizer, held_out: float) -> str:
+    parts = (_FORMAT.encode(), tokenizer.fingerprint, repr(held_out).encode(), text)
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
+        :32
+    ]
+
+
+def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
+    cut = round(len(text) * (1 - held_out))
+    train, rest = (_ids(part, tokenizer) for part in (text[:cut], text[cut:]))
+    tokens = np.concatenate([train, rest])
+    if not len(train):
+        raise DataError(
+            f"data.tokenizer {tokenizer.name} makes no token of a text of {cut} characters"
+        )
+    facts = Facts(
+        len(tokens),
+        len(train),
+        len(text[:cut].encode()),
+        len(text[cut:].encode()),
+        _bigram_bits(text),
+    )
+    return Corpus(tokens, facts, tokenizer)
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
+    dtype = _dtype(tokenizer)
+    ids = [np.array(tokenizer.encode(piece), dtype) for piece in _pieces(text)]
+    return np.concatenate([np.zeros(0, dtype), *ids])
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut behind a line where there is one, so that a piece's end seldom falls into a word."""
+    start = 0
+    while start < len(text):
+        end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield text[start:end]
+        start = end
+
+
+def _dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
+    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+
+
+def _bigram_bits(text: str) -> float:
+    values = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    pairs = np.bincount(values[:-1] * 256 + values[1:], minlength=1 << 16).reshape(256, 256)
+    firsts = pairs.sum(1, keepdims=True)
+    chances = np.divide(pairs, firsts, where=pairs > 0, out=np.ones(pairs.shape))
+    return float(-(pairs * np.log2(chances)).sum() / max(1, pairs.sum()))
+
+
+def _store(corpus: Corpus, folder: Path) -> None:
+    """Under a temporary name, synced, renamed: a folder that is there is whole, whoever wrote it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+    except OSError as error:
+        raise DataError(
+            f"the token cache {folder.parent} cannot be written: {error}; set data.cache"
+        ) from None
+    try:
+        _write(made / "tokens.bin", corpus.tokens.tobytes())
+        _write(made / "corpus.json", json.dumps(asdict(corpus.facts)).encode())
+        os.rename(made, folder)
+    except OSError as error:
+        if not folder.exists():  # else another process was first, with the same bytes
+            raise DataError(
+                f"the token cache {folder} cannot be written: {error}; set data.cache"
+            ) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
+    try:
+        facts = Facts(**json.loads((folder / "corpus.json").read_bytes()))
+        tokens = np.memmap(folder / "tokens.bin", _dtype(tokenizer), "r", shape=(facts.num_tokens,))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"the token cache {folder} is damaged ({error}); delete it and start again"
+        ) from None
+    return Corpus(tokens, facts, tokenizer)

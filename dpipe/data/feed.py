@@ -1,0 +1,95 @@
+"""What a step is fed with: a function of (seed, step, replica), so that first and last rank agree without talking."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dpipe.config.load import Config, Train
+from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
+from dpipe.data.corpus import Corpus
+from dpipe.engine.executor import Batch
+
+
+class Feed(Protocol):
+    def training(self, step: int) -> Batch: ...
+    def held_out(self, index: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class TextFeed:
+    """Micro-batches of token windows [B, T] and the tokens that follow them.
+
+    A replica takes its share of the batch that one process would have: how many there are changes no sequence.
+    """
+
+    corpus: Corpus
+    train: Train
+    context: int
+    replica: int = 0
+    num_replicas: int = 1
+
+    def training(self, step: int) -> Batch:
+        return self._cut(
+            self.corpus.batch(self.train.seed, step, 0, self.train.batch_size, self.context)
+        )
+
+    def held_out(self, index: int) -> Batch:
+        return self._cut(self.corpus.held_out_batch(index, self.train.batch_size, self.context))
+
+    def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
+        mine = (tensor.chunk(self.num_replicas)[self.replica] for tensor in batch)
+        inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in mine)
+        return Batch([(tensor,) for tensor in inputs], list(targets))
+
+
+@dataclass(frozen=True)
+class PairFeed:
+    """Micro-batches of what BERT reads. A replica makes the sequences of its own share of the batch alone."""
+
+    pairs: SentencePairs
+    train: Train
+    replica: int = 0
+    num_replicas: int = 1
+
+    def training(self, step: int) -> Batch:
+        return self._cut(self.pairs.training(self.train.seed, step, self._share(0)))
+
+    def held_out(self, index: int) -> Batch:
+        return self._cut(self.pairs.held_out(self._share(index)))
+
+    def _share(self, index: int) -> range:
+        """The numbers of its sequences in the batches that follow each other."""
+        size = self.train.batch_size // self.num_replicas
+        start = index * self.train.batch_size + self.replica * size
+        return range(start, start + size)
+
+    def _cut(self, sequences: Sequences) -> Batch:
+        inputs, targets = sequences
+        cut = zip(*(tensor.chunk(self.train.num_microbatches) for tensor in inputs), strict=True)
+        return Batch(list(cut), list(targets.chunk(self.train.num_microbatches)))
+
+
+@dataclass(frozen=True)
+class NoFeed:
+    """For ranks that host neither end of the model, and for replay: nothing to read."""
+
+    num_microbatches: int
+
+    def training(self, step: int) -> Batch:
+        nothing: Sequence[tuple[torch.Tensor, ...]] = [()] * self.num_microbatches
+        return Batch(nothing)
+
+    def held_out(self, index: int) -> Batch:
+        return self.training(index)
+
+
+def feed_of(config: Config, corpus: Corpus | None, replica: int = 0, num_replicas: int = 1) -> Feed:
+    """What the configured model reads of its text; nothing without one."""
+    if corpus is None:
+        return NoFeed(config.train.num_microbatches)
+    if isinstance(corpus.tokenizer, SentenceTokenizer):
+        pairs = SentencePairs(corpus, corpus.tokenizer, config.model.context)
+        return PairFeed(pairs, config.train, replica, num_replicas)
+    return TextFeed(corpus, config.train, config.model.context, replica, num_replicas)

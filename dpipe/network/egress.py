@@ -1,0 +1,137 @@
+"""What one rank sends through one interface."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter, itemgetter
+from typing import Generic, TypeVar
+
+from dpipe.network.link import Network
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Generic[T]):
+    """A message that is through: its last bit left at `end_us`, and arrives the link's delay later."""
+
+    target: int
+    item: T
+    start_us: float
+    end_us: float
+
+
+@dataclass(slots=True)
+class _Moving(Generic[T]):
+    target: int
+    number: int
+    item: T
+    bits_left: float
+    start_us: float | None = None  # when its first bit left
+    bits_per_us: float = 0.0
+    left_us: float = math.inf  # how long its bits take as the shares are
+
+
+class Egress(Generic[T]):
+    """What one rank sends through one interface. It has no clock: the simulator drives it by predicted time, the
+    shaped transport by real time.
+
+        to 1   [ a             ]      [ c
+        to 2            (waits)[ b    ]
+
+    First come, first served, as a queue is that takes a whole message at once, which TCP gives it after its first
+    round trips; what a link cannot use (its window is small) goes to the next in the queue. Links that are shaped apart
+    from the others have a queue of their own; queues share the interface fairly, as the classes of `tc` do.
+
+    `offer` and `complete` are called in order of time, and `complete` before an `offer` that is later than `due_us`.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._bits_per_us = network.egress_gbps(rank) * 1e3
+        self._limits: dict[int, float] = {}
+        self._queues: dict[
+            int, int | None
+        ] = {}  # None: that of the links which are as the network is in general
+        self._numbers = count()
+        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, what, bytes
+        self._moving: dict[int, _Moving[T]] = {}  # by target: one a link
+        self._settled_us = 0.0
+        self._first: _Moving[T] | None = None
+
+    @property
+    def due_us(self) -> float | None:
+        """When the next message will be through, if no other is offered before; None if there is none."""
+        return None if self._first is None else self._settled_us + self._first.left_us
+
+    def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
+        """Queue `num_bytes` for `target`."""
+        if target not in self._limits:
+            self._limits[target] = self._network.rate_gbps(self._rank, target) * 1e3
+            apart = self._network.link(self._rank, target) != self._network.default
+            self._queues[target] = target if apart else None
+            self._waiting[target] = deque()
+        self._waiting[target].append((next(self._numbers), item, num_bytes))
+        if target not in self._moving:
+            self._settle(now_us)
+            self._load(target)
+            self._share()
+
+    def complete(self) -> Sent[T]:
+        """Take out the message that is due, at the moment when it is."""
+        moved, due_us = self._first, self.due_us
+        assert moved is not None and due_us is not None, "nothing is due"
+        assert moved.start_us is not None
+        self._settle(due_us)
+        del self._moving[moved.target]
+        self._load(moved.target)
+        self._share()
+        return Sent(moved.target, moved.item, moved.start_us, due_us)
+
+    def _load(self, target: int) -> None:
+        """Let the next message of a free link have its turn."""
+        if self._waiting[target]:
+            number, item, num_bytes = self._waiting[target].popleft()
+            self._moving[target] = _Moving(target, number, item, num_bytes * 8)
+
+    def _settle(self, now_us: float) -> None:
+        """Account for what has moved since the shares last changed."""
+        for moving in self._moving.values():
+            moving.bits_left -= moving.bits_per_us * (now_us - self._settled_us)
+        self._settled_us = now_us
+
+    def _share(self) -> None:
+        """Deal the interface out anew: to each queue what it can use at most, what it leaves to those that can more."""
+        moving = sorted(self._moving.values(), key=_by_number)
+        queues: dict[int | None, list[_Moving[T]]] = {}
+        for each in moving:
+            queues.setdefault(self._queues[each.target], []).append(each)
+        wanted = [
+            (sum([self._limits[m.target] for m in queue]), queue) for queue in queues.values()
+        ]
+        left = self._bits_per_us
+        for served, (limit, queue) in enumerate(sorted(wanted, key=_by_limit)):
+            left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
+        self._first = min(moving, key=_by_time_left, default=None)
+
+    def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
+        """Deal `bits_per_us` out in order of arrival; returns what was taken of it."""
+        left = bits_per_us
+        for moving in queue:
+            share = min(self._limits[moving.target], left)
+            if share > _NOTHING * bits_per_us:
+                moving.bits_per_us, left = share, left - share
+                moving.left_us = max(0.0, moving.bits_left / share)
+                if moving.start_us is None:
+                    moving.start_us = self._settled_us
+            else:
+                moving.bits_per_us, moving.left_us = 0.0, math.inf
+        return bits_per_us - left
+
+
+_by_limit, _by_number, _by_time_left = itemgetter(0), attrgetter("number"), attrgetter("left_us")
+
+
+_NOTHING = 1e-9  # of a rate: what a subtraction leaves of it

@@ -1,0 +1,94 @@
+"""What keeping replicas in agreement holds on a rank, by kind, beside parameters, gradients and AdamW's moments.
+
+A row is a stage's parameters as fp32 numbers; P its bytes, R replicas, s the staleness (`dataparallel/` has the code).
+
+                      on every rank                                 with a step's delay besides
+    all-reduce        a row to add up in                            another, what is agreed, a gradient: 3 P
+    sharded           a row, for gradients and parameters in turns  another, a gradient, 2 of a shard: 2 P + 2 P / R
+    local SGD         anchor, momentum, base, difference: 4 P
+    parameter server  what came and 1 + s gradients; no moments
+      and where it is 6 rows, 8 with a rounding wire, and 1 + s sums
+
+int8 keeps what it has rounded off: P. Direct exchanges have places for pieces that come, `chunk_bytes / R` each. Rows
+are in the host's memory, but for torch's group: where parameters are on a GPU they are not counted.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from dpipe.config.load import Config
+from dpipe.schedule.exchange import AHEAD
+from dpipe.wire.format import wire_bytes
+
+_ROWS, _ROUNDED_ROWS = (
+    6,
+    8,
+)  # of a server: values and moments, before and after a step; and what workers have of each
+_EXPECTED = 2 * AHEAD  # messages of a link that have a place before they come
+
+
+def exchange_bytes(
+    config: Config, parameters: Sequence[int], servers: Sequence[int]
+) -> tuple[int, ...]:
+    """By stage, given each one's bytes of `parameters`. `servers[s]` is the rank of stage s's server, if there are any.
+
+    A server that is a process of its own is on no rank; one for all has what all ranks of a stage hold of it.
+    """
+    own = [_of_stage(config, size) for size in parameters]
+    parts = config.tensor_parallel.size if config.data_parallel.servers == "one" else 1
+    for size, rank in zip(parameters, servers, strict=False):
+        if not config.data_parallel.address:
+            own[rank] += parts * _served(config, size)  # stage r is on rank r
+    return tuple(own)
+
+
+def has_moments(config: Config) -> bool:
+    """Whether a rank has an optimizer of its own."""
+    return config.data_parallel.kind != "parameter-server" or config.data_parallel.replicas == 1
+
+
+def _of_stage(config: Config, size: int) -> int:
+    chosen, rows = config.data_parallel, _rows_are_counted(config)
+    if chosen.replicas == 1:
+        return 0
+    shard = size // chosen.replicas
+    match chosen.kind:
+        case "none":
+            return 0
+        case "all-reduce":
+            late = (size * rows + 2 * size) * chosen.delay
+            return (size + _rounded_off(config, size) + _pieces(config, size)) * rows + late
+        case "sharded":
+            late = (size * rows + size + 2 * shard) * chosen.delay
+            return (size + _rounded_off(config, size) + _pieces(config, size)) * rows + late
+        case "local-sgd":
+            return (4 * size + _rounded_off(config, size) + _pieces(config, size)) * rows
+        case "parameter-server":
+            return ((2 + chosen.staleness) * size + _rounded_off(config, size)) * rows
+    assert_never(chosen.kind)
+
+
+def _served(config: Config, size: int) -> int:
+    stale = config.data_parallel.staleness
+    rounds = config.data_parallel.wire != "none" and not stale
+    return ((_ROUNDED_ROWS if rounds else _ROWS) + 1 + stale) * size * _rows_are_counted(config)
+
+
+def _rounded_off(config: Config, size: int) -> int:
+    return size if config.data_parallel.wire == "int8" else 0
+
+
+def _pieces(config: Config, size: int) -> int:
+    chosen = config.data_parallel
+    if chosen.group == "torch":
+        return 0
+    rounds = (
+        chosen.wire != "none"
+    )  # then what comes back needs a place besides, until it is decoded
+    parts = max(1, -(-size // chosen.chunk_bytes))
+    piece = wire_bytes(chosen.wire, size // 4 // (parts * chosen.replicas))
+    return (chosen.replicas - 1) * min(_EXPECTED, parts * (1 + rounds)) * piece
+
+
+def _rows_are_counted(config: Config) -> bool:
+    return config.node.device == "cpu" or config.data_parallel.group == "torch"

@@ -1,0 +1,164 @@
+"""What each layer of any model costs: counted without running it, or measured by running it."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpipe.errors import ConfigError, RunError
+from dpipe.stage.master_weights import in_precision
+from dpipe.stage.model import LayeredModel, given_by, materialise
+from dpipe.stage.recompute import attention_cores
+from dpipe.stage.seeding import seeded
+from dpipe.stage.stage import Stage
+from dpipe.streams import Streams, streams_of
+from dpipe.wire.spec import TensorSpec
+
+_REPEATS = 3
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its attention cores'.
+
+    Parameters are counted as replicas agree on them and optimizers learn them: in fp32 at least.
+    """
+
+    forward_flops: float
+    parameter_bytes: int
+    outputs: tuple[TensorSpec, ...]
+    attention_cores: int = 0
+    core_flops: float = 0.0
+    largest_parameter_bytes: int = 0
+    kept_bytes: int = 0  # by the layer's graph for its backward, input and parameters apart
+
+
+def probe(
+    model: LayeredModel, inputs: Iterable[TensorSpec], seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[LayerCost, ...]:
+    """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
+
+    `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be followed without
+    values.
+    """
+    tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
+    costs = []
+    for index in range(len(model.layers)):
+        try:
+            layer = in_precision(_without_memory(model, index, seed), dtype)
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                outputs = given_by(index, layer, layer(*tensors))
+            kept = _kept_bytes(layer, tensors)
+        except RunError as error:
+            raise ConfigError(str(error)) from error
+        except Exception as error:
+            taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
+            raise ConfigError(
+                f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
+            ) from error
+        tensors = outputs
+        costs.append(
+            LayerCost(
+                float(counter.get_total_flops()),
+                sum(map(_num_bytes, layer.parameters())),
+                tuple(map(TensorSpec.of, tensors)),
+                len(attention_cores(layer)),
+                _core_flops(layer, counter),
+                max(map(_num_bytes, layer.parameters()), default=0),
+                kept,
+            )
+        )
+    return tuple(costs)
+
+
+def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of the distinct storages that the graph of a forward pass holds."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(*leaves)
+    for known in (*leaves, *layer.parameters(), *layer.buffers()):
+        kept.pop(known.untyped_storage()._cdata, None)
+    del output  # what it keeps must live until here, or a storage's number could be given again
+    return sum(kept.values())
+
+
+def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
+    by_module, cores = counter.get_flop_counts(), attention_cores(layer)
+    names = [
+        f"{type(layer).__name__}.{name}"
+        for name, module in layer.named_modules()
+        if module in cores
+    ]
+    return float(sum(sum(by_module[name].values()) for name in names if name in by_module))
+
+
+def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:
+    with seeded("layer", seed, index), torch.device("meta"):
+        layer = model.layers[index]()
+    return layer.to("meta")
+
+
+def _num_bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * max(parameter.itemsize, _FLOAT_BYTES)
+
+
+def measure(
+    model: LayeredModel,
+    inputs: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+    parameters: str = "fp32",
+) -> tuple[float, ...]:
+    """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of three.
+
+    As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The number of threads is the
+    process's.
+    """
+    tensors, seconds, streams = inputs, [], streams_of(device)
+    for index in range(len(model.layers)):
+        last = index == len(model.layers) - 1
+        stage = Stage(
+            index,
+            {index: materialise(model, index, seed, streams.device)},
+            num_microbatches=1,
+            loss=model.loss if last else None,
+            precision=precision,
+            parameters=parameters,
+            seed=seed,
+            device=streams.device,
+        )
+        timed = [_timed(stage, tensors, targets, last, streams) for _ in range(_REPEATS)]
+        seconds.append(min(took for took, _ in timed))
+        tensors = timed[0][1]
+    return tuple(seconds)
+
+
+def _timed(
+    stage: Stage,
+    inputs: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    last: bool,
+    streams: Streams,
+) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """From an idle device to an idle device."""
+    streams.catch_up()
+    began = time.perf_counter()
+    outputs = stage.forward(0, inputs, targets)
+    stage.backward(
+        0, () if last else tuple(torch.ones_like(o) for o in outputs if o.is_floating_point())
+    )
+    streams.catch_up()
+    return time.perf_counter() - began, outputs

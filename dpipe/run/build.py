@@ -1,0 +1,443 @@
+"""The only composition root: a configuration and a place in the run become a rank that trains.
+
+launch_ranks   check everything, then one process a rank on this machine
+train_rank     run_plan -> join -> open links -> stages, executor, update, trainer -> summary
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from dpipe.config.load import Config, load
+from dpipe.coordinator.base import Coordination
+from dpipe.data.corpus import Corpus
+from dpipe.data.feed import feed_of
+from dpipe.dataparallel.base import DataParallel
+from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.recorder import Recorder
+from dpipe.engine.rehearsal import rehearse
+from dpipe.engine.trainer import Job, Trainer
+from dpipe.engine.update import Update
+from dpipe.errors import ConfigError, InputError, RunAborted
+from dpipe.network.link import Host
+from dpipe.plan.costs import layer_flops
+from dpipe.plan.forecast import without_search
+from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
+from dpipe.ranks import ParallelRanks
+from dpipe.report.display import Display, lasting
+from dpipe.report.metrics import Metrics
+from dpipe.report.summary import TextScale, show_summary
+from dpipe.report.trace import Plan, save_plan
+from dpipe.run.agreement import data_parallel
+from dpipe.run.environment import Placement, placement
+from dpipe.run.generate import sample
+from dpipe.run.join import joined, listening_on, security_of
+from dpipe.run.launch import environment, launch, load_kernels_at_start
+from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.replay_ring import Ring, ring_peers
+from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.signals import stop_on_signals
+from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
+from dpipe.run.tensor_groups import as_executed, tensor_group
+from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.efficiency import mfu, peak_of, train_flops
+from dpipe.stage.replay import ReplayStage
+from dpipe.stage.stage import Stage
+from dpipe.stage.tensor_group import TensorGroup
+from dpipe.store import checkpoint
+from dpipe.store.run_folder import (
+    absent,
+    checkpoint_url,
+    logging_to,
+    open_folder,
+    opened,
+    refuse_folder,
+    save_configuration,
+    take_back,
+)
+from dpipe.schedule.links import neighbours
+from dpipe.streams import Streams, streams_of
+from dpipe.transport.base import Transport
+from dpipe.transport.nccl import NcclTransport
+from dpipe.wire.codec import codec
+
+LOG = logging.getLogger("dpipe")
+_SAMPLE_TOKENS = 300
+
+
+def launch_ranks(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    num_ranks: int | None,
+    resume: str | None,
+    fallback: bool,
+    say: Callable[[str], None],
+) -> int:
+    """All ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
+    if num_ranks is not None:
+        overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
+    config = configuration(path, overrides, resume)
+    refuse_folder(
+        config, resume is not None
+    )  # before a draft, which leaves the text that it has read in a cache
+    draft(config, choose=without_search)
+    folder = Path(config.run.folder)
+    made = absent(folder)
+    open_folder(config, resume is not None)
+    given = [item for text in overrides for item in ("-o", text)]
+    given += ["--resume", resume] if resume else []
+    given += ["--fallback"] if fallback else []
+    argv = [sys.executable, "-m", "dpipe", "train", path, *given]
+    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    if exit_code == InputError.exit_code:
+        take_back(folder, made)
+    return exit_code
+
+
+def train_rank(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    rank: int | None,
+    world_size: int | None,
+    coordinator: str | None,
+    timeout: float | None,
+    resume: str | None,
+    fallback: bool,
+) -> None:
+    """One rank, from configuration to summary."""
+    place = placement(environment(), rank, world_size, coordinator)
+    config = configuration(path, overrides, resume)
+    if place.world_size != config.world_size:
+        (fitting,) = _cut_for(config, place.world_size)
+        raise ConfigError(
+            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
+            f"pipeline.stages_per_rank {config.pipeline.stages_per_rank}, tensor_parallel.size "
+            f"{config.tensor_parallel.size} and data_parallel.replicas {config.data_parallel.replicas} need "
+            f"{config.world_size}; start that many, or set -o {fitting}"
+        )
+    run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
+
+
+def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
+    return load(
+        path, (*overrides, f"run.folder={json.dumps(resume)}") if resume is not None else overrides
+    )
+
+
+def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
+    """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not divide them."""
+    replicas, size = config.data_parallel.replicas, config.tensor_parallel.size
+    if num_ranks % (replicas * size):
+        raise ConfigError(
+            f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica is a whole pipeline; "
+            f"start a multiple of {replicas}, or set another -o data_parallel.replicas"
+            if size == 1
+            else f"data_parallel.replicas {replicas} of stages on tensor_parallel.size {size} ranks do not divide "
+            f"{num_ranks} processes; start a multiple of {replicas * size}, or set another -o tensor_parallel.size"
+        )
+    return (f"pipeline.stages={num_ranks // replicas // size * config.pipeline.stages_per_rank}",)
+
+
+def run_rank(
+    config: Config,
+    place: Placement,
+    *,
+    resume: bool = False,
+    fallback: bool = False,
+    join_s: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
+    console = console or Console(file=lasting(sys.stdout))
+    torch.set_num_threads(config.node.threads)
+    if config.transport.kind == "nccl":
+        load_kernels_at_start()
+    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    if place.rank == 0:
+        refuse_folder(config, resume)
+    run_plan = draft(config, choose=without_search)
+    start = find_start(config, run_plan, place.rank, fallback=fallback) if resume else None
+    streams = streams_of(config.node.device)
+    direct = config.data_parallel.kind != "parameter-server"
+    here = config.ranks_of(place.rank)
+    peers = here.peers(
+        neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
+    ) | ring_peers(config, here)
+    with (
+        opened(config, resume, place.rank) as folder,
+        logging_to(folder, place.rank),
+        joined(config, place, peers, join_s, streams) as (coordinator, transport),
+    ):
+        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
+            run_plan = as_rank_0_decides(run_plan, coordinator)
+        if resume:
+            start = agreed_start(config, run_plan, start, coordinator, fallback)
+        first_step = 0 if start is None else start.step
+        with ExitStack() as stack:
+            listening = listening_on(config, place), security_of(config, place)
+            servers = stack.enter_context(
+                parameter_servers(config, run_plan.forecast.schedule, coordinator, *listening)
+            )
+            wants_stop = stack.enter_context(stop_on_signals())
+            around = Surroundings(
+                coordinator,
+                transport,
+                streams,
+                servers,
+                tensor_group(config, here, coordinator),
+                wants_stop,
+            )
+            job = assemble(run_plan, place.rank, around, start, stack)
+            start = None  # as large as the model and its moments
+            coordinator.gather("assembled", b"").wait(
+                config.timeouts.transfer
+            )  # none has refused: now the folder changes
+            if place.rank == 0:
+                save_configuration(folder, config)
+                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
+                metrics = Metrics(
+                    folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show
+                )
+                stack.callback(metrics.close)
+                job = replace(job, metrics=metrics)
+            if isinstance(transport, NcclTransport):
+                rehearse(job, transport, first_step)
+            trainer = Trainer(job, first_step)
+            stopped = trainer.run()
+            hosts = crowded_hosts(config, coordinator)
+        if place.rank == 0:
+            if config.run.trace_steps and trainer.next_step > first_step:
+                write_plan(run_plan, hosts, folder)
+            finish(run_plan, folder, console, stopped)
+
+
+def as_rank_0_decides(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
+    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take its word.
+
+    Ranks that share a machine's cores would search many times as long.
+    """
+    config, word = run_plan.config, b""
+    if coordinator.rank == 0:
+        layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
+        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
+    layer_s, programs, name = json.loads(
+        coordinator.gather("plan", word).wait(config.timeouts.transfer)[0]
+    )
+    return draft(
+        config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
+    )
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank finds when it has joined."""
+
+    coordinator: Coordination
+    transport: Transport
+    streams: Streams
+    servers: Servers | None
+    group: TensorGroup | None  # the ranks that hold a stage together, where there are several
+    wants_stop: Callable[[], bool]
+
+
+def assemble(
+    run_plan: RunPlan,
+    rank: int,
+    around: Surroundings,
+    start: checkpoint.Loaded | None,
+    stack: ExitStack,
+) -> Job:
+    """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    coordinator, transport, streams = around.coordinator, around.transport, around.streams
+    config, schedule, here = (
+        run_plan.config,
+        run_plan.forecast.schedule,
+        run_plan.config.ranks_of(rank),
+    )
+    recorder = recorder_of(rank, around)
+    exchange = Ring(transport, here, config.replay.exchange_bytes, recorder.exchanging)
+    made = partial(
+        make_stage, run_plan, replica=here.dp_rank, group=around.group, timed=recorder.part
+    )
+    stages = {s: made(s, exchange=exchange) for s in stages_at(schedule, here.pp_rank)}
+    tied = tied_weights(run_plan, stages)
+    elsewhere, copies = counted_elsewhere(stages, tied, here), [name for name, _ in tied.values()]
+    agreement = data_parallel(
+        config, here, stages, transport, coordinator, elsewhere, around.servers, copies
+    )
+    stack.callback(agreement.close)
+    stack.push(partial(fail_links, around.group))
+    stack.push(
+        partial(fail_links, transport)
+    )  # before that, or a thread may wait for a peer until its deadline
+    stack.enter_context(attended(agreement, coordinator))
+    update = make_update(config, here, stages, agreement, coordinator, recorder)
+    parts = Parts(
+        here.pp_rank,
+        as_executed(config, stages, around.group, schedule.num_stages),
+        transport,
+        codec(config.pipeline.wire),
+        run_plan.boundaries,
+        agreement,
+        recorder,
+        tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
+        tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
+        row=here.pp_group,
+        streams=streams,
+    )
+    restore(start, stages, update, here)
+    corpus = run_plan.corpus if {0, schedule.num_stages - 1} & set(stages) else None
+    return Job(
+        here=here,
+        train=config.train,
+        run=config.run,
+        context=config.model.context,
+        configuration=config.shared(),
+        schedule=schedule,
+        eval_schedule=run_plan.forecast.eval_schedule,
+        stages=stages,
+        executor=Executor(parts),
+        recorder=recorder,
+        data_parallel=agreement,
+        update=update,
+        feed=feed_of(config, corpus, here.dp_rank, here.dp_size),
+        coordinator=coordinator,
+        timeout_s=config.timeouts.transfer,
+        checkpoint_url=None if run_plan.model is None else checkpoint_url(config),
+        wants_stop=around.wants_stop,
+        streams=streams,
+        utilisation=partial(utilisation, config, streams.device),
+    )
+
+
+def recorder_of(rank: int, around: Surroundings) -> Recorder:
+    recorder = Recorder(rank, around.streams)
+    if around.group is not None:
+        around.group.watch = recorder.exchanging
+    return recorder
+
+
+def fail_links(
+    links: Transport | TensorGroup | None,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    _: object,
+) -> None:
+    """As an exit callback: nobody waits for a rank that leaves with an error."""
+    if error is not None and links is not None:
+        links.fail(
+            error
+            if isinstance(error, Exception)
+            else RunAborted(f"{type(error).__name__}: {error}")
+        )
+
+
+def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
+    """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
+    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None or not config.model.is_transformer:
+        return None
+    flops = train_flops(layer_flops(config, config.train.batch_size))
+    return mfu(flops, seconds, peak, config.train.precision, config.world_size)
+
+
+def make_update(
+    config: Config,
+    here: ParallelRanks,
+    stages: Mapping[int, Stage | ReplayStage],
+    agreement: DataParallel,
+    coordinator: Coordination,
+    recorder: Recorder,
+) -> Update:
+    return Update(
+        stages,
+        config.train,
+        agreement,
+        gather=coordinator.gather,
+        timeout_s=config.timeouts.transfer,
+        here=here,
+        lag=max(1, config.data_parallel.staleness),
+        timed=recorder.part,
+    )
+
+
+def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run.
+
+    None where ranks hold a stage together: they wait for each other inside their compute, which is no processor's time,
+    so that their spans are taken to be as long as they were, cores shared and all.
+    """
+    here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
+    told = coordinator.gather("trained", here).wait(config.timeouts.transfer)
+    machines = [tuple(json.loads(payload)) for payload in told]
+    ranks = {
+        machine: tuple(r for r, other in enumerate(machines) if other == machine)
+        for machine in machines
+    }
+    computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = computes and config.tensor_parallel.size == 1
+    crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
+    return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
+
+
+def write_plan(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
+    """What `dpipe trace` needs of the run besides the spans."""
+    found, config = run_plan.forecast, run_plan.config
+    plan = Plan(
+        found.schedule,
+        found.cost,
+        config.network_profile,
+        found.network.connections,
+        hosts,
+        found.usual_replicas,
+        config.counts_headers,
+        config.tensor_parallel.size,
+    )
+    save_plan(folder / "trace", plan)
+
+
+def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> None:
+    """Rank 0's last word: how to go on, or the summary."""
+    config, corpus = run_plan.config, run_plan.corpus
+    if stopped:
+        told = f"stopped before the end; go on with --resume {folder}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        return
+    scale = url = text = None
+    if corpus is not None:
+        url = checkpoint_url(config)
+        if config.model.layers != "bert":
+            entropy = corpus.bigram_entropy()
+            scale = TextScale(
+                corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy
+            )
+        if config.run.sample:
+            text = written_by(config, corpus, url, config.run.sample)
+    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
+
+
+def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+
+    Each machine's part of a checkpoint may be in a folder of its own, and a user's own model need not continue texts:
+    the run itself has then gone well.
+    """
+    try:
+        return sample(config, corpus.tokenizer, url, prompt, _SAMPLE_TOKENS)
+    except InputError as error:
+        LOG.warning("run.sample is left out: %s", error)
+        return None

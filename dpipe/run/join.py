@@ -1,0 +1,212 @@
+"""How a rank comes among the others: the coordinator is joined, then every link is opened and checked."""
+
+import json
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from dpipe.config.load import Config
+from dpipe.coordinator.alone import Alone
+from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.client import Coordinator
+from dpipe.coordinator.server import CoordinatorServer
+from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted, TransferTimeout
+from dpipe.plan.assumed_network import assumed_network, connections_of
+from dpipe.run.environment import Placement
+from dpipe.store.run_folder import keep_upload
+from dpipe.streams import CudaStreams, Streams
+from dpipe.transport.base import Transport
+from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.local import LocalHub
+from dpipe.transport.nccl import NcclTransport
+from dpipe.transport.shaped import ShapedTransport
+from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.rpc import Security
+
+LOG = logging.getLogger("dpipe")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
+
+
+def security_of(config: Config, place: Placement) -> Security:
+    node = config.node
+    return Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+
+
+@contextmanager
+def joined(
+    config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
+) -> Iterator[tuple[Coordination, Transport]]:
+    """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
+
+    Which error a user reads: the first cause. Losing a peer is a symptom, so the coordinator is asked for the cause.
+    """
+    folder = Path(config.run.folder)
+    if place.world_size == 1:
+        yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
+        return
+    with ExitStack() as stack:
+        timeouts = config.timeouts
+        security = security_of(config, place)
+        links = _links(config, place, security, streams)
+        stack.callback(links.close)
+        transport = shaped(config, links, streams)
+        stack.callback(transport.close)
+        coordinator = _join(
+            config, place, security, timeouts.join if join_s is None else join_s, stack, links
+        )
+        coordinator.on_abort(transport.fail)
+        try:
+            if isinstance(links, NcclTransport):
+                _connect_gpus(links, coordinator, peers, timeouts.connect)
+            else:
+                links.connect(coordinator.addresses, peers)
+            yield coordinator, transport
+        except RunAborted:
+            raise
+        except (PeerLost, TransferTimeout) as error:
+            raise coordinator.abort(str(error), symptom=True) from error
+        except BaseException as error:
+            coordinator.abort(f"{type(error).__name__}: {error}")
+            transport.fail(RunAborted("this rank failed"))
+            raise
+        coordinator.leave()
+
+
+def _links(
+    config: Config, place: Placement, security: Security, streams: Streams
+) -> GrpcTransport | TcpTransport | NcclTransport:
+    node, timeouts, chosen = config.node, config.timeouts, config.transport
+    if chosen.kind == "nccl":
+        assert isinstance(streams, CudaStreams)
+        return NcclTransport(
+            place.rank,
+            streams,
+            transfer_timeout_s=timeouts.transfer,
+            connect_timeout_s=timeouts.connect,
+        )
+    kinds: dict[str, type[GrpcTransport | TcpTransport]] = {
+        "grpc": GrpcTransport,
+        "tcp": TcpTransport,
+    }
+    return kinds[chosen.kind](
+        place.rank,
+        bind=listening_on(config, place),
+        port=node.port,
+        security=security,
+        connections=connections_of(config),
+        chunk_bytes=chosen.chunk_bytes,
+        buffer_bytes=chosen.buffer_bytes,
+        transfer_timeout_s=timeouts.transfer,
+        connect_timeout_s=timeouts.connect,
+        streams=streams,
+    )
+
+
+def _connect_gpus(
+    links: NcclTransport, coordinator: Coordination, peers: set[int], timeout_s: float
+) -> None:
+    """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for each rank."""
+    told = coordinator.gather("nccl", json.dumps([links.gpu, links.offer(peers)]).encode()).wait(
+        timeout_s
+    )
+    gpus, offers = zip(*map(json.loads, told), strict=True)
+    refuse_shared_gpus(gpus)
+    links.connect(
+        {rank: {int(peer): id for peer, id in offer.items()} for rank, offer in enumerate(offers)}
+    )
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """Raises `ConfigError` naming ranks that have one GPU; `gpus` are their names, by rank."""
+    for rank, gpu in enumerate(gpus):
+        if gpus.index(gpu) < rank:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for each rank; set "
+                'node.device to another, or take transport.kind = "tcp"'
+            )
+
+
+def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
+    """`links`, behind the network that `transport.shape` asks for."""
+    if config.transport.shape is None:
+        return links
+    network = assumed_network(config.transport.shape, config.transport.connections)
+    network = network.shared_by(config.ranks_per_machine)
+    return ShapedTransport(
+        links, network, transfer_timeout_s=config.timeouts.transfer, streams=streams
+    )
+
+
+def _join(
+    config: Config,
+    place: Placement,
+    security: Security,
+    join_s: float,
+    stack: ExitStack,
+    links: GrpcTransport | TcpTransport | NcclTransport,
+) -> Coordination:
+    """Rank 0 hosts the coordinator and says where; then every rank joins."""
+    node, heartbeat_s = config.node, config.timeouts.heartbeat
+    bind = listening_on(config, place)
+    host = advertised_host(bind, node.advertise, place.coordinator_host)
+    if place.rank == 0:
+        server = CoordinatorServer(
+            place.world_size,
+            bind=bind,
+            port=place.port,
+            security=security,
+            heartbeat_s=heartbeat_s,
+            join_s=join_s,
+            on_upload=partial(keep_upload, Path(config.run.folder)),
+        )
+        stack.callback(server.close)
+        place.publish(f"{host}:{server.port}")
+    coordinator = Coordinator.join(
+        place.find(join_s),
+        place.rank,
+        place.world_size,
+        shared=config.shared(),
+        advertised=None if host is None else f"{host}:{links.port}",
+        security=security,
+        join_s=join_s,
+        heartbeat_s=heartbeat_s,
+        on_wait=lambda what: LOG.warning("%s", what),
+    )
+    stack.callback(coordinator.close)
+    return coordinator
+
+
+def listening_on(config: Config, place: Placement) -> str:
+    """The address that everything of this rank listens on."""
+    return config.node.bind or address_toward(place.coordinator_host)
+
+
+def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
+    """Where others reach this process; None ("none") behind NAT, where only it can dial.
+
+    A wildcard is no address; then it is the one that leads `toward` the coordinator's host.
+    """
+    if advertise is not None:
+        return None if advertise == "none" else advertise
+    return address_toward(toward) if bind in _WILDCARDS else bind
+
+
+def address_toward(host: str) -> str:
+    """This machine's address on the way to `host`: of several interfaces the one that leads to the other ranks.
+
+    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing listens where nobody
+    needs it. Raises `JoinError` where there is no way there.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+        family, *_, target = min(found)  # IPv4 where the host has both
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: it only chooses a route
+            own = str(probe.getsockname()[0])
+            return f"[{own}]" if family is socket.AF_INET6 else own
+    except OSError as error:
+        hint = "check --coordinator, or set node.bind and node.advertise"
+        raise JoinError(f"no way to {host}: {error}; {hint}") from None

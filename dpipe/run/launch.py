@@ -1,0 +1,248 @@
+"""All ranks as local processes. The only reader of the environment.
+
+launcher ──┬── rank 0    this terminal
+           ├── rank 1    RUN/logs/rank-1.log
+           └── rank 2    RUN/logs/rank-2.log
+
+Ctrl-C or SIGTERM    all ranks get SIGTERM: they write a checkpoint and leave; once more, and they are killed
+a rank dies          the others hear of it from the coordinator and stop; after a grace they are killed
+the launcher dies    the kernel sends each rank SIGTERM
+"""
+
+import errno
+import math
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from dpipe.errors import ConfigError, JoinError, RunError
+from dpipe.run import leash
+
+GRACE_S = 8.0  # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing themselves
+STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
+NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 << 10
+
+Say = Callable[[str], None]
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process, for `placement` and `launch`."""
+    return os.environ
+
+
+def load_kernels_at_start() -> None:
+    """For NCCL, before the first use of CUDA: a kernel that is loaded when it is first used may wait for all that runs,
+    and a receive that is posted early runs until its peer sends."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def launch(
+    argv_of_rank: Callable[[int], list[str]],
+    num_ranks: int,
+    *,
+    logs: Path,
+    coordinator: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    on_line: Say = lambda line: None,
+    grace_s: float = GRACE_S,
+    timeout_s: float = math.inf,
+    quiet: bool = False,
+) -> int:
+    """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
+
+    Raises `RunError` where they have not ended after `timeout_s`; they are killed. Raises `ConfigError` where a log
+    cannot be written. With `quiet` rank 0 has a log, too.
+
+    Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment. `on_line` hears what the
+    launcher itself has to say, such as the last lines of the rank that failed first. Exit code 2 promises that nothing
+    was written, so the logs of such a run are taken back. Call it from the main thread: it handles signals meanwhile.
+    """
+    shared = {
+        "DPIPE_WORLD_SIZE": str(num_ranks),
+        "DPIPE_COORDINATOR": coordinator or f"127.0.0.1:{free_port()}",
+        "DPIPE_TOKEN": environ.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
+        "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
+    }
+    ranks = _Ranks(on_line, quiet)
+    with ranks.handling_signals():
+        try:
+            for rank in range(num_ranks):
+                own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
+                ranks.start(rank, argv_of_rank(rank), {**environ, **shared, **own}, logs)
+            failed = ranks.wait(grace_s, timeout_s)
+        finally:
+            ranks.kill()
+    if failed is None:
+        return 0
+    for line in [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_words():
+        on_line(line)
+    if failed.exit_code == 2:
+        ranks.take_back_logs()
+    return failed.exit_code
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A free port below those that Linux gives to outgoing connections, so that none of them takes it meanwhile."""
+    for _ in range(100):
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise JoinError(f"found no free port among 20000..31999 on {host}")
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path | None  # None: it has this terminal
+    log_start: int = 0  # a run that is resumed adds to its logs
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 + n where signal n killed the rank."""
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def signal(self, number: signal.Signals) -> None:
+        """A request goes to the rank alone, a kill to whatever it started, too: each rank is a process group."""
+        send = os.killpg if number is signal.SIGKILL else os.kill
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                send(self.process.pid, number)
+
+    def last_words(self) -> Iterator[str]:
+        code = self.process.wait()
+        how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        yield f"rank {self.number} failed first, with {how}" + (
+            f"; the end of {self.log}:" if self.log else ""
+        )
+        if self.log:
+            yield from _tail(self.log, self.log_start)
+
+
+def _tail(log: Path, start: int) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _open_log(log: Path) -> BinaryIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise ConfigError(
+            f"{log} cannot be written: {error.strerror}; make it writable, or move it away"
+        ) from None
+
+
+class _Ranks:
+    """The local processes of one run."""
+
+    def __init__(self, say: Say, quiet: bool) -> None:
+        self._ranks: list[_Rank] = []
+        self._say, self._quiet = say, quiet
+        self._stop: signal.Signals | None = None  # what the ranks were last sent
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        before = {
+            number: signal.signal(number, self._forward)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is None:
+            self._stop = signal.SIGTERM
+            self._say(STOPPING)
+        else:
+            self._stop = signal.SIGKILL
+        self._signal_all(self._stop)
+
+    def have_stopped(self, rank: _Rank) -> bool:
+        """Whether it ended of the first signal that it was sent: while it trains, it catches that one."""
+        return self._stop is signal.SIGTERM and rank.process.returncode == -signal.SIGTERM
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            rank.signal(number)
+
+    def start(self, number: int, argv: list[str], environ: Mapping[str, str], logs: Path) -> None:
+        log = logs / f"rank-{number}.log" if number or self._quiet else None
+        if shutil.which(argv[0], path=environ.get("PATH")) is None:
+            raise FileNotFoundError(
+                errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0]
+            )
+        with _open_log(log) if log else nullcontext() as file:
+            process = subprocess.Popen(  # noqa: S603 - the caller's own command line
+                [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT if file else None,
+                start_new_session=True,
+            )
+            self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
+        if self._stop:  # asked to stop while starting
+            self._ranks[-1].signal(self._stop)
+
+    def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
+        """Until all have ended; returns the one that failed first. Then the others have `grace_s`."""
+        running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
+        poll = select.poll()
+        for fd in running:
+            poll.register(fd, select.POLLIN)
+        failed: _Rank | None = None
+        late = False
+        deadline = time.monotonic() + timeout_s
+        while running:
+            # No limit unless one was given: a run may take weeks. A signal's handler runs meanwhile.
+            left_s = max(0.0, deadline - time.monotonic())
+            ended = poll.poll(None if left_s == math.inf else left_s * 1000)
+            for fd, _ in ended:
+                rank = running.pop(fd)
+                poll.unregister(fd)
+                os.close(fd)
+                if rank.exit_code and failed is None:
+                    failed, deadline = rank, time.monotonic() + grace_s
+            if not ended:
+                late = late or failed is None
+                self.kill()
+        if late:
+            raise RunError(f"the ranks have not ended after {timeout_s:g} s and were killed")
+        return failed
+
+    def kill(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+
+    def take_back_logs(self) -> None:
+        for rank in self._ranks:
+            if rank.log and rank.log_start:
+                os.truncate(rank.log, rank.log_start)
+            elif rank.log:
+                rank.log.unlink()
+                for folder in (rank.log.parent, rank.log.parent.parent):
+                    with suppress(OSError):  # something else is in it
+                        folder.rmdir()

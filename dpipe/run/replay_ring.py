@@ -1,0 +1,61 @@
+"""The ranks that share a replayed stage: on hosts of their own, in a ring over the run's own links.
+
+    rank 0 ──part──> rank 1 ──part──> rank 2 ──part──> rank 0
+
+An all-reduce among T is 2 (T - 1) such rounds of 1/T of its bytes (Patarasuk & Yuan 2009). Nothing is added up: this is
+to see what tensor parallelism takes over a network. A real stage is refused more than one machine.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from dpipe.config.load import Config
+from dpipe.ranks import ParallelRanks
+from dpipe.transport.base import Pending, Transport
+from dpipe.wire.spec import TensorSpec
+
+_TAG = "exchange"
+
+Watch = Callable[
+    [int], AbstractContextManager[None]
+]  # around an exchange, with the bytes that this rank sends
+
+
+class Ring:
+    """One rank's end: a call is an all-reduce of `num_bytes`. Raises what the links do."""
+
+    def __init__(self, links: Transport, here: ParallelRanks, num_bytes: int, watch: Watch) -> None:
+        self._links, self._watch, size = links, watch, here.tp_size
+        self._before, self._behind = neighbours(here)
+        self._part = torch.zeros(
+            max(1, num_bytes // 4 // size)
+        )  # never written to: every message can be the same one
+        self._rounds = 2 * (size - 1)
+        self._leaving: list[Pending[None]] = []
+
+    def __call__(self) -> None:
+        for pending in self._leaving:
+            pending.settle()
+        with self._watch(self._rounds * self._part.nbytes):
+            self._leaving = [self._round() for _ in range(self._rounds)]
+
+    def _round(self) -> Pending[None]:
+        arriving = self._links.recv(TensorSpec.of(self._part), self._before, _TAG)
+        leaving = self._links.send(self._part, self._behind, _TAG)
+        arriving.wait()
+        return leaving
+
+
+def neighbours(here: ParallelRanks) -> tuple[int, int]:
+    """The ranks before and behind this one."""
+    ranks = here.tp_group
+    return ranks[here.tp_rank - 1], ranks[(here.tp_rank + 1) % len(ranks)]
+
+
+def ring_peers(config: Config, here: ParallelRanks) -> set[int]:
+    """The ranks that a replay has links to for its exchanges."""
+    return (
+        set(neighbours(here)) if config.model.layers == "replay" and here.tp_size > 1 else set()
+    )

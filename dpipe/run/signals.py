@@ -1,0 +1,39 @@
+"""SIGINT and SIGTERM: a rank that trains stops after this step, with a checkpoint; a server stops."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+LOG = logging.getLogger("dpipe")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_on_signals(
+    then: str = "stopping after this step, with a checkpoint",
+) -> Iterator[Callable[[], bool]]:
+    """Yields whether a stop was asked for; the log says what happens then. A second signal does not wait: it raises
+    `KeyboardInterrupt`.
+
+    Outside the main thread, where Python gives no signals, nothing can be asked for.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        LOG.warning("%s: %s", signal.Signals(signum).name, then)
+
+    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,116 @@
+"""What each stage takes, and what each hop carries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self, assert_never
+
+from dpipe.errors import ConfigError
+from dpipe.schedule.action import TIED, Action, Op
+from dpipe.schedule.exchange import Role
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each stage takes, one value a stage (microseconds), and what each hop carries, one value a hop (bytes).
+
+    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule splits it. Hop s is
+    between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes` come back (default: as many).
+    `update_us` is the optimizer's step (default: nothing). Where there are replicas, the whole gradient of a stage is
+    `reduce_bytes` on the wire, and what is agreed on `gather_bytes` (defaults: nothing; as many).
+    Raises `ConfigError` where the lengths do not fit each other.
+    """
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    input_us: tuple[float, ...]
+    weight_us: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...] = ()
+    update_us: tuple[float, ...] = ()
+    reduce_bytes: tuple[int, ...] = ()
+    gather_bytes: tuple[int, ...] = ()
+    tied_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
+        object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
+        object.__setattr__(self, "reduce_bytes", self.reduce_bytes or (0,) * self.num_stages)
+        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_bytes"):
+            self._expect(name, self.num_stages)
+        if self.gather_bytes:
+            self._expect("gather_bytes", self.num_stages)
+        for name in ("activation_bytes", "gradient_bytes"):
+            self._expect(name, self.num_stages - 1)
+
+    def _expect(self, name: str, length: int) -> None:
+        if len(getattr(self, name)) != length:
+            raise ConfigError(
+                f"{name} must have {length} values for {self.num_stages} stages, got {getattr(self, name)}"
+            )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_us: float,
+        backward_us: float,
+        message_bytes: int,
+        input_share: float = 0.5,
+        update_us: float = 0.0,
+    ) -> Self:
+        """Every stage and every hop alike; `input_share` of the backward pass makes the input gradient."""
+        return cls(
+            forward_us=(forward_us,) * num_stages,
+            backward_us=(backward_us,) * num_stages,
+            input_us=(backward_us * input_share,) * num_stages,
+            weight_us=(backward_us * (1 - input_share),) * num_stages,
+            activation_bytes=(message_bytes,) * (num_stages - 1),
+            update_us=(update_us,) * num_stages,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_us)
+
+    def duration_us(self, action: Action) -> float:
+        """How long `action` keeps its rank; moving bytes keeps nobody."""
+        taken_us = self._taken_us.get(action.op)
+        return taken_us[action.stage] if taken_us else 0.0
+
+    def num_bytes(self, action: Action) -> int:
+        """What a send or a receive moves; nothing for any other action."""
+        if action.op in TIED:
+            return self.tied_bytes
+        moved = self._moved_bytes.get(action.op)
+        return moved[action.stage] if moved else 0
+
+    @cached_property
+    def _taken_us(self) -> Mapping[Op, tuple[float, ...]]:
+        """By op and stage."""
+        return {
+            Op.F: self.forward_us,
+            Op.B: self.backward_us,
+            Op.I: self.input_us,
+            Op.W: self.weight_us,
+            Op.STEP: self.update_us,
+        }
+
+    @cached_property
+    def _moved_bytes(self) -> Mapping[Op, tuple[int, ...]]:
+        """By op and stage: hop s is behind stage s, and before the stage after it."""
+        return {
+            Op.SEND_F: self.activation_bytes,
+            Op.RECV_F: (0, *self.activation_bytes),
+            Op.SEND_B: (0, *self.gradient_bytes),
+            Op.RECV_B: self.gradient_bytes,
+        }
+
+    def exchanged_bytes(self, stage: int, role: Role) -> int:
+        """What all of a stage is on the wire, in one direction of its exchange."""
+        match role:
+            case Role.REDUCE:
+                return self.reduce_bytes[stage]
+            case Role.GATHER:
+                return (self.gather_bytes or self.reduce_bytes)[stage]
+        assert_never(role)

@@ -1,0 +1,304 @@
+"""Several replicas of a pipeline in a simulation: each stage's exchange, message by message, on the ranks' egress.
+
+    rank 1  compute [1B6][1B7]                      rank 5 (stage 1 of replica 1 of pipelines of 4)
+            send          [1SEND_B7]
+            reduce        [a][b]  [c]   to rank 5   arrives the link's delay later, and lets the next message go
+
+Where all replicas are alike, and so are their links, one of them is simulated: what it would send to the replica k
+further on it gets, at the same moment, from the one k before. `tests/timeline/test_replicas.py` holds it against the
+simulation of all.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+from dpipe.errors import ScheduleError
+from dpipe.network.link import Network
+from dpipe.schedule.action import Action, Op
+from dpipe.schedule.exchange import Exchange, Message, Role
+from dpipe.timeline.span import Lane, Span
+
+if TYPE_CHECKING:
+    from dpipe.timeline.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How the replicas of each stage agree; rank r * P + p is pipeline rank p, of P, in replica r.
+
+    `servers` are the ranks of each stage's server, where the exchange has one: ranks of the pipelines or, from R * P
+    on, others. `delayed`: a step uses the gradient of the step before, which is exchanged from the step's start.
+    Raises `ScheduleError` where the servers do not fit the exchange.
+    """
+
+    exchange: Exchange
+    servers: tuple[int, ...] = ()
+    delayed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exchange.has_server != bool(self.servers):
+            needs = "needs" if self.exchange.has_server else "has no"
+            raise ScheduleError(
+                f"the exchange {self.exchange.name!r} {needs} servers, got ranks {self.servers}"
+            )
+
+    @property
+    def count(self) -> int:
+        return self.exchange.num_replicas
+
+    def alike(self, network: Network, per_replica: int) -> bool:
+        """Whether every replica would take the same time for the same, so that one stands for all."""
+        if not self.exchange.symmetric:
+            return False
+        ranks = range(per_replica)
+        pipeline = [(a, b) for a, b in product(ranks, ranks) if a != b]
+        across = [
+            (rank, rank + hop * per_replica) for rank, hop in product(ranks, range(1, self.count))
+        ]
+        return not network.links or all(
+            self._same(network, per_replica, pair, replica)
+            for pair, replica in product(pipeline + across, range(1, self.count))
+        )
+
+    def _same(
+        self, network: Network, per_replica: int, pair: tuple[int, int], replica: int
+    ) -> bool:
+        source, target = (self.rotated(rank, replica, per_replica) for rank in pair)
+        return network.link(source, target) == network.link(*pair) and (
+            network.egress_gbps(source) == network.egress_gbps(pair[0])
+        )
+
+    def rotated(self, rank: int, by: int, per_replica: int) -> int:
+        """The rank that is to the replica `by` further on what `rank` is to its own."""
+        return (rank + by * per_replica) % (self.count * per_replica)
+
+    def everyone(self, spans: Sequence[Span], per_replica: int) -> list[Span]:
+        """The spans of all replicas, from those of replica 0."""
+
+        def moved(rank: int | str | None, by: int) -> int | None:
+            return self.rotated(rank, by, per_replica) if isinstance(rank, int) else None
+
+        return [
+            Span(
+                s.rank + by * per_replica,
+                s.lane,
+                s.action,
+                s.start_us,
+                s.end_us,
+                s.num_bytes,
+                peer=moved(s.peer, by),
+            )
+            for by in range(self.count)
+            for s in spans
+        ]
+
+
+@dataclass
+class _Leg:
+    """What one end of a stage's exchange sends in one go, and what it waits for meanwhile."""
+
+    stage: int
+    end: int
+    rank: int
+    roles: Set[Role]
+    messages: list[Message]
+    over: Callable[[], None]
+    missing: set[Message] = field(default_factory=set)  # still to come, once it has started
+    position: int = 0
+    leaving: int = 0
+
+
+class Exchanges:
+    """The exchanges of all stages while a schedule unfolds. With `mirrored` replica 0 alone is simulated.
+
+    A rank's exchanges go one after another, in the order in which they began; each lets what its rank has sent to the
+    pipeline's neighbours leave first: they wait for it, whereas the gradients are wanted at the end of the step.
+    """
+
+    def __init__(self, simulation: "Simulation", replicas: Replicas, *, mirrored: bool) -> None:
+        self._simulation, self._replicas, self._mirrored = simulation, replicas, mirrored
+        self._exchange = replicas.exchange
+        self._arrived: dict[tuple[int, int], set[Message]] = {}  # by stage and end
+        self._queues: dict[int, deque[_Leg]] = {}
+        self._held: list[
+            tuple[set[Action], int, int]
+        ] = []  # what must have left, then which rank's stage may begin
+        self._serving: dict[int, _Leg] = {}
+        self._reduced: Counter[Action] = Counter()
+        stages = range(simulation.schedule.num_stages)
+        self._dry = len(stages) * len(simulation.done)  # stages that are still at work on the step
+        for stage, end in product(stages, range(len(self._exchange.programs))):
+            self._arrived[stage, end] = set()
+        for stage in stages if replicas.servers else ():
+            self._serving[stage] = self._leg(
+                stage, self._exchange.num_replicas, replicas.servers[stage], set(Role)
+            )
+            self._start(self._serving[stage])
+
+    @property
+    def delayed(self) -> bool:
+        return self._replicas.delayed
+
+    def begin_step(self) -> None:
+        """The gradients of the step before may go, with a delay."""
+        for rank, program in enumerate(self._simulation.programs) if self._replicas.delayed else ():
+            for stage in (action.stage for action in program if action.op is Op.REDUCE_GRAD):
+                self._begin(rank, stage)
+
+    def reduce(self, rank: int, stage: int) -> None:
+        """The gradient of `stage` is final on `rank`."""
+        if self._replicas.delayed:
+            self._half_done(rank, stage)
+            return
+        self._held.append((set(self._simulation.sending[rank]), rank, stage))
+        self._dry -= 1
+        self._release()
+
+    def sent(self, rank: int, action: Action) -> None:
+        """A message to a neighbour in the pipeline has left."""
+        for sending, holder, _ in self._held:
+            if holder == rank:
+                sending.discard(action)
+        self._release()
+
+    def stepped(self, rank: int, stage: int) -> None:
+        """The optimizer's step is done: parameters may go."""
+        if self._exchange.after_step:
+            self._enqueue(self._leg(stage, self._end(rank), rank, self._exchange.after_step))
+
+    def _release(self) -> None:
+        if self._dry and not self._exchange.overlapped:
+            return
+        free = [(rank, stage) for sending, rank, stage in self._held if not sending]
+        self._held = [held for held in self._held if held[0]]
+        for rank, stage in free:
+            self._begin(rank, stage)
+
+    def _begin(self, rank: int, stage: int) -> None:
+        roles = set(Role) - self._exchange.after_step
+        done = partial(self._half_done if self._replicas.delayed else self._done, rank, stage)
+        self._enqueue(self._leg(stage, self._end(rank), rank, roles, done))
+
+    def _half_done(self, rank: int, stage: int) -> None:
+        """With a delay a step waits for this gradient to be made and for the one before to be exchanged."""
+        key = Action(stage, Op.REDUCE_GRAD, rank)
+        self._reduced[key] += 1
+        if self._reduced[key] == 2:
+            self._done(rank, stage)
+
+    def _done(self, rank: int, stage: int) -> None:
+        self._simulation.complete(rank, Action(stage, Op.REDUCE_GRAD))
+
+    def _end(self, rank: int) -> int:
+        return rank // self._simulation.schedule.num_ranks
+
+    def _leg(
+        self,
+        stage: int,
+        end: int,
+        rank: int,
+        roles: Set[Role],
+        over: Callable[[], None] = lambda: None,
+    ) -> _Leg:
+        return _Leg(
+            stage,
+            end,
+            rank,
+            roles,
+            [m for m in self._exchange.programs[end] if m.role in roles],
+            over,
+        )
+
+    def _enqueue(self, leg: _Leg) -> None:
+        queue = self._queues.setdefault(leg.rank, deque())
+        queue.append(leg)
+        if len(queue) == 1:
+            self._start(leg)
+
+    def _start(self, leg: _Leg) -> None:
+        comes = (m for m in self._exchange.arrivals[leg.end] if m.role in leg.roles)
+        leg.missing = {m for m in comes if m not in self._arrived[leg.stage, leg.end]}
+        self._advance(leg)
+
+    def _advance(self, leg: _Leg) -> None:
+        """Send what may go; a rank whose leg is over goes on with its next one."""
+        while (index := self._next(leg)) is not None:
+            leg.messages.insert(leg.position, leg.messages.pop(index))
+            leg.position += 1
+            self._send(leg, leg.messages[leg.position - 1])
+        if leg.position == len(leg.messages) and not leg.leaving and not leg.missing:
+            self._close(leg)
+
+    def _next(self, leg: _Leg) -> int | None:
+        """Which message goes next: they keep their order, but a stale server answers each replica by itself."""
+        arrived, waits = self._arrived[leg.stage, leg.end], self._exchange.waits
+        left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
+        return next((index for index in left if arrived >= waits[leg.messages[index]]), None)
+
+    def _close(self, leg: _Leg) -> None:
+        queue = self._queues.get(leg.rank)
+        if queue and queue[0] is leg:
+            queue.popleft()
+            leg.over()
+            if queue and queue[0].position == 0:
+                self._start(queue[0])
+
+    def _send(self, leg: _Leg, message: Message) -> None:
+        target = self._rank_of(leg.stage, message.target)
+        if target == leg.rank:  # a server within the rank
+            self._simulation.clock.at(
+                self._simulation.clock.now_us, lambda: self._arrive(leg.stage, message)
+            )
+            return
+        leg.leaving += 1
+        size = self._num_bytes(leg.stage, message)
+
+        def left(start_us: float) -> None:
+            action, end_us = Action(leg.stage, Op.REDUCE_GRAD), self._simulation.clock.now_us
+            self._simulation.spans.append(
+                Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
+            )
+            leg.leaving -= 1
+            self._advance(leg)
+
+        self._simulation.sender(leg.rank).send(
+            target, size, left, lambda _: self._arrive(leg.stage, message)
+        )
+
+    def sent_bytes(self, rank: int, stage: int) -> int:
+        """What the exchange of `stage` puts on the egress of `rank`."""
+        messages = self._exchange.programs[self._end(rank)]
+        return sum(
+            self._num_bytes(stage, m) for m in messages if self._rank_of(stage, m.target) != rank
+        )
+
+    def _num_bytes(self, stage: int, message: Message) -> int:
+        return self._exchange.num_bytes(
+            message, self._simulation.cost.exchanged_bytes(stage, message.role)
+        )
+
+    def _rank_of(self, stage: int, end: int) -> int:
+        if end == self._exchange.num_replicas:
+            return self._replicas.servers[stage]
+        schedule = self._simulation.schedule
+        return end * schedule.num_ranks + schedule.rank_of_stage[stage]
+
+    def _arrive(self, stage: int, message: Message) -> None:
+        if self._mirrored:
+            message = self._exchange.rotated(message, -message.target)
+        self._arrived[stage, message.target].add(message)
+        leg = self._leg_of(stage, message.target)
+        if leg is not None:
+            leg.missing.discard(message)
+            self._advance(leg)
+
+    def _leg_of(self, stage: int, end: int) -> _Leg | None:
+        """What the end is at; None where its rank is at another stage, or has not begun."""
+        if end == self._exchange.num_replicas:
+            return self._serving[stage]
+        queue = self._queues.get(self._rank_of(stage, end))
+        return queue[0] if queue and queue[0].stage == stage else None

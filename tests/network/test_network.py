@@ -1,0 +1,264 @@
+import pytest
+
+from dpipe.errors import ProfileError
+from dpipe.network.egress import Egress
+from dpipe.network.link import LOOPBACK, Link, Network
+from dpipe.network.profile import load_network
+
+PROFILE = """
+    name = "two sites"
+    delay_ms = 0.1
+    bandwidth_gbps = 10
+    [[link]]
+    from = 0
+    to = 1
+    delay_ms = 50
+    bandwidth_gbps = 1
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def write_and_load(text: str | bytes) -> Network:
+        path = tmp_path / "profile.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load_network(path)
+
+    return write_and_load
+
+
+def test_message_takes_bytes_over_bandwidth():
+    assert Link(delay_ms=50, bandwidth_gbps=1).serialisation_us(125_000) == pytest.approx(1_000)
+    assert Link(delay_ms=50, bandwidth_gbps=1).delay_us == 50_000
+
+
+def test_profile_lists_a_link_for_both_directions(load):
+    network = load(PROFILE)
+    assert network.name == "two sites"
+    assert network.link(0, 1) == network.link(1, 0) == Link(50, 1)
+    assert network.link(1, 2) == Link(0.1, 10)
+
+
+def test_profile_may_list_the_directions_apart(load):
+    network = load(PROFILE + "[[link]]\nfrom = 1\nto = 0\ndelay_ms = 20\nbandwidth_gbps = 2")
+    assert (network.link(0, 1), network.link(1, 0)) == (Link(50, 1), Link(20, 2))
+
+
+def test_profile_is_named_by_its_file_unless_it_says_otherwise(load):
+    assert load("delay_ms = 1\nbandwidth_gbps = 1").name == "profile"
+
+
+def test_egress_is_the_fastest_link_of_a_rank():
+    network = Network(default=Link(1, 5), links={(0, 1): Link(1, 1), (1, 0): Link(1, 8)})
+    assert (network.egress_gbps(0), network.egress_gbps(1)) == (5, 8)
+
+
+PAIRS = """
+    name = "triangle"
+    window_bytes = 1e6
+    link = [
+        {from = 0, to = 1, delay_ms = 50, bandwidth_gbps = 1},
+        {from = 1, to = 2, delay_ms = 20, bandwidth_gbps = 1, window_bytes = 4e6},
+    ]
+"""
+
+
+def test_profile_may_list_every_pair_and_no_default(load):
+    network = load(PAIRS)
+    network.check(2)
+    assert network.default is None
+    assert (network.link(1, 0), network.egress_gbps(1)) == (Link(50, 1, window_bytes=1e6), 1)
+
+
+def test_missing_pairs_are_named(load):
+    with pytest.raises(
+        ProfileError, match="'triangle' has no link from rank 0 to 2, 2 to 0; list every pair"
+    ):
+        load(PAIRS).check(3)
+    with pytest.raises(ProfileError, match=r"from rank 0 to 2, 0 to 3, 1 to 3, .* and 2 more"):
+        load(PAIRS).check(4)
+    with pytest.raises(ProfileError, match="'triangle' has no link from rank 0 to 2"):
+        load(PAIRS).link(0, 2)
+
+
+def test_network_with_a_default_has_every_pair():
+    Network().check(1000)
+
+
+def test_connection_carries_a_window_a_round_trip(load):
+    network = load(PAIRS)
+    assert network.rate_gbps(0, 1) == pytest.approx(0.08)  # 1 MB in 100 ms
+    assert network.rate_gbps(1, 2) == pytest.approx(0.8)  # its own window: 4 MB in 40 ms
+
+
+def test_connections_multiply_the_window_up_to_the_bandwidth(load):
+    network = load(PAIRS)
+    assert network.over(5).rate_gbps(0, 1) == pytest.approx(0.4)
+    assert network.over(50).rate_gbps(0, 1) == 1
+
+
+def test_window_is_no_limit_without_delay_or_where_it_is_not_stated():
+    assert Link(0, 1, window_bytes=1).rate_gbps() == Link(50, 1).rate_gbps() == 1
+
+
+def sent(egress):
+    while egress.due_us is not None:
+        message = egress.complete()
+        yield f"{message.item} to {message.target} {message.start_us:g}-{message.end_us:g}"
+
+
+def test_egress_sends_the_messages_of_a_link_one_after_another():
+    egress = Egress(Network(default=Link(50, 1)), 0)
+    for item in "ab":
+        egress.offer(1, item, 125 * 10, 0)
+    assert list(sent(egress)) == ["a to 1 0-10", "b to 1 10-20"]
+
+
+def test_egress_serves_the_links_of_a_network_in_order_of_arrival():
+    """As the lab's links do: a message is in the queue as a whole before the next one comes."""
+    egress = Egress(Network(default=Link(50, 1)), 0)
+    egress.offer(1, "a", 125 * 20, 0)
+    egress.offer(2, "b", 125 * 10, 10)
+    egress.offer(1, "c", 125 * 10, 11)
+    egress.offer(2, "d", 125 * 10, 12)
+    assert list(sent(egress)) == ["a to 1 0-20", "b to 2 20-30", "c to 1 30-40", "d to 2 40-50"]
+
+
+def test_egress_is_shared_fairly_by_links_that_are_shaped_apart():
+    egress = Egress(Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(40, 1)}), 0)
+    egress.offer(1, "a", 125 * 20, 0)
+    egress.offer(2, "b", 125 * 10, 10)
+    # From 10 on each has half: both have 10 us' worth left.
+    assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
+
+
+def test_egress_gives_what_a_slow_link_leaves_to_the_others():
+    egress = Egress(Network(default=Link(0, 1), links={(0, 2): Link(0, 0.25)}), 0)
+    egress.offer(1, "fast", 125 * 30, 0)
+    egress.offer(2, "slow", 125 * 30, 0)
+    assert list(sent(egress)) == ["fast to 1 0-40", "slow to 2 0-120"]
+
+
+def test_egress_leaves_capacity_that_a_window_does_not_use():
+    egress = Egress(Network(default=Link(10, 1, window_bytes=0.5e6)), 0)  # 0.2 Gbit/s a connection
+    for target in (1, 2, 3):
+        egress.offer(target, target, 125 * 10, 0)
+    assert [line.split()[-1] for line in sent(egress)] == ["0-50"] * 3
+
+
+def test_network_without_a_profile_is_loopback():
+    assert Network().link(0, 1) == LOOPBACK
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("delay_ms = 1", "the profile needs bandwidth_gbps, a number; got None"),
+        ("delay_ms = true\nbandwidth_gbps = 1", "the profile needs delay_ms, a number; got True"),
+        (
+            "delay_ms = -1\nbandwidth_gbps = 1",
+            "delay_ms must be a number that is not negative, got -1",
+        ),
+        (
+            "delay_ms = nan\nbandwidth_gbps = 1",
+            "delay_ms must be a number that is not negative, got nan",
+        ),
+        (
+            "delay_ms = 1e300\nbandwidth_gbps = 1",
+            r"delay_ms must be at most 3600000, an hour, got 1e\+300",
+        ),
+        ("delay_ms = 1\nbandwidth_gbps = inf", "bandwidth_gbps must be a positive number, got inf"),
+        (
+            "delay_ms = 1\nbandwidth_gbps = 1\n[link]\nfrom = 0",
+            r"links are written as \[\[link\]\] in double brackets",
+        ),
+        (
+            "delay_ms = 1\nbandwidth_gbps = 1\nlink = [3]",
+            r"links are written as \[\[link\]\] in double brackets",
+        ),
+        (PROFILE.replace("to = 1", "to = 0"), r"\[\[link\]\] from 0 to itself"),
+        ("delay_ms = 1\nbandwidth_gbps = 0", "bandwidth_gbps must be a positive number, got 0"),
+        (
+            "delay = 1",
+            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, .*, window_bytes",
+        ),
+        (
+            "delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = 0",
+            "window_bytes must be a positive number, got 0",
+        ),
+        (
+            'delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = "big"',
+            "the profile needs window_bytes, a number; got 'big'",
+        ),
+        ("bandwidth_gbps = 1\nlink = []", "the profile needs delay_ms, a number; got None"),
+        (PROFILE + "jitter = 1", r"unknown key 'jitter' in \[\[link\]\]"),
+        (
+            PROFILE.replace("to = 1", "to = -1"),
+            r"\[\[link\]\] needs 'to', a rank \(0, 1, ...\); got -1",
+        ),
+        (
+            PROFILE + PROFILE[PROFILE.index("[[link]]") :],
+            r"\[\[link\]\] from 0 to 1 is listed twice",
+        ),
+        ("delay_ms =", "Invalid value"),
+        (b"\xff", "invalid start byte"),
+    ],
+)
+def test_profile_refuses_what_it_cannot_mean(load, text, message):
+    with pytest.raises(ProfileError, match=message) as raised:
+        load(text)
+    assert "profile.toml" in str(raised.value)
+
+
+def test_profile_must_exist(tmp_path):
+    with pytest.raises(ProfileError, match=r"nowhere\.toml does not exist"):
+        load_network(tmp_path / "nowhere.toml")
+
+
+def test_profile_that_is_a_folder_is_named(tmp_path):
+    with pytest.raises(
+        ProfileError, match=f"network profile {tmp_path} cannot be read: Is a directory"
+    ):
+        load_network(tmp_path)
+
+
+def test_profile_may_begin_with_a_byte_order_mark(load):
+    assert load(b"\xef\xbb\xbf" + PROFILE.encode()).name == "two sites"
+
+
+@pytest.mark.parametrize(
+    ("link", "connections"),
+    [
+        (Link(0.1, 8), 1),
+        (Link(10, 1), 2),  # 2.5 MB under way
+        (Link(50, 1), 6),  # 12.5 MB
+        (
+            Link(50, 1, window_bytes=9_700_000),
+            6,
+        ),  # what a window may reach is not what can be counted on
+        (Link(10, 1, window_bytes=500_000), 5),
+        (Link(100, 10), 16),
+        (Link(100, 1e300), 16),
+    ],
+)
+def test_connections_of_a_link_hold_what_is_under_way(link: Link, connections: int) -> None:
+    assert link.connections == connections
+
+
+def test_network_is_filled_by_what_its_longest_and_fattest_link_needs() -> None:
+    links = {(0, 1): Link(50, 1), (1, 0): Link(10, 1)}
+    assert Network("n", Link(1, 1), links).over_enough().connections == 6
+    assert Network("n", None, {}).over_enough().connections == 1
+
+
+def test_payload_gets_what_the_headers_of_full_frames_leave() -> None:
+    seen = Network("n", Link(5, 1), {(0, 1): Link(50, 2, window_bytes=1e6)}).for_payload()
+    assert seen.link(1, 0) == Link(5, 1448 / 1514)
+    assert seen.link(0, 1) == Link(50, 2 * 1448 / 1514, window_bytes=1e6)
+
+
+def test_machine_of_several_ranks_shares_its_rate() -> None:
+    """Machines 0 and 1 of two ranks each are the ranks 0 1 and 2 3."""
+    network = Network("a", Link(1, 8), {(0, 1): Link(5, 4)}).shared_by(2)
+    assert network.link(1, 3) == network.link(0, 2) == Link(5, 2)
+    assert network.link(2, 0) == Link(1, 4)

@@ -1,0 +1,87 @@
+"""However pieces arrive, their mean is the one of replica order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpipe.errors import TransferError
+from dpipe.paramserver.gradient_sum import GradientSum
+from dpipe.paramserver.spec import ParameterSpec, RowSpec
+
+REPLICAS = 3
+ROW = RowSpec(
+    (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.0.b", 0, 4, False)),
+    chunk_values=4,
+)
+PIECES = [(replica, chunk) for replica in range(REPLICAS) for chunk in range(ROW.num_chunks)]
+
+
+def gradients() -> list[torch.Tensor]:
+    """Of such different sizes that another order of adding gives other bits."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(ROW.length, generator=draw) * scale for scale in (1e4, 1.0, -1e4)]
+
+
+def in_order() -> torch.Tensor:
+    first, second, third = gradients()
+    return (first + second + third) / REPLICAS
+
+
+def filled(order: list[tuple[int, int]]) -> GradientSum:
+    ledger, pushed = GradientSum(REPLICAS, ROW.num_chunks, torch.zeros(ROW.length)), gradients()
+    for replica, chunk in order:
+        ledger.add(replica, chunk, ROW.chunk(chunk), pushed[replica][ROW.chunk(chunk)].clone())
+    return ledger
+
+
+def test_another_order_of_adding_would_show() -> None:
+    first, second, third = gradients()
+    assert not torch.equal((third + first + second) / REPLICAS, in_order())
+
+
+@given(st.permutations(PIECES), st.lists(st.sampled_from(PIECES)))
+def test_mean_is_the_same_whatever_the_order_and_however_often(
+    order: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    ledger = filled([*order[:5], *again, *order[5:], *again])
+    assert ledger.final
+    assert torch.equal(ledger.average, in_order())
+
+
+@given(st.sampled_from(PIECES))
+def test_chunk_is_final_only_when_every_replica_has_pushed_it(missing: tuple[int, int]) -> None:
+    ledger = filled([piece for piece in PIECES if piece != missing] * 2)
+    assert [ledger.is_final(chunk) for chunk in range(ROW.num_chunks)] == [
+        c != missing[1] for c in range(3)
+    ]
+    assert not ledger.final
+
+
+def test_settled_ledger_takes_no_more_pieces() -> None:
+    ledger = filled([])
+    ledger.settle(torch.ones(ROW.length))
+    ledger.add(0, 0, ROW.chunk(0), torch.zeros(4))
+    assert ledger.final
+    assert torch.equal(ledger.average, torch.ones(ROW.length))
+
+
+@pytest.mark.parametrize(
+    ("replica", "chunk", "size"),
+    [(3, 0, 4), (-1, 0, 4), (0, 3, 4), (0, -1, 4), (0, 0, 3), (0, 2, 4)],
+)
+def test_piece_that_does_not_fit_is_refused(replica: int, chunk: int, size: int) -> None:
+    with pytest.raises(
+        TransferError, match=f"replica {replica} pushed {size} values as chunk {chunk}"
+    ):
+        filled([]).add(replica, chunk, ROW.chunk(chunk), torch.zeros(size))
+
+
+def test_mean_so_far_is_of_the_pieces_that_are_in() -> None:
+    """Early ones and those that were added alike, and all of them once the chunk is final."""
+    here, pushed, order = ROW.chunk(1), gradients(), (2, 0, 1)
+    for count in (1, 2, 3):
+        ledger = filled([(replica, 1) for replica in order[:count]])
+        assert [ledger.has(replica, 1) for replica in order] == [turn < count for turn in range(3)]
+        expected = torch.stack([pushed[replica][here] for replica in order[:count]]).mean(0)
+        torch.testing.assert_close(ledger.so_far(1, here), expected, rtol=1e-5, atol=1e-2)

@@ -1,0 +1,60 @@
+"""What lies where in a row."""
+
+from dataclasses import replace
+
+import pytest
+
+from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
+
+ROW = RowSpec(
+    (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.1.b", 1, 4, False)),
+    chunk_values=4,
+)
+
+
+def test_chunks_cover_the_row_and_the_last_is_short() -> None:
+    assert [ROW.chunk(index) for index in range(ROW.num_chunks)] == [
+        slice(0, 4),
+        slice(4, 8),
+        slice(8, 9),
+    ]
+
+
+def test_pieces_of_a_chunk_say_which_parameter_lies_where() -> None:
+    """
+    row        a a a a a b b b b
+    chunks     0 0 0 0 1 1 1 1 2
+    """
+    assert list(ROW.pieces(ROW.chunk(1))) == [(0, slice(4, 5)), (1, slice(5, 8))]
+
+
+def test_position_is_named_by_its_parameter() -> None:
+    assert [ROW.name_at(position) for position in (0, 4, 5, 8)] == ["layers.0.a"] * 2 + [
+        "layers.1.b"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (ROW, None),
+        (replace(ROW, parameters=ROW.parameters[:1]), "1 parameters where 2"),
+        (
+            replace(ROW, parameters=(replace(ROW.parameters[0], num_values=6), ROW.parameters[1])),
+            "of 6 values",
+        ),
+        (replace(ROW, chunk_values=8), "chunks of 8"),
+    ],
+)
+def test_difference_names_the_first_thing_that_differs(other: RowSpec, words: str | None) -> None:
+    found = ROW.difference(other)
+    assert found is None if words is None else found is not None and words in found
+
+
+@pytest.mark.parametrize(
+    ("wire", "staleness", "lossy"), [("none", 0, False), ("int8", 0, True), ("int8", 1, False)]
+)
+def test_parameters_go_out_rounded_only_to_workers_that_get_every_version(
+    wire: str, staleness: int, lossy: bool
+) -> None:
+    assert StepRule((0, 1), 0.1, (0.9, 0.95), wire, staleness).lossy_parameters == lossy

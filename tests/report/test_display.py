@@ -1,0 +1,73 @@
+import os
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from dpipe.report.display import Display, lasting
+
+ROW = {
+    "step": 4,
+    "loss": 2.531,
+    "learning_rate": 3e-3,
+    "tokens_per_s": 8400.0,
+    "bubble": 0.314,
+    "mb_per_s": {"1->0": 2.0, "0->1": 2.13},
+}
+
+
+def shown(terminal: bool, *rows: dict[str, object]) -> str:
+    out = StringIO()
+    with Display(
+        Console(file=out, force_terminal=terminal, width=160), first_step=0, num_steps=10
+    ) as display:
+        for row in rows:
+            display.show(row)
+    return out.getvalue()
+
+
+def test_row_is_a_plain_line_where_there_is_no_terminal() -> None:
+    line = (
+        "step 5/10  loss 2.5310  lr 3.0e-03  8,400 tokens/s  bubble 31%  MB/s 0->1 2.1 1->0 2.0\n"
+    )
+    assert shown(False, ROW) == line
+
+
+def test_terminal_shows_progress_and_time_left() -> None:
+    text = shown(True, ROW)
+    assert "loss 2.5310" in text
+    assert "5/10" in text
+    assert "ETA" in text
+
+
+def test_held_out_loss_has_a_line_of_its_own() -> None:
+    assert shown(False, {"step": 5, "held_out_loss": 2.25}) == "step 5  held-out loss 2.2500\n"
+
+
+@pytest.mark.parametrize("buffering", ["line by line", "as a whole"])
+def test_output_that_is_full_is_given_up_with_one_warning(
+    buffering: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the training."""
+    with open("/dev/full", "w", buffering=1 if buffering == "line by line" else -1) as full:
+        console = Console(file=lasting(full))
+        with Display(console, first_step=0, num_steps=10) as display:
+            for _ in range(3):
+                display.show(ROW)
+        console.print("the end")
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full cannot be written ([Errno 28] No space left on device): all goes on, and nothing more is shown"
+    ]
+
+
+def test_output_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """rich ends the process of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        Console(file=lasting(closed)).print("the end")
+    assert "Broken pipe" in caplog.text
+
+
+def test_output_that_is_not_there_is_not_written() -> None:
+    Console(file=lasting(None)).print("the end")

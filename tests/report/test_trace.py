@@ -1,0 +1,130 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dpipe.errors import ConfigError
+from dpipe.network.link import Host
+from dpipe.report.trace import (
+    Plan,
+    StepSpans,
+    dump_steps,
+    load_plan,
+    load_steps,
+    measured_cost,
+    save_plan,
+    write_chrome,
+)
+from dpipe.schedule.action import parse_action
+from dpipe.schedule.exchange import direct, parameter_server
+from dpipe.schedule.generate import generate
+from dpipe.schedule.lower import lower
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.span import Lane, Span, Timeline
+
+SCHEDULE = lower(generate("1f1b", 2, 2))
+COST = Cost.uniform(2, 10, 20, message_bytes=1000)
+PLAN = Plan(SCHEDULE, COST, None)
+CROWDED = Plan(SCHEDULE, COST, "slow.toml", 2, (Host((0, 1), cores=1),))
+REPLICATED = Plan(
+    SCHEDULE,
+    replace(COST, reduce_bytes=(8, 9)),
+    None,
+    replicas=Replicas(direct(3, 2), delayed=True),
+)
+SERVED = Plan(
+    SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4))
+)
+STALE = Plan(
+    SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, stale=True), servers=(4, 4))
+)
+
+
+def span(rank: int, action: str, start_us: float, end_us: float, lane: Lane = Lane.COMPUTE) -> Span:
+    return Span(rank, lane, parse_action(action), start_us, end_us)
+
+
+def test_spans_survive_the_upload() -> None:
+    step = StepSpans(
+        7,
+        (
+            span(1, "1F0", 0.5, 2.0),
+            Span(1, Lane.SEND, parse_action("1SEND_B0"), 2.0, 3.0, 4000, peer=3),
+        ),
+    )
+    assert load_steps(dump_steps([step]), rank=1) == [step]
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, CROWDED, REPLICATED, SERVED, STALE, replace(PLAN, tensor_size=2)]
+)
+def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
+    save_plan(tmp_path, plan)
+    assert load_plan(tmp_path) == plan
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """The folder of a run of two ranks that has a trace."""
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    save_plan(folder, PLAN)
+    for rank in range(2):
+        spans = (span(rank, f"{rank}F0", 0.0, 2.0),)
+        (folder / f"rank-{rank}.json").write_bytes(dump_steps([StepSpans(7, spans)]))
+    return tmp_path
+
+
+def test_trace_is_written_beside_its_parts(traced: Path) -> None:
+    assert json.loads(write_chrome(traced).read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rank-1.json", None, r"rank-1\.json cannot be read: No such file"),
+        ("rank-1.json", b'[{"step": 7, "spa', r"rank-1\.json is damaged: JSONDecodeError"),
+        (
+            "rank-1.json",
+            b'[{"step": 7, "spans": [["compute", "what", 0, 1]]}]',
+            r"rank-1\.json is damaged",
+        ),
+        ("rank-1.json", b"[]", r"holds other steps of each rank, by rank \[\[7\], \[\]\]"),
+        ("plan.json", b"", r"plan\.json is damaged: JSONDecodeError"),
+        ("plan.json", b"{}", r"plan\.json is damaged: KeyError: 'num_microbatches'"),
+        ("plan.json", b"[]", r"plan\.json is damaged: TypeError"),
+    ],
+)
+def test_part_of_a_trace_that_is_damaged_is_named(
+    traced: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = traced / "trace" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        write_chrome(traced)
+
+
+def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:
+    (traced / "trace.json").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"trace\.json cannot be written: Is a directory; copy the run"
+    ):
+        write_chrome(traced)
+
+
+def test_cost_is_the_mean_of_what_was_measured() -> None:
+    steps = [Timeline(2, (span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)))]
+    cost = measured_cost(PLAN, steps)
+    assert cost.forward_us == (15.0, 0.0)
+    assert cost.backward_us == (0.0, 50.0)
+
+
+def test_cost_of_ranks_that_share_cores_is_processor_time() -> None:
+    slow = Span(0, Lane.COMPUTE, parse_action("0F0"), 0, 30, cpu_us=10.0)
+    steps = [Timeline(2, (slow,))]
+    assert measured_cost(CROWDED, steps).forward_us == (10.0, 0.0)
+    assert measured_cost(PLAN, steps).forward_us == (30.0, 0.0)

@@ -1,0 +1,529 @@
+"""Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads over real links."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dpipe
+from dpipe.config.load import Config
+from dpipe.errors import ConfigError, JoinError, RunError
+from dpipe.paramserver.client import ParameterLine
+from dpipe.paramserver.journal import Journal
+from dpipe.paramserver.kind import _Column
+from dpipe.paramserver.server import ParameterServer
+from dpipe.paramserver.stage_state import Verdict
+from dpipe.report.metrics import read_rows
+from dpipe.report.trace import load_steps
+from dpipe.run.launch import free_port
+from dpipe.run.parameter_servers import FolderSnapshots, _beside, _state_folder, serve_parameters
+from dpipe.store import checkpoint
+from dpipe.timeline.span import Lane
+from dpipe.wire.rpc import Security
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+Run = Callable[..., list[BaseException | None]]
+
+ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+BATCH = 12
+SERVED = '[data_parallel]\nkind = "parameter-server"\n'
+EAGER = {"train__clip_norm": 0.0}
+
+
+@pytest.fixture
+def served(tiny: Make, tmp_path: Path) -> Make:
+    """`served(3)`: the batch over so many replicas and a parameter server; `served(1)` is one process without."""
+
+    def make(replicas: int, folder: str = "split", **overrides: Any) -> Config:
+        settings = {"data_parallel__kind": "parameter-server", "data_parallel__replicas": replicas}
+        settings |= {"train__num_microbatches": BATCH // replicas, "train__batch_size": BATCH}
+        return tiny(**settings | {"run__folder": str(tmp_path / folder)} | overrides)
+
+    return make
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Callable[..., ParameterServer]]:
+    """`apart(port)`: a server by itself, whose state is in `tmp_path / "server"`."""
+    servers: list[ParameterServer] = []
+
+    def start(port: int = 0, folder: str = "server") -> ParameterServer:
+        kept = {"folder": tmp_path / folder, "snapshots": FolderSnapshots()}
+        servers.append(ParameterServer(port=port, security=Security("secret"), **kept))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def parameters(config: Config) -> dict[str, torch.Tensor]:
+    return checkpoint.load(str(Path(config.run.folder) / "checkpoints"), lambda name: True).tensors
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "overrides"),
+    [
+        (2, {"pipeline__stages": 2, "train__clip_norm": 0.1}),
+        (3, {**EAGER, "data_parallel__servers": "per-stage"}),
+        (4, {"train__clip_norm": 0.1, "transport__connections": 2}),
+        (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
+    ],
+)
+def test_replicas_learn_as_one_process_does_on_their_batch(
+    replicas: int, overrides: dict[str, Any], served: Make, losses: Losses
+) -> None:
+    one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
+    alone = served(1, "alone", train__eval_every=2, **{**overrides, **one})
+    shared = served(replicas, train__eval_every=2, **overrides)
+    assert losses(shared) == pytest.approx(losses(alone), rel=ROUNDING)
+    assert held_out(shared) == pytest.approx(held_out(alone), rel=ROUNDING)
+
+
+def held_out(config: Config) -> list[float]:
+    return [
+        row["held_out_loss"] for row in read_rows(Path(config.run.folder)) if "held_out_loss" in row
+    ]
+
+
+ACTIVATION = """
+from torch import nn
+import torch.nn.functional as F
+
+
+def layers():
+    return [nn.Embedding(256, 8), nn.ReLU(), nn.Linear(8, 256)], loss
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_stage_without_parameters_is_served_like_any_other(
+    wire: str,
+    layers: str,
+    served: Make,
+    losses: Losses,
+    apart: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a server that keeps what it has."""
+    (tmp_path / "activation_alone.py").write_text(ACTIVATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    server = apart()
+    address = {"data_parallel__address": (f"127.0.0.1:{server.port}",), "data_parallel__wire": wire}
+    losses(served(2, model__layers=layers, pipeline__stages=3, **address))
+    assert server.standing == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses) -> None:
+    again = {"pipeline__stages": 2, "data_parallel__wire": wire, **EAGER}
+    first, second = served(2, **again), served(2, "again", **again)
+    assert losses(first) == losses(second)
+    assert equal(parameters(first), parameters(second))
+
+
+def test_embedded_server_waits_for_nobody_where_no_step_is_left(
+    served: Make, losses: Losses
+) -> None:
+    config = served(2, timeouts__transfer=20)
+    losses(config)
+    began = time.monotonic()
+    losses(config, resume=True)
+    assert time.monotonic() - began < 15
+
+
+def test_server_by_itself_learns_what_an_embedded_one_does(
+    served: Make, losses: Losses, apart: Any
+) -> None:
+    server = apart()
+    address = {"data_parallel__address": (f"127.0.0.1:{server.port}",)}
+    assert losses(served(2, **address)) == losses(served(2, "embedded"))
+    assert server.wait_until_left(5)
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+@pytest.mark.parametrize(
+    "other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}]
+)
+def test_run_goes_on_with_other_replicas_or_another_kind(
+    other: dict[str, Any], wire: str, served: Make, losses: Losses
+) -> None:
+    steady = {"train__decay": "none", "data_parallel__wire": wire, "train__num_microbatches": 2}
+    whole = losses(served(2, "whole", train__steps=5, **steady))
+    losses(served(2, "part", train__steps=3, **steady))
+    goes_on = losses(served(2, "part", train__steps=5, **steady | other), resume=True)
+    assert goes_on == pytest.approx(whole, rel=ROUNDING if wire == "none" else 1e-2)
+
+
+def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Losses) -> None:
+    """The server's own parameters are in the checkpoint beside what the workers have; so few steps owe no feedback."""
+    steady = {"train__decay": "none", "data_parallel__wire": "bf16"}
+    whole = losses(served(2, "whole", train__steps=5, **steady))
+    losses(served(2, "part", train__steps=3, **steady))
+    assert losses(served(2, "part", train__steps=5, **steady), resume=True) == whole
+
+
+def test_fp16_run_learns_what_fp32_does(served: Make, losses: Losses) -> None:
+    half, full = losses(served(2, train__precision="fp16")), losses(served(2, "full"))
+    assert half == pytest.approx(full, rel=0.02)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_stale_run_learns(staleness: int, served: Make, losses: Losses) -> None:
+    config = served(
+        2, data_parallel__staleness=staleness, train__steps=8, pipeline__stages=2, **EAGER
+    )
+    seen = losses(config)
+    assert len(seen) == 8
+    assert seen[-1] < seen[0]
+
+
+def test_rows_and_spans_tell_pushes_and_pulls(served: Make, losses: Losses) -> None:
+    config = served(2, pipeline__stages=2)
+    losses(config)
+    row = read_rows(Path(config.run.folder))[-1]
+    assert set(row["mb_per_s"]) == {
+        "0->1",
+        "1->0",
+        "2->3",
+        "3->2",
+        *(f"{rank}->server" for rank in range(4)),
+    }
+    (last,) = load_steps((Path(config.run.folder) / "trace/rank-1.json").read_bytes(), rank=1)
+    spans = [span for span in last.spans if span.lane is Lane.REDUCE]
+    assert spans
+    assert all(span.num_bytes > 0 for span in spans)
+
+
+def test_server_that_cannot_be_reached_is_named(served: Make, run_ranks: Run) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    config = served(2, data_parallel__address=(address,), timeouts__connect=1)
+    errors = run_ranks(config)
+    named = [
+        error
+        for error in errors
+        if isinstance(error, JoinError) and f"server at {address}" in str(error)
+    ]
+    assert named
+    assert "dpipe serve" in str(named[0])
+    assert not (Path(config.run.folder) / "metrics.jsonl").exists()
+
+
+def test_server_that_wants_another_token_says_so(served: Make, run_ranks: Run) -> None:
+    server = ParameterServer(security=Security("another"))
+    try:
+        errors = run_ranks(served(2, data_parallel__address=(f"127.0.0.1:{server.port}",)))
+    finally:
+        server.close()
+    assert any(isinstance(error, JoinError) and "wrong token" in str(error) for error in errors)
+
+
+def test_server_that_goes_away_and_comes_back_costs_no_bit(
+    served: Make, losses: Losses, apart: Any
+) -> None:
+    """Closed and opened again in the middle of the run, from what it kept."""
+    steps = {"train__steps": 12, **EAGER}
+    whole = served(2, "whole", **steps)
+    losses(whole)
+    first = apart()
+    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps)
+    worker = threading.Thread(target=losses, args=(config,))
+    worker.start()
+    wait_until(lambda: first.standing.get(0, 0) >= 4)
+    first.close()
+    second = apart(first.port)
+    assert second.standing[0] >= 4
+    worker.join(60)
+    assert equal(parameters(config), parameters(whole))
+
+
+def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
+    served: Make, losses: Losses, apart: Any
+) -> None:
+    """It has lost gradients, and verdicts on them, of steps that the workers are ahead of."""
+    first = apart()
+    address = (f"127.0.0.1:{first.port}",)
+    settings = {"data_parallel__staleness": 2, "train__steps": 12, **EAGER}
+    config = served(2, data_parallel__address=address, **settings)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(losses, config)
+        wait_until(lambda: first.standing.get(0, 0) >= 4)
+        first.close()
+        second = apart(first.port)
+        assert len(run.result(60)) == 12
+    assert second.standing[0] == 12
+
+
+@pytest.mark.timeout(300)  # seven runs' worth of threads: on a machine as busy as can be, a minute
+def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
+    served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one process learns; replicas to the last bit alike, and so what every rank of a stage has whole."""
+    rows: dict[tuple[int, int], _Column] = {}
+
+    def leave(column: _Column) -> None:
+        rows[column.line._worker.replica, column.line._worker.part] = column
+        plain(column)
+
+    plain = _Column.leave
+    monkeypatch.setattr(_Column, "leave", leave)
+    steps = {"train__steps": 6, "train__learning_rate": 1e-3}
+    alone, first = losses(served(1, "alone", **steps)), apart()
+    split = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True}
+    config = served(2, data_parallel__address=(f"127.0.0.1:{first.port}",), **steps, **split)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(losses, config)
+        wait_until(lambda: first.standing.get(0, 0) >= 2)
+        first.close()
+        second = apart(first.port)
+        assert run.result(240) == pytest.approx(alone, rel=1e-5)
+    assert second.standing == {0: 6}
+    for part in (0, 1):
+        assert torch.equal(rows[0, part]._values, rows[1, part]._values)
+    norms = [
+        [row._row.view(row._values, i) for i, n in enumerate(row._row.names) if "norm" in n]
+        for row in rows.values()
+    ]
+    assert all(
+        torch.equal(a, b) for of_rank in norms[1:] for a, b in zip(norms[0], of_rank, strict=True)
+    )
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    """`serve(port)`: `dpipe serve` in a process of its own, listening; killed at the end."""
+    job = tmp_path / "job.toml"
+    job.write_text(f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(dpipe.__file__).parent.parent),
+        "DPIPE_TOKEN": "secret",
+    }
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> subprocess.Popen[str]:
+        words = (
+            sys.executable,
+            "-u",
+            "-m",
+            "dpipe",
+            "serve",
+            str(job),
+            "--bind",
+            f"127.0.0.1:{port}",
+        )
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ))
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline().startswith(f"parameter server at 127.0.0.1:{port}")
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_killed_server_that_is_started_again_costs_no_bit(
+    served: Make, run_ranks: Run, losses: Losses, serve: Any
+) -> None:
+    """SIGKILL in the middle of a run with clipping; against a run whose server lived."""
+    whole, port = served(2, "whole", train__steps=30), free_port()
+    losses(whole)
+    first = serve(port)
+    config = served(
+        2, data_parallel__address=(f"127.0.0.1:{port}",), train__steps=30, timeouts__transfer=100
+    )
+    errors: list[BaseException | None] = []
+    worker = threading.Thread(target=lambda: errors.extend(run_ranks(config)))
+    worker.start()
+    wait_until(lambda: num_rows(config) >= 5)
+    first.kill()
+    first.wait(10)
+    assert num_rows(config) < 30
+    second = serve(port)
+    worker.join(90)
+    assert errors == [None, None]
+    assert equal(parameters(config), parameters(whole))
+    assert second.wait(30) == 0
+
+
+def num_rows(config: Config) -> int:
+    path = Path(config.run.folder) / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named(
+    served: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed_at: list[float] = []
+    plain = ParameterLine._chunks
+
+    def chunks(line: ParameterLine, step: int, connection: int) -> Iterator[bytes]:
+        for number, message in enumerate(plain(line, step, connection)):
+            if (line._worker.rank, step, number) == (1, 2, 1):
+                failed_at.append(time.monotonic())
+                raise OSError("the machine is gone")
+            yield message
+
+    monkeypatch.setattr(ParameterLine, "_chunks", chunks)
+    errors = run_ranks(served(2, train__steps=100_000, transport__chunk_bytes=4096, **EAGER))
+    assert time.monotonic() - failed_at[0] < 10
+    assert all(isinstance(error, RunError) for error in errors), errors
+    assert all("rank 1" in str(error) for error in errors)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    pause = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it did not come to that")
+
+
+def test_server_that_comes_back_without_its_state_is_refused(
+    served: Make, run_ranks: Run, apart: Any
+) -> None:
+    first = apart()
+    config = served(
+        2, data_parallel__address=(f"127.0.0.1:{first.port}",), train__steps=100_000, **EAGER
+    )
+    errors: list[BaseException | None] = []
+    worker = threading.Thread(target=lambda: errors.extend(run_ranks(config)))
+    worker.start()
+    wait_until(lambda: first.standing.get(0, 0) >= 2)
+    first.close()
+    apart(first.port, "elsewhere")
+    worker.join(60)
+    assert all(isinstance(error, RunError) for error in errors)
+    assert any("without the state of this run" in str(error) for error in errors)
+
+
+def test_second_server_of_one_folder_is_refused(serve: Any, tmp_path: Path) -> None:
+    serve(free_port())
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'kept'))}",)
+    with pytest.raises(
+        ConfigError, match="another parameter server has its state in .*kept/server"
+    ):
+        serve_parameters(str(tmp_path / "job.toml"), overrides, "127.0.0.1:0", lambda line: None)
+
+
+def test_server_that_cannot_listen_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SERVED)
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'run'))}",)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(JoinError, match="cannot listen"):
+            serve_parameters(
+                str(tmp_path / "job.toml"), overrides, f"127.0.0.1:{taken.getsockname()[1]}", print
+            )
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_that_cannot_be_made_for_a_server_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SERVED)
+    overrides = (f"run.folder={json.dumps(str(tmp_path / 'job.toml'))}",)
+    with pytest.raises(ConfigError, match=r"job\.toml/server cannot be written"):
+        serve_parameters(str(tmp_path / "job.toml"), overrides, "127.0.0.1:0", print)
+
+
+def test_serve_needs_an_address(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SERVED)
+    with pytest.raises(ConfigError, match="no address to listen on"):
+        serve_parameters(str(tmp_path / "job.toml"), (), None, lambda line: None)
+
+
+def test_serve_refuses_a_job_without_a_parameter_server(tmp_path: Path) -> None:
+    """It waited for workers for ever."""
+    (tmp_path / "job.toml").write_text(SERVED.replace("parameter-server", "all-reduce"))
+    with pytest.raises(
+        ConfigError, match='kind is "all-reduce", so that no worker would ever come'
+    ):
+        serve_parameters(str(tmp_path / "job.toml"), (), "127.0.0.1:0", lambda line: None)
+
+
+@pytest.mark.parametrize("bind", ["7100", "host:", "host:99999", ":7100"])
+def test_serve_refuses_what_is_no_address(bind: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SERVED)
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        serve_parameters(str(tmp_path / "job.toml"), (), bind, lambda line: None)
+
+
+def fail(error: Exception, *_: object) -> None:
+    raise error
+
+
+def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
+    served: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed up, unable to go on."""
+    plain = Journal.write
+
+    def write(journal: Journal, step: int, verdict: Verdict, average: torch.Tensor) -> None:
+        if step == 2:
+            monkeypatch.setattr(
+                "dpipe.paramserver.journal.save_file", partial(fail, OSError(28, "No space left"))
+            )
+        plain(journal, step, verdict, average)
+
+    monkeypatch.setattr(Journal, "write", write)
+    (tmp_path / "job.toml").write_text(
+        f"{SERVED}[run]\nfolder = '{tmp_path / 'kept'}'\n[node]\ntoken = 'secret'"
+    )
+    bind = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(
+            serve_parameters, str(tmp_path / "job.toml"), (), bind, lambda line: None
+        )
+        errors = run_ranks(served(2, data_parallel__address=(bind,), train__steps=10))
+        reason = r"step 2 of stage 0: cannot write \S+kept/server/stage-0/\S+: .*No space left; make room there"
+        with pytest.raises(RunError, match=reason):
+            server.result(30)
+    assert any(re.search(reason, str(error)) for error in errors)
+
+
+def test_snapshot_without_room_is_not_said_to_fit_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.checkpoint_url does not move it."""
+    monkeypatch.setattr(checkpoint, "save_file", partial(fail, OSError(28, "No space left")))
+    with pytest.raises(
+        RunError, match=r"No space left; make room there, on the parameter server's machine$"
+    ):
+        FolderSnapshots().save(tmp_path, 8, {"w": torch.zeros(1)}, {}, {})
+
+
+def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
+    """They shared RUN/server: one that was started again took up the stages of all, and then never ended."""
+    each = served(2, data_parallel__servers="per-stage")
+    folders = [_state_folder(each, "127.0.0.1", port) for port in (7100, 7101)]
+    assert len({*folders, _state_folder(served(2), "127.0.0.1", 7100)}) == 3
+
+
+def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
+    with pytest.raises(ConfigError, match=r"node\.advertise is none there"):
+        _beside(None, 7100, 0)

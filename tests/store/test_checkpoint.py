@@ -1,0 +1,508 @@
+import json
+import logging
+import math
+import os
+import re
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from dpipe.errors import CheckpointError, NumericError, RunError
+from dpipe.store import checkpoint
+from dpipe.store.checkpoint import latest, load, save
+
+LAYERS = 4
+TIMEOUT_S = 30.0
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def alone(payload: bytes) -> list[bytes]:
+    return [payload]
+
+
+def parameters(layers: Sequence[int], step: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{layer}.weight": torch.full((3, 2), 100.0 * step + layer) for layer in layers}
+
+
+def moments(layers: Sequence[int], step: int) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{layer}.weight.exp_avg": torch.full((3, 2), -100.0 * step - layer)
+        for layer in layers
+    }
+
+
+def save_alone(url: str, step: int, keep: int = 2, **state: Any) -> None:
+    layers = range(LAYERS)
+    save(url, step, 0, parameters(layers, step), moments(layers, step), state, alone, keep)
+
+
+def save_together(
+    urls: Sequence[str], cut: Sequence[Sequence[int]], step: int, keep: int = 2
+) -> None:
+    """One thread a rank, each with its own URL and layers."""
+    barrier, payloads = threading.Barrier(len(cut), timeout=TIMEOUT_S), [b""] * len(cut)
+
+    def rank(index: int) -> None:
+        def gather(payload: bytes) -> list[bytes]:
+            payloads[index] = payload
+            barrier.wait()
+            return list(payloads)
+
+        layers = cut[index]
+        save(
+            urls[index],
+            step,
+            index,
+            parameters(layers, step),
+            moments(layers, step),
+            {"step": step},
+            gather,
+            keep,
+        )
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(cut))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+
+
+def files(url: str | Path) -> list[str]:
+    """As paths below `url`, digests left out."""
+    found = sorted(path for path in Path(url).rglob("*") if path.is_file())
+    return [
+        "/".join([p.parent.name, *p.name.rsplit("-", 1)[:1]]) if "-0" in p.name else str(p.name)
+        for p in found
+    ]
+
+
+def only(url: str | Path, pattern: str) -> Path:
+    (path,) = Path(url).glob(pattern)
+    return path
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "local":
+        yield str(tmp_path / "checkpoints")
+        return
+    yield f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "checkpoints")
+
+
+def test_what_was_saved_is_loaded(url: str) -> None:
+    save_alone(url, 7, loss_scale=2.0, configuration={"train.steps": 9})
+    found = load(url, everything)
+    assert (found.step, found.state) == (
+        7,
+        {"loss_scale": 2.0, "configuration": {"train.steps": 9}},
+    )
+    assert same(found.tensors, parameters(range(LAYERS), 7))
+    assert same(found.optimizer, moments(range(LAYERS), 7))
+
+
+@pytest.mark.parametrize("after", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]])
+def test_any_cut_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
+    save_together([url] * 2, [[0, 1], [2, 3]], step=5)
+    for layers in after:
+        wanted = set(layers)
+        found = load(url, lambda name, wanted=wanted: int(name.split(".")[1]) in wanted)
+        assert same(found.tensors, parameters(layers, 5))
+        assert same(found.optimizer, moments(layers, 5))
+
+
+def test_only_files_that_hold_what_is_asked_for_are_read(folder: str) -> None:
+    save_together([folder] * 2, [[0, 1], [2, 3]], step=5)
+    for path in Path(folder).rglob("*-00001-*"):
+        path.unlink()
+    assert list(load(folder, ["layers.1.weight"]).tensors) == ["layers.1.weight"]
+    assert load(folder, ()).state == {"step": 5}
+
+
+def test_ranks_on_several_machines_have_a_folder_each(tmp_path: Path) -> None:
+    urls = [str(tmp_path / name) for name in ("one", "two")]
+    save_together(urls, [[0, 1], [2, 3]], step=5)
+    assert [latest(url) for url in urls] == [5, 5]
+    assert same(
+        load(urls[1], ["layers.2.weight", "layers.3.weight"]).tensors, parameters([2, 3], 5)
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"one/step-00000005/model-00001-\w+.safetensors is missing; several mach",
+    ):
+        load(urls[0], everything)
+
+
+def test_files_are_standard_safetensors_with_an_index(folder: str) -> None:
+    save_together([folder] * 2, [[0, 1], [2, 3]], step=5)
+    assert files(folder) == [
+        "index.json",
+        "step-00000005/model-00000",
+        "step-00000005/model-00001",
+        "step-00000005/optimizer-00000",
+        "step-00000005/optimizer-00001",
+    ]
+    index = json.loads((Path(folder) / "step-00000005" / "index.json").read_text())
+    assert set(index["weight_map"]) == set(parameters(range(LAYERS), 5))
+    assert set(index["files"]) == set(index["weight_map"].values()) | set(
+        index["optimizer_map"].values()
+    )
+
+
+def test_newest_is_taken_unless_a_step_is_named(url: str) -> None:
+    assert latest(url) is None
+    for step in (5, 10, 100_000_000):
+        save_alone(url, step, keep=3)
+    assert latest(url) == 100_000_000
+    assert load(url, everything).step == 100_000_000
+    assert load(url, everything, step=5).step == 5
+
+
+def test_newest_checkpoints_stay(url: str) -> None:
+    for step in (1, 2, 3, 4):
+        save_alone(url, step, keep=2)
+    assert checkpoint._Store(url).folders() == [3, 4]
+
+
+def test_course_that_was_given_up_goes(url: str) -> None:
+    """Step 20 and 30 were passed over; the run went on from 10 and must not come back to them."""
+    for step in (10, 20, 30):
+        save_alone(url, step, keep=3)
+    save_alone(url, 15, keep=3)
+    assert checkpoint._Store(url).steps() == [10, 15]
+
+
+def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
+    save_alone(folder, 1)
+    later = Path(folder) / "step-00000003"
+    later.mkdir()
+    save_alone(folder, 2)
+    assert later.exists()
+
+
+def test_what_a_crash_left_goes_with_the_next_checkpoint(folder: str) -> None:
+    left = Path(folder) / "step-00000001"
+    left.mkdir(parents=True)
+    (left / ".0.tmp").write_bytes(b"half")
+    save_alone(folder, 2)
+    assert not left.exists()
+
+
+def test_step_may_be_saved_again(url: str) -> None:
+    save_alone(url, 3, attempt=1)
+    save_alone(url, 3, attempt=2)
+    found = load(url, everything)
+    assert found.state == {"attempt": 2}
+    assert same(found.tensors, parameters(range(LAYERS), 3))
+
+
+def test_parts_of_a_moment_are_loaded_as_one(folder: str) -> None:
+    whole, name = torch.arange(12.0), "layers.0.weight.exp_avg"
+    parts = {
+        f"{name}[{start}:{stop}]": whole[start:stop] for start, stop in ((8, 12), (0, 3), (3, 8))
+    }
+    save(folder, 1, 0, parameters([0], 1), parts, {}, alone, keep=2)
+    assert torch.equal(load(folder, everything).optimizer[name], whole)
+
+
+def test_part_of_a_moment_that_is_missing_is_named(folder: str) -> None:
+    parts = {f"layers.0.weight.exp_avg[{start}:{start + 4}]": torch.zeros(4) for start in (0, 8)}
+    save(folder, 1, 0, parameters([0], 1), parts, {}, alone, keep=2)
+    with pytest.raises(
+        CheckpointError, match=r"layers.0.weight.exp_avg in parts from \[0, 8\], not all of it"
+    ):
+        load(folder, everything)
+
+
+def test_checkpoint_before_the_first_update_has_no_moments(url: str) -> None:
+    save(url, 0, 0, parameters(range(LAYERS), 0), {}, {}, alone, 1)
+    assert load(url, everything).optimizer == {}
+
+
+class Crash(BaseException):
+    """Not an `Exception`: nothing may catch it and tidy up, as nothing could after a power cut."""
+
+
+def _crash(*args: Any, **kwargs: Any) -> Any:
+    raise Crash
+
+
+def _after(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real` for the first `number` calls, then a crash in its place."""
+    calls = iter(range(number))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs) if next(calls, None) is not None else _crash()
+
+    return run
+
+
+# Three files are written, in this order: model, optimizer, index. Each is filled, its digest taken, synced with its two
+# folders, and renamed between.
+POINTS = [
+    *(("save_file", "checkpoint", n) for n in (0, 1)),
+    *(("_digest", "checkpoint", n) for n in (0, 1, 2)),
+    *(("_sync", "checkpoint", n) for n in range(9)),
+    *(("replace", "os", n) for n in (0, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("function", "where", "calls"), POINTS)
+@pytest.mark.parametrize("step", [5, 6])
+def test_crash_anywhere_leaves_a_whole_checkpoint(
+    folder: str, monkeypatch: pytest.MonkeyPatch, function: str, where: str, calls: int, step: int
+) -> None:
+    """Whether the step is new or written a second time."""
+    save_alone(folder, 5)
+    target = {"checkpoint": checkpoint, "os": checkpoint.os}[where]
+    with monkeypatch.context() as faulty:
+        faulty.setattr(target, function, _after(calls, getattr(target, function)))
+        with pytest.raises(Crash):
+            save_alone(folder, step)
+    found = load(folder, everything)
+    assert same(found.tensors, parameters(range(LAYERS), found.step))
+    assert same(found.optimizer, moments(range(LAYERS), found.step))
+    save_alone(folder, 7)
+    assert load(folder, everything).step == 7
+
+
+def test_crash_of_another_rank_commits_nothing(folder: str) -> None:
+    save_alone(folder, 5)
+    with pytest.raises(Crash):
+        save(folder, 6, 0, parameters([0], 6), {}, {}, _crash, 2)
+    assert latest(folder) == 5
+
+
+def test_crash_while_old_steps_are_removed_leaves_the_new_one(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_alone(folder, 5, keep=1)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(shutil, "rmtree", _crash)
+        with pytest.raises(Crash):
+            save_alone(folder, 6, keep=1)
+    assert checkpoint._Store(folder).steps() == [6]
+
+
+def test_two_ranks_may_remove_one_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone(folder, 5)
+    store = checkpoint._Store(folder)
+    real = shutil.rmtree
+
+    def somebody_was_first(path: str) -> None:
+        real(path)
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", somebody_was_first)
+    store.remove(5)
+    assert store.folders() == []
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = [
+    (
+        "model-*",
+        truncate,
+        r"step-00000006/model-00000-\w+.safetensors is truncated: \d+ of \d+ bytes",
+    ),
+    (
+        "model-*",
+        flip,
+        r"model-00000-\w+.safetensors is damaged: its content does not have the digest",
+    ),
+    ("model-*", Path.unlink, r"model-00000-\w+.safetensors is missing"),
+    ("optimizer-*", flip, r"optimizer-00000-\w+.safetensors is damaged"),
+    ("index.json", truncate, r"step-00000006/index.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGE)
+def test_damaged_file_is_named(
+    folder: str, pattern: str, damage: Callable[[Path], None], message: str
+) -> None:
+    for step in (5, 6):
+        save_alone(folder, step)
+    damage(only(folder, f"step-00000006/{pattern}"))
+    with pytest.raises(CheckpointError, match=f"{message}.*; --fallback uses the one of step 5"):
+        load(folder, everything)
+
+
+@pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGE)
+def test_fallback_takes_the_one_before_and_says_so(
+    folder: str,
+    caplog: pytest.LogCaptureFixture,
+    pattern: str,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    for step in (5, 6):
+        save_alone(folder, step)
+    damage(only(folder, f"step-00000006/{pattern}"))
+    with caplog.at_level(logging.WARNING, "dpipe"):
+        found = load(folder, everything, fallback=True)
+    assert found.step == 5
+    assert same(found.tensors, parameters(range(LAYERS), 5))
+    (skipped,) = found.skipped
+    assert re.search(message, skipped)
+    assert "skipping the checkpoint of step 6" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: {},
+        lambda index: [],
+        lambda index: index | {"weight_map": []},
+        lambda index: index | {"files": {}},
+        lambda index: index | {"files": {name: {} for name in index["files"]}},
+    ],
+    ids=["{}", "[]", "map", "no files", "no digest"],
+)
+def test_json_that_is_no_index_is_damage_as_any_other(
+    folder: str, change: Callable[[Any], object]
+) -> None:
+    for step in (3, 6):
+        save_alone(folder, step)
+    index = Path(folder) / "step-00000006" / "index.json"
+    index.write_text(json.dumps(change(json.loads(index.read_text()))))
+    with pytest.raises(
+        CheckpointError, match=r"00006/index.json is damaged: it is JSON.*uses the one of step 3"
+    ):
+        load(folder, everything)
+    assert load(folder, everything, fallback=True).step == 3
+
+
+def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
+    for step in (5, 6):
+        save_alone(folder, step)
+        truncate(only(folder, f"step-0000000{step}/model-*"))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole: .*step-00000006.*; .*step-00000005"
+    ):
+        load(folder, everything, fallback=True)
+
+
+def test_file_that_is_no_safetensors_is_named(folder: str) -> None:
+    """Someone replaced it and wrote the index to match."""
+    save_alone(folder, 5)
+    path = only(folder, "step-00000005/model-*")
+    path.write_bytes(b"not tensors")
+    index_path = path.with_name("index.json")
+    index = json.loads(index_path.read_text())
+    index["files"][path.name] = {"size": 11, "sha256": checkpoint._digest(path)}
+    index_path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{path.name} is damaged"):
+        load(folder, everything)
+
+
+def test_folder_without_a_checkpoint_is_named(url: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint in .*; has the run written one yet"
+    ):
+        load(url, everything)
+
+
+def test_step_that_was_never_finished_is_named(folder: str) -> None:
+    save_alone(folder, 5)
+    (Path(folder) / "step-00000006").mkdir()
+    assert latest(folder) == 5
+    with pytest.raises(
+        CheckpointError, match=r"step-00000006/index.json is missing: .* never finished"
+    ):
+        load(folder, everything, step=6)
+
+
+def test_layer_that_is_not_there_is_named(folder: str) -> None:
+    save_alone(folder, 5)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000005 holds no layers.9.weight: .*check \[model\]"
+    ):
+        load(folder, ["layers.9.weight"])
+    found = load(folder, everything)
+    with pytest.raises(CheckpointError, match=r"holds no layers.9.weight.exp_avg"):
+        found.optimizer["layers.9.weight.exp_avg"]
+
+
+def test_url_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"run.checkpoint_url no-such-protocol://bucket/run cannot be used"
+    ):
+        latest("no-such-protocol://bucket/run")
+
+
+def test_place_that_cannot_be_written_is_named(folder: str) -> None:
+    Path(folder).write_text("a file where the folder should be")
+    with pytest.raises(
+        RunError, match=r"cannot write .*step-00000005.*; make room, or set run.checkpoint_url"
+    ):
+        save_alone(folder, 5)
+
+
+def test_nothing_is_unpickled(folder: str) -> None:
+    """A pickle in the place of a file is damage, not a program."""
+    save_alone(folder, 5)
+    torch.save(parameters(range(LAYERS), 5), only(folder, "step-00000005/model-*"))
+    with pytest.raises(CheckpointError, match=r"is truncated|is damaged"):
+        load(folder, everything)
+
+
+def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
+    save_alone(folder, 5)
+    modes = {path.name: path.stat().st_mode for path in (Path(folder) / "step-00000005").iterdir()}
+    assert len(modes) == 3
+    assert set(modes.values()) == {modes["index.json"]}
+
+
+def test_disk_that_takes_no_more_is_named(folder: str) -> None:
+    """safetensors raises an error of its own where the system says so."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(
+            RunError,
+            match=r"cannot write .*/model-00000-\*.safetensors.*File too large.*; make room",
+        ):
+            save_alone(folder, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_parameters_that_are_not_finite_are_not_saved(url: str) -> None:
+    """A step may break them with gradients that nobody has measured."""
+    save_alone(url, 1)
+    broken = parameters(range(LAYERS), 2) | {"layers.1.weight": torch.tensor([1.0, math.inf])}
+    with pytest.raises(
+        NumericError, match=r"layers\.1\.weight on rank 0 is not finite before step 2"
+    ):
+        save(url, 2, 0, broken, moments(range(LAYERS), 2), {}, alone, 1)
+    assert load(url, ["layers.1.weight"]).step == 1

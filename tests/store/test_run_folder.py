@@ -1,0 +1,182 @@
+import errno
+import fcntl
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dpipe.config.load import Config
+from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
+from dpipe.run.build import launch_ranks
+from dpipe.store.run_folder import (
+    absent,
+    keep_upload,
+    load_configuration,
+    logging_to,
+    open_folder,
+    opened,
+    save_configuration,
+    take_back,
+)
+
+Make = Callable[..., Config]
+
+
+def test_run_without_a_checkpoint_is_not_said_to_go_on(tiny: Make, tmp_path: Path) -> None:
+    """A first run often fails before it has saved anything."""
+    folder = open_folder(tiny(), resume=False)
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(
+        ConfigError, match="already holds a run; choose another run.folder, or delete it"
+    ):
+        open_folder(tiny(), resume=False)
+
+
+def test_nothing_is_made_for_a_run_that_is_not_there(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        open_folder(tiny(), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_that_cannot_be_made_is_named(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file of that name")
+    with pytest.raises(ConfigError, match="run.folder .*run cannot be written: .*Not a directory"):
+        open_folder(tiny(), resume=False)
+
+
+def test_configuration_that_is_none_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(
+        ConfigError,
+        match=r"/config\.json is not what a run writes: the configuration: .*, got \[\]",
+    ):
+        load_configuration(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool) -> None:
+    """Such as one whose launcher was killed and whose ranks still write a checkpoint."""
+    config = tiny()
+    checkpoint = Path(config.run.folder) / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "index.json").touch()
+    with opened(config, False, 0), opened(config, False, 1):
+        with (
+            pytest.raises(ConfigError, match="another process has the run in .* open"),
+            opened(config, resume, 0),
+        ):
+            pass
+        with pytest.raises(
+            ConfigError, match="another process has the run in .* open"
+        ):  # as a launcher looks
+            open_folder(config, resume)
+    with opened(config, resume, 0):
+        pass
+
+
+def test_folder_without_locks_is_said_to_be_so(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with opened(tiny(), False, 0):
+        assert "nothing keeps a second process from it" in caplog.text
+
+
+def start_that_fails(config: Config, rank: int, error: Exception) -> None:
+    with (
+        pytest.raises(type(error)),
+        opened(config, False, rank) as folder,
+        logging_to(folder, rank),
+    ):
+        raise error
+
+
+@pytest.fixture
+def deep(tiny: Make, tmp_path: Path) -> Config:
+    return tiny(run__folder=str(tmp_path / "runs" / "first" / "try"))
+
+
+def test_ranks_that_cannot_meet_leave_nothing(deep: Config, tmp_path: Path) -> None:
+    start_that_fails(deep, 0, JoinError("the port is in use"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_folder_that_was_there_stays(deep: Config) -> None:
+    """A launcher made it, which may be reading the logs in it."""
+    folder = open_folder(deep, resume=False)
+    start_that_fails(deep, 0, JoinError("the port is in use"))
+    assert (folder / "logs" / "rank-0.log").exists()
+
+
+def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
+    folder = open_folder(deep, resume=False)
+    start_that_fails(deep, 1, JoinError("wrong token"))
+    assert (folder / "trace").exists()
+
+
+def test_folder_that_holds_more_than_a_start_stays(deep: Config) -> None:
+    folder = Path(deep.run.folder)
+    made = absent(folder)
+    (open_folder(deep, resume=False) / "logs" / "rank-1.log").touch()
+    take_back(folder, made)
+    assert [path.name for path in folder.rglob("*")] == ["logs", "rank-1.log"]
+
+
+def test_log_of_a_run_that_began_stays(deep: Config) -> None:
+    with pytest.raises(JoinError), opened(deep, False, 0) as folder, logging_to(folder, 0):  # noqa: PT012 - in this order
+        save_configuration(folder, deep)
+        raise JoinError("the ranks of a stage cannot meet")
+    assert (folder / "logs" / "rank-0.log").exists()
+
+
+def test_log_of_a_start_that_broke_stays(deep: Config) -> None:
+    start_that_fails(deep, 0, RunError("no memory left"))
+    assert (Path(deep.run.folder) / "logs" / "rank-0.log").exists()
+
+
+def test_refused_folder_leaves_no_cache_behind(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read of the text is kept in the working folder, unless told otherwise."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text("[model]\nnum_layers = 2\n[data]\nfiles = ['text.txt']\n")
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 100)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        launch_ranks("job.toml", (), num_ranks=None, resume="elsewhere", fallback=False, say=print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "text.txt"]
+
+
+def test_configuration_that_finds_no_room_leaves_the_one_that_is_there(
+    tiny: Make, tmp_path: Path
+) -> None:
+    """A run that goes on writes it once more."""
+    save_configuration(tmp_path, tiny())
+    (tmp_path / "config.tmp").symlink_to("/dev/full")
+    with pytest.raises(
+        RunError, match=r"cannot write .*config\.json: .*No space left on device; make room there"
+    ):
+        save_configuration(tmp_path, tiny(train__steps=5))
+    assert load_configuration(tmp_path).train.steps == tiny().train.steps
+
+
+def test_upload_that_finds_no_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-1.json").symlink_to("/dev/full")
+    with pytest.raises(
+        RunError, match=r"cannot write .*trace/rank-1\.json: .*No space left on device"
+    ):
+        keep_upload(tmp_path, 1, "trace", b"spans")
+
+
+def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of it was a traceback on the terminal."""
+    folder = open_folder(deep, resume=False)
+    (folder / "logs" / "rank-0.log").unlink()
+    (folder / "logs" / "rank-0.log").symlink_to("/dev/full")
+    with logging_to(folder, 0):
+        logging.getLogger("dpipe").info("step 0")
+    assert capsys.readouterr() == ("", "")
