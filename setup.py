@@ -1,4 +1,6 @@
-"""Builds dpipe: compiles protos/ into dpipe/wire/v1 before the package is collected, editable or not."""
+"""Builds dpipe: compiles protos/ into dpipe/wire/v1 before the package is collected, editable or
+not.
+"""
 
 from pathlib import Path
 

@@ -10,7 +10,8 @@ The rooms, from the ground up; arrows point down only (`tests/test_architecture.
     alphabets    schedule (what runs where in which order)  wire (bytes)
     ground       config  parallelism  presets  topology  streams  errors
 
-What `__all__` names is public: to plan a step and to predict it, without torch. A run is the command line's.
+What `__all__` names is public: to plan a step and to predict it, without torch. A run is the
+command line's.
 
     from dpipe import Cost, Network, generate, simulate
 

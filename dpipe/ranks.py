@@ -3,8 +3,9 @@
     replica 0     rank 0  1  2  3          along a row: the pipeline-parallel (PP) group
     replica 1     rank 4  5  6  7          down a column: the data-parallel (DP) group
 
-Ranks are numbered tensor parallel first, then pipeline, then replicas. With tp_size 2 and two stages, replica 0 has the
-PP groups 0 2 and 1 3, replica 1 has 4 6 and 5 7, and the TP groups are 0 1, 2 3, 4 5 and 6 7.
+Ranks are numbered tensor parallel first, then pipeline, then replicas. With tp_size 2 and two
+stages, replica 0 has the PP groups 0 2 and 1 3, replica 1 has 4 6 and 5 7, and the TP groups are 0
+1, 2 3, 4 5 and 6 7.
 """
 
 from collections.abc import Iterable
@@ -63,7 +64,8 @@ class ParallelRanks:
         return self.pp_size * self.tp_size
 
     def peers(self, neighbours: Iterable[int], *, across_replicas: bool = True) -> set[int]:
-        """The ranks that this one has a link to: those at the pp_ranks `neighbours` of its PP group, and its DP group.
+        """The ranks that this one has a link to: those at the pp_ranks `neighbours` of its PP
+        group, and its DP group.
 
         `across_replicas` is false where replicas do not talk to each other directly.
         """

@@ -1,13 +1,16 @@
-"""Where work is queued on a device, and points in it that others wait for: CUDA streams and events, or stand-ins.
+"""Where work is queued on a device, and points in it that others wait for: CUDA streams and events,
+or stand-ins.
 
     compute   --[1F4]--*--[1B2]------------------.--[1F5]--      the caller's own stream
     send      ---------'--wait--[1SEND_F4]--*    |               encoding, and on the way to the host
     receive   --[1RECV_F5]--*--------------------'--wait         from the host                     * a mark
 
-The host queues and moves on. `mark()` is a point in the current stream, behind all that was queued there; `wait(mark)`
-lets what the current stream is given next run behind it. Neither blocks the host; `block` does, and has a deadline.
+The host queues and moves on. `mark()` is a point in the current stream, behind all that was queued
+there; `wait(mark)` lets what the current stream is given next run behind it. Neither blocks the
+host; `block` does, and has a deadline.
 
-On a CPU a stream is the program itself: what is queued has run, a mark is the time, and there is nothing to wait for.
+On a CPU a stream is the program itself: what is queued has run, a mark is the time, and there is
+nothing to wait for.
 """
 
 import logging
@@ -36,24 +39,32 @@ class Streams(Protocol):
         """A point in the current stream. From any thread."""
 
     def wait(self, mark: Mark) -> None:
-        """Let what the current stream is given next run behind `mark`; the host goes on. From any thread."""
+        """Let what the current stream is given next run behind `mark`; the host goes on. From any
+        thread.
+        """
 
     def done(self, mark: Mark) -> bool:
         """Whether the device has come to `mark`. From any thread."""
 
     def block(self, mark: Mark, timeout_s: float) -> None:
-        """Wait on the host for the device to come to `mark`; raises `TimeoutError`. From any thread."""
+        """Wait on the host for the device to come to `mark`; raises `TimeoutError`. From any
+        thread.
+        """
 
     def sending(
         self, after: Mark, tensors: Iterable[torch.Tensor]
     ) -> AbstractContextManager[object]:
-        """What is queued inside goes on the send stream, behind `after`, and may read `tensors`, which may be freed."""
+        """What is queued inside goes on the send stream, behind `after`, and may read `tensors`,
+        which may be freed.
+        """
 
     def receiving(self) -> AbstractContextManager[object]:
         """What is queued inside goes on the receive stream. From any thread."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses `tensor`, made on another: its memory is not reused before that is over."""
+        """The current stream uses `tensor`, made on another: its memory is not reused before that
+        is over.
+        """
 
     def catch_up(self) -> None:
         """Wait on the host for the current stream: once a step, when all of it is queued."""
@@ -62,10 +73,14 @@ class Streams(Protocol):
         """When the device came to `mark`, on `time.perf_counter_ns`. It must have."""
 
     def peak_bytes(self) -> int | None:
-        """The most device memory that tensors have taken so far; None where that is the process's own memory."""
+        """The most device memory that tensors have taken so far; None where that is the process's
+        own memory.
+        """
 
     def use_percent(self) -> int | None:
-        """The share of the last second or less in which the GPU was busy, as nvidia-smi says; None where unknown."""
+        """The share of the last second or less in which the GPU was busy, as nvidia-smi says; None
+        where unknown.
+        """
 
 
 class HostStreams:
@@ -133,7 +148,8 @@ class CudaStreams:
     def catch_up(self) -> None:
         event = self.mark()
         event.synchronize()
-        # Anew each time, because between events far apart the device's clock is coarse: a float of milliseconds.
+        # Anew each time, because between events far apart the device's clock is coarse: a float of
+        # milliseconds.
         self._anchor = _Anchor(event, time.perf_counter_ns())
 
     @property
@@ -146,7 +162,9 @@ class CudaStreams:
         return self._cuda.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """What is queued inside goes on `stream`, and its device is current: threads begin on the first one."""
+        """What is queued inside goes on `stream`, and its device is current: threads begin on the
+        first one.
+        """
         context: AbstractContextManager[object] = self._cuda.stream(stream)
         return context
 
@@ -162,7 +180,8 @@ class CudaStreams:
         return bool(mark.query())
 
     def block(self, mark: Mark, timeout_s: float) -> None:
-        # Not `synchronize`, which no deadline ends. Sleeping leaves the interpreter to the threads that move bytes.
+        # Not `synchronize`, which no deadline ends. Sleeping leaves the interpreter to the threads
+        # that move bytes.
         deadline, pause_s = time.monotonic() + timeout_s, _POLL_S
         while not mark.query():
             if time.monotonic() > deadline:
@@ -186,7 +205,8 @@ class CudaStreams:
         tensor.record_stream(self._cuda.current_stream(self.device))
 
     def ns(self, mark: Mark) -> int:
-        # Asked both ways, because CUDA does not promise a negative time for an event that was first.
+        # Asked both ways, because CUDA does not promise a negative time for an event that was
+        # first.
         anchor = self._anchor  # once: the thread that computes may take another meanwhile
         since_ms = anchor.event.elapsed_time(mark)
         if since_ms <= 0:

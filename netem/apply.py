@@ -15,10 +15,11 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def apply(network: Network, node: int, device: str, addresses: Sequence[str] = ()) -> list[Argv]:
-    """Shape `device`, instead of what an earlier call had put on it. Returns the commands that were run.
+    """Shape `device`, instead of what an earlier call had put on it. Returns the commands that were
+    run.
 
-    Raises `NetemError` and leaves the device unshaped where `tc` refuses one of them, and where the device carries
-    somebody else's qdisc, which is left alone.
+    Raises `NetemError` and leaves the device unshaped where `tc` refuses one of them, and where the
+    device carries somebody else's qdisc, which is left alone.
     """
     commands = egress_commands(network, node, device, addresses)
     clear(device)
@@ -52,7 +53,8 @@ def applied(
 ) -> Iterator[Callable[[], None]]:
     """Shape `device` for as long as the block runs; yields a wait for Ctrl-C, SIGTERM or SIGHUP.
 
-    The signals are held back from before the first command until after the last, so none can leave half behind.
+    The signals are held back from before the first command until after the last, so none can leave
+    half behind.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
@@ -71,7 +73,9 @@ def _wait(signals: set[signal.Signals]) -> None:
 
 
 def _root_qdisc(device: str) -> tuple[str, str] | None:
-    """Kind and handle of what someone has put at the root; None for the kernel's own default (handle 0:)."""
+    """Kind and handle of what someone has put at the root; None for the kernel's own default
+    (handle 0:).
+    """
     known = [name for _, name in socket.if_nameindex()]
     if device not in known:
         raise NetemError(f"device {device!r} does not exist; this machine has: {', '.join(known)}")

@@ -113,7 +113,9 @@ def clear(device: str) -> None:
 @_PORT
 @_INTERVAL
 def verify(profile: Path, node: int, peer: int, address: str, port: int, interval: float) -> None:
-    """Measure the link to a peer at ADDRESS, shaped as well, against the profile. There: `python -m netem answer`."""
+    """Measure the link to a peer at ADDRESS, shaped as well, against the profile. There: `python -m
+    netem answer`.
+    """
     network = load_network(profile)
     there, back = network.link(node, peer), network.link(peer, node)
     jitter = there.jitter_ms + back.jitter_ms > 0
@@ -239,7 +241,8 @@ def _describe(this: lab.Lab) -> None:
     click.echo(f"lab {this.name}: {network.name if network else 'unshaped'}")
     click.echo(
         f"router: {this.router_kind}; carries {this.carries_gbps:.2g} Gbit/s coalesced, "
-        f"{this.carries_packets:,.0f} packets/s; takes {this.own_delay_ms:.2g} ms of every delay itself"
+        f"{this.carries_packets:,.0f} packets/s; takes {this.own_delay_ms:.2g} ms of every delay "
+        "itself"
     )
     click.echo(f"TCP: {this.congestion_control}")
     for i, host in enumerate(this.hosts):

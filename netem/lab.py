@@ -1,11 +1,12 @@
-"""Hosts as network namespaces round one router that shapes every link: real kernel TCP, on one machine.
+"""Hosts as network namespaces round one router that shapes every link: real kernel TCP, on one
+machine.
 
     dpipe-NAME-0         dpipe-NAME-router                     dpipe-NAME-1
     10.K.0.1 on eth0 ──► port0 ─► shape0 (netem) ─ forward ─► port1 ─► eth0, 10.K.0.2
 
-What a host sends is shaped on its way into the router, as `tc` on its own interface would; a device to shape there is
-an ifb, to which the port's arrivals are redirected. Everything lives in the lab's own namespaces and one folder, so
-`down` needs no memory of what `up` did and can follow a crash.
+What a host sends is shaped on its way into the router, as `tc` on its own interface would; a device
+to shape there is an ifb, to which the port's arrivals are redirected. Everything lives in the lab's
+own namespaces and one folder, so `down` needs no memory of what `up` did and can follow a crash.
 """
 
 import json
@@ -38,10 +39,11 @@ _FULL_FRAME_BYTES = 1514
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """A lab that is up. What its router does by itself was measured as it came up, between hosts 0 and 1 at rest.
+    """A lab that is up. What its router does by itself was measured as it came up, between hosts 0
+    and 1 at rest.
 
-    On a machine with other work each look differs: kept are the shortest delay, which that work cannot shorten, and the
-    lowest rate, which a later run is likelier to find again.
+    On a machine with other work each look differs: kept are the shortest delay, which that work
+    cannot shorten, and the lowest rate, which a later run is likelier to find again.
     """
 
     name: str
@@ -96,11 +98,13 @@ def up(
     router_kind: str | None = None,
     sysctl: Sequence[str] = (),
 ) -> Lab:
-    """Bring a lab up, measure what its router can do, and shape it. Without a profile it stays unshaped.
+    """Bring a lab up, measure what its router can do, and shape it. Without a profile it stays
+    unshaped.
 
-    `router_kind` is chosen by what this kernel has unless given; `sysctl` is how every host has its TCP, as
-    `net.ipv4.tcp_congestion_control=reno`. Raises `NetemError` without root, where a lab of this name is up already,
-    where the router does not come up, or where the kernel refuses a setting; nothing is then left behind.
+    `router_kind` is chosen by what this kernel has unless given; `sysctl` is how every host has its
+    TCP, as `net.ipv4.tcp_congestion_control=reno`. Raises `NetemError` without root, where a lab of
+    this name is up already, where the router does not come up, or where the kernel refuses a
+    setting; nothing is then left behind.
     """
     shell.require_root("a lab")
     shell.require_programs("ip", "tc", "ping", *(["sysctl"] if sysctl else []))
@@ -156,7 +160,9 @@ def names() -> list[str]:
 
 
 def down(name: str) -> bool:
-    """End every process of a lab and remove its namespaces and folder; false where there was nothing."""
+    """End every process of a lab and remove its namespaces and folder; false where there was
+    nothing.
+    """
     shell.require_root("a lab")
     folder, namespaces = _folder(name), _namespaces(name)
     _end(namespaces)
@@ -168,14 +174,18 @@ def down(name: str) -> bool:
 
 
 def execute(lab: Lab, host: int, command: Sequence[str]) -> None:
-    """Become `command` on a host: its exit status and its signals are this process's. Does not return."""
+    """Become `command` on a host: its exit status and its signals are this process's. Does not
+    return.
+    """
     if not 0 <= host < lab.num_hosts:
         raise NetemError(f"lab {lab.name!r} has hosts 0 to {lab.num_hosts - 1}, not {host}")
     os.execvp("ip", lab.hosts[host].enter(command))  # noqa: S606, S607
 
 
 def warnings(lab: Lab, network: Network) -> list[str]:
-    """Where a profile asks more than the router was seen to do; results beyond that are the router's."""
+    """Where a profile asks more than the router was seen to do; results beyond that are the
+    router's.
+    """
     links = [
         network.link(a, b) for a in range(lab.num_hosts) for b in range(lab.num_hosts) if a != b
     ]
@@ -188,8 +198,10 @@ def warnings(lab: Lab, network: Network) -> list[str]:
         small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9
     ):
         found.append(
-            f"all hosts may send {together:g} Gbit/s together; the router carries {lab.carries_gbps:.2g} in all, "
-            f"and {small:.2g} where TCP coalesces no packets, as over many slow connections{_paced(lab)}"
+            f"all hosts may send {together:g} Gbit/s together; the router carries "
+            f"{lab.carries_gbps:.2g} in all, "
+            f"and {small:.2g} where TCP coalesces no packets, as over many slow "
+            f"connections{_paced(lab)}"
         )
     if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
         found.append(
@@ -236,7 +248,9 @@ def _save(lab: Lab) -> None:
 
 
 def _kernel_router(name: str) -> str:
-    """The kind of router this kernel allows, found by asking for a netem in a namespace made for it."""
+    """The kind of router this kernel allows, found by asking for a netem in a namespace made for
+    it.
+    """
     namespace = f"dpipe-{name}-trial"
     shell.run(["ip", "netns", "add", namespace])
     try:
@@ -276,7 +290,9 @@ def _congestion_control(host: Host) -> str:
 
 
 def _router_script(lab: Lab) -> str:
-    """Forward between the ports; what comes in by one passes a device of its own that can be shaped."""
+    """Forward between the ports; what comes in by one passes a device of its own that can be
+    shaped.
+    """
     links = ["link set lo up", f"address add {lab.gateway}/32 dev lo"]
     redirects = []
     for i, address in enumerate(lab.addresses):
@@ -287,7 +303,8 @@ def _router_script(lab: Lab) -> str:
         ]
         redirects += [
             f"qdisc add dev port{i} clsact",
-            f"filter add dev port{i} ingress protocol ip prio 1 u32 match u32 0 0 action mirred egress redirect "
+            f"filter add dev port{i} ingress protocol ip prio 1 u32 match u32 0 0 action mirred "
+            "egress redirect "
             f"dev shape{i}",
         ]
     return f"echo 1 >/proc/sys/net/ipv4/ip_forward\n{_batch('ip', links)}{_batch('tc', redirects)}"
@@ -321,8 +338,9 @@ def _less(network: Network, delay_ms: float) -> Network:
 
 
 def measured(lab: Lab) -> Lab:
-    """The lab with what its router does by itself now: adds to a delay that is asked, and carries from one host to
-    another. Leaves its links unshaped."""
+    """The lab with what its router does by itself now: adds to a delay that is asked, and carries
+    from one host to another. Leaves its links unshaped.
+    """
     first, second = lab.hosts[:2]
     bare = replace(lab, own_delay_ms=0.0)
     delays_ms, rates_gbps = [], []

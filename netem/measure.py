@@ -28,7 +28,9 @@ class Host:
 
     @contextmanager
     def program(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """One of our own commands on this host, ahead of the programs under test; killed at the end of the block."""
+        """One of our own commands on this host, ahead of the programs under test; killed at the end
+        of the block.
+        """
         argv = self.enter(["nice", "-n", "-10", sys.executable, "-m", "netem", *words])
         pipe = subprocess.PIPE
         process = subprocess.Popen(argv, cwd=_ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -48,7 +50,9 @@ def delay_ms(source: Host, target: Host) -> float:
 
 
 def packets_per_second(source: Host, target: Host) -> float:
-    """Packets of full size that pass the router in a second, there and back, by a flood of pings."""
+    """Packets of full size that pass the router in a second, there and back, by a flood of
+    pings.
+    """
     flood = ["ping", "-q", "-f", "-l", "500", "-s", "1400", "-w", "1", target.address]
     received = re.search(r"(\d+) received.* time (\d+)ms", shell.run(source.enter(flood)))
     assert received is not None
@@ -63,7 +67,9 @@ def observe(source: Host, target: Host, link: Link, seconds: float = 1.5) -> Obs
 def observe_together(
     links: Mapping[tuple[Host, Host], Link], seconds: float = 1.5
 ) -> dict[tuple[Host, Host], Observed]:
-    """What each link gives: its delay with the others at rest, its rate while all of them are used at once."""
+    """What each link gives: its delay with the others at rest, its rate while all of them are used
+    at once.
+    """
     with ExitStack() as stack:
         _each_says_a_line(
             [
@@ -82,7 +88,9 @@ def observe_together(
 
 
 def _each_says_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
-    """Wait until each has come so far; one that ends instead, as all do in the end, has said why."""
+    """Wait until each has come so far; one that ends instead, as all do in the end, has said
+    why.
+    """
     for process in processes:
         assert process.stdout is not None
         if not process.stdout.readline():

@@ -1,4 +1,5 @@
-"""What a link gives, seen from its sender: round trips by `ping`, the rate by the bytes that TCP has acknowledged.
+"""What a link gives, seen from its sender: round trips by `ping`, the rate by the bytes that TCP
+has acknowledged.
 
     here                         there
     observe(address) ─── ping ──►  (its kernel answers)
@@ -36,7 +37,9 @@ _TCP_INFO_MSS, _TCP_INFO_ACKED = 16, 120  # offsets in struct tcp_info, linux/tc
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Round trips in milliseconds, the share of them lost, and gigabits a second on the wire, headers included."""
+    """Round trips in milliseconds, the share of them lost, and gigabits a second on the wire,
+    headers included.
+    """
 
     round_trip_ms: float
     lost_percent: float
@@ -86,7 +89,9 @@ def observe(
     interval_s: float = 0.2,
     pinged: Callable[[], None] = lambda: None,
 ) -> Observed:
-    """What the link to `address` gives, that is expected to carry `gbps`; `pinged` is called before the transfer."""
+    """What the link to `address` gives, that is expected to carry `gbps`; `pinged` is called before
+    the transfer.
+    """
     round_trips, lost = ping(address, interval_s=interval_s)
     # Without jitter a delay is a floor, and whatever a busy machine adds to it is the machine's.
     round_trip = median(round_trips) if jitter else min(round_trips)
@@ -97,7 +102,9 @@ def observe(
 def ping(
     address: str, count: int = 20, interval_s: float = 0.2, within: Sequence[str] = ()
 ) -> tuple[list[float], float]:
-    """Round trips in milliseconds and the percentage that never came back. Raises `NetemError` where none did."""
+    """Round trips in milliseconds and the percentage that never came back. Raises `NetemError`
+    where none did.
+    """
     shell.require_programs("ping")
     argv = [*within, "ping", "-n", "-c", str(count), "-i", str(interval_s), "-W", "2", address]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30 + count * interval_s)
@@ -112,7 +119,9 @@ def parse_ping(text: str) -> list[float]:
 
 
 def rate_gbps(address: str, port: int, gbps: float, round_trip_ms: float, seconds: float) -> float:
-    """Send for a while on a link that is expected to be like this. Raises `NetemError` where nobody takes it."""
+    """Send for a while on a link that is expected to be like this. Raises `NetemError` where nobody
+    takes it.
+    """
     sockets: list[socket.socket] = []
     connections = connections_for(gbps, round_trip_ms)
     # A queue of a round trip and some at the slowest place, not seconds of it on a slow link.
@@ -137,7 +146,8 @@ def rate_gbps(address: str, port: int, gbps: float, round_trip_ms: float, second
 
 def _connect(address: str, port: int, window_bytes: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=10)
-    # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a long fat link.
+    # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a
+    # long fat link.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     if window_bytes <= int(
         _MOST_TO_SET.read_text()
@@ -186,7 +196,9 @@ def answer(
 
 
 def _discard(connection: socket.socket) -> bool:
-    """False at the end. MSG_TRUNC drops the bytes uncopied in the kernel, so the reader is never the limit."""
+    """False at the end. MSG_TRUNC drops the bytes uncopied in the kernel, so the reader is never
+    the limit.
+    """
     try:
         return connection.recv_into(_SINK, 0, socket.MSG_TRUNC) > 0
     except OSError:

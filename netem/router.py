@@ -4,7 +4,8 @@
     host's eth0 ── veth ── port0               host's eth0 = tap ── vec0, renamed port0
     in the namespace dpipe-NAME-router         in a user-mode Linux guest, its process in that namespace
 
-Both give the same thing to the lab: devices `port0`, `port1`, ... and a shell that runs a script beside them.
+Both give the same thing to the lab: devices `port0`, `port1`, ... and a shell that runs a script
+beside them.
 """
 
 import os
@@ -20,10 +21,12 @@ from netem.shell import NetemError
 
 BOOT_S = 60.0
 SCRIPT_S = 60.0
-NUDGE_S = 1.0  # the guest reads its console on a signal; where it has missed one, the next line brings another
+# the guest reads its console on a signal; where it has missed one, the next line brings another
+NUDGE_S = 1.0
 MODULES = Path("/usr/lib/uml/modules")
 GUEST_PROGRAMS = ("linux.uml", "insmod", "ethtool", "ip", "tc", "setsid", "nice")
-# A tap's queue of 1,000 packets is 12 ms at 1 Gbit/s: shorter than a busy machine may leave the guest waiting.
+# A tap's queue of 1,000 packets is 12 ms at 1 Gbit/s: shorter than a busy machine may leave the
+# guest waiting.
 QUEUE_PACKETS = "10000"
 
 _INIT = """#!/bin/sh
@@ -60,7 +63,9 @@ class Router(Protocol):
         """Come up, with `port<i>` linked to the device `eth0` of the namespace hosts[i]."""
 
     def run(self, script: str) -> str:
-        """What a shell script prints beside the ports. Raises `NetemError` with that where a command fails."""
+        """What a shell script prints beside the ports. Raises `NetemError` with that where a
+        command fails.
+        """
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,9 @@ class NamespaceRouter:
 
 @dataclass(frozen=True)
 class GuestRouter:
-    """`folder` holds its console, the pipe to it and its scripts; the guest reads them through hostfs."""
+    """`folder` holds its console, the pipe to it and its scripts; the guest reads them through
+    hostfs.
+    """
 
     namespace: str
     folder: Path
@@ -192,7 +199,9 @@ class GuestRouter:
             guest.write(line)
 
     def _await(self, name: str, offset: int, timeout_s: float) -> str:
-        """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is not 0."""
+        """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is
+        not 0.
+        """
         began, num_nudges = time.monotonic(), 0
         while (passed_s := time.monotonic() - began) < timeout_s:
             said = self._console.read_bytes()[offset:].decode(errors="replace").replace("\r", "")

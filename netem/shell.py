@@ -36,7 +36,9 @@ def require_programs(*programs: str) -> None:
 
 
 def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-    """The standard output of a command. Raises `NetemError` with the command and its words if it fails."""
+    """The standard output of a command. Raises `NetemError` with the command and its words if it
+    fails.
+    """
     require_programs(argv[0])
     try:
         done = subprocess.run(
@@ -60,7 +62,8 @@ def explain(argv: Sequence[str], words: str) -> str:
         advice = f": this needs root; {WITHOUT_ROOT}"
     elif argv[0] == "tc" and ("kind is unknown" in words or "No such file or directory" in words):
         advice = (
-            ": this kernel lacks a module (sch_netem, sch_htb, cls_u32); load it, or use the `shaped` transport, "
+            ": this kernel lacks a module (sch_netem, sch_htb, cls_u32); load it, or use the "
+            "`shaped` transport, "
             "or `python -m netem lab`, whose router brings its own kernel"
         )
     else:

@@ -7,8 +7,8 @@
                                                        ├── :10  netem   node 0
                                                        └── :12  netem   node 2
 
-What leaves the node is shaped, what arrives is not: each direction of a link is shaped once, by its sender. A node's
-links share its egress: `tc` shapes an interface, not a peer.
+What leaves the node is shaped, what arrives is not: each direction of a link is shaped once, by its
+sender. A node's links share its egress: `tc` shapes an interface, not a peer.
 """
 
 import ipaddress
@@ -32,7 +32,8 @@ def egress_commands(
 ) -> list[Argv]:
     """What shapes `device` as the interface of `node`; `addresses[i]` is the IP address of node i.
 
-    Raises `ProfileError` where the node's links differ and the addresses to tell them by are not given.
+    Raises `ProfileError` where the node's links differ and the addresses to tell them by are not
+    given.
     """
     peers = {peer: network.link(node, peer) for peer in _peers(network, node, addresses)}
     others = {network.default} if network.default and not addresses else set()
@@ -43,7 +44,8 @@ def egress_commands(
         ]
     if not addresses:
         raise ProfileError(
-            f"profile {network.name!r} gives node {node} other links to nodes {', '.join(map(str, peers))}: "
+            f"profile {network.name!r} gives node {node} other links to nodes "
+            f"{', '.join(map(str, peers))}: "
             f"tc tells peers apart by address; give the address of every node"
         )
     return _classes(device, network.default, {addresses[p]: (p, link) for p, link in peers.items()})
@@ -70,7 +72,9 @@ def netem(link: Link) -> Argv:
 
 
 def limit_packets(link: Link) -> int:
-    """Packets that netem may hold: those under way, and a queue of one round trip's worth, all of full size."""
+    """Packets that netem may hold: those under way, and a queue of one round trip's worth, all of
+    full size.
+    """
     one_way_bytes = link.bandwidth_gbps * 1e9 / 8 * (link.delay_ms + link.jitter_ms) * 1e-3
     return max(NETEM_DEFAULT_LIMIT, math.ceil(3 * one_way_bytes / FULL_PACKET_BYTES))
 
@@ -80,13 +84,16 @@ def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
         return sorted(target for source, target in network.links if source == node)
     if node >= len(addresses):
         raise ProfileError(
-            f"node {node} has no address: {len(addresses)} are given, of nodes 0 to {len(addresses) - 1}"
+            f"node {node} has no address: {len(addresses)} are given, of nodes 0 to "
+            f"{len(addresses) - 1}"
         )
     return [peer for peer in range(len(addresses)) if peer != node]
 
 
 def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
-    """A class for each peer whose link is its own. Other traffic is shaped as `default`, or not at all (class 0)."""
+    """A class for each peer whose link is its own. Other traffic is shaped as `default`, or not at
+    all (class 0).
+    """
     apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
     leaves = {_OTHERS: default} if default else {}
     leaves |= {_FIRST_PEER + peer: link for peer, link in apart.values()}
@@ -109,7 +116,8 @@ def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link
         _htb_class(device, HANDLE, 1, egress, egress),
     ]
     for minor, link in leaves.items():
-        # The guaranteed rates add up to the interface's: htb lets a class below its own rate send unasked.
+        # The guaranteed rates add up to the interface's: htb lets a class below its own rate send
+        # unasked.
         share = egress * link.bandwidth_gbps / together
         commands.append(_htb_class(device, f"{HANDLE}1", minor, share, egress))
         commands.append(
@@ -121,7 +129,8 @@ def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link
 
 
 def _htb_class(device: str, parent: str, minor: int, rate_gbps: float, ceil_gbps: float) -> Argv:
-    # A burst of a millisecond, and of one coalesced packet at least: what a timer that comes late must catch up with.
+    # A burst of a millisecond, and of one coalesced packet at least: what a timer that comes late
+    # must catch up with.
     burst = f"{max(65536, round(ceil_gbps * 1e9 / 8 * 1e-3))}b"
     rates = [
         "rate",

@@ -1,8 +1,9 @@
 """Writes netem/profiles/{worldwide,regional,two-sites}.toml: run it again after a change here.
 
-Between regions: delay and bandwidth as published with DT-FM (NeurIPS 2022), scripts/published/aws_region_links.csv.
-Within a region: 10 ms and 2 Gbit/s, as that work assumes. Node i is the i-th of the list, so that neighbours in the
-pipeline are near each other where they can be.
+Between regions: delay and bandwidth as published with DT-FM (NeurIPS 2022),
+scripts/published/aws_region_links.csv. Within a region: 10 ms and 2 Gbit/s, as that work assumes.
+Node i is the i-th of the list, so that neighbours in the pipeline are near each other where they
+can be.
 """
 
 import csv
@@ -36,8 +37,10 @@ def profile(name: str, nodes: list[str]) -> str:
     between = published()
     lines = [
         f'name = "{name}"',
-        "# Made by scripts/aws_profiles.py from scripts/published/aws_region_links.csv (published with DT-FM, NeurIPS",
-        "# 2022); within a region 10 ms and 2 Gbit/s, as that work assumes. One way, both directions, every pair of:",
+        "# Made by scripts/aws_profiles.py from scripts/published/aws_region_links.csv (published "
+        "with DT-FM, NeurIPS",
+        "# 2022); within a region 10 ms and 2 Gbit/s, as that work assumes. One way, both "
+        "directions, every pair of:",
         *(f"#   {node:2} {region}" for node, region in enumerate(nodes)),
         "link = [",
     ]

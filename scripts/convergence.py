@@ -4,8 +4,9 @@
     scripts/convergence.py                                        runs what is missing, then prints the table
     scripts/convergence.py scripts/sweeps/convergence.toml        the same
 
-Each cell of the file is a `dpipe launch` on this machine with overrides of its own; a line of JSON for each is appended
-to the results. Ends with 1 where a run failed or a loss lies outside the cell's bound.
+Each cell of the file is a `dpipe launch` on this machine with overrides of its own; a line of JSON
+for each is appended to the results. Ends with 1 where a run failed or a loss lies outside the
+cell's bound.
 """
 
 import json

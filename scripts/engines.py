@@ -29,7 +29,8 @@ MOST_DIFFERENCE = {
     "bf16": 0.05,
     "fp16": 0.05,
 }  # of losses, above which an engine learns something else
-OF_ONE_MODEL = 1e-5  # relative, of the first loss in fp32: above it the parameters lie elsewhere, or are used otherwise
+# relative, of the first loss in fp32: above it the parameters lie elsewhere, or are used otherwise
+OF_ONE_MODEL = 1e-5
 
 
 def module_of(engine: Engine, config: Config) -> ModuleType | None:
@@ -60,7 +61,9 @@ def command(engine: Engine, config: Config) -> tuple[str, ...]:
 
 
 def environ(engine: Engine) -> dict[str, str]:
-    """What its ranks want to find there: Megatron's all-reduces hide behind products only in one queue of the GPU."""
+    """What its ranks want to find there: Megatron's all-reduces hide behind products only in one
+    queue of the GPU.
+    """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
 
 
@@ -74,11 +77,14 @@ class Layout(BaseModel):
     data: int = Field(default=1, ge=1)
 
     def overrides(self, batch_size: int, microbatch_size: int) -> tuple[str, ...]:
-        """As keys of a configuration. Raises `ConfigError` where replicas and micro-batches do not divide the batch."""
+        """As keys of a configuration. Raises `ConfigError` where replicas and micro-batches do not
+        divide the batch.
+        """
         num_microbatches, left = divmod(batch_size, self.data * microbatch_size)
         if left or not num_microbatches:
             raise ConfigError(
-                f"train.batch_size {batch_size} is not divisible by {self.data} replicas of micro-batches of "
+                f"train.batch_size {batch_size} is not divisible by {self.data} replicas of "
+                "micro-batches of "
                 f"{microbatch_size}; change the sweep's layouts, micro_batches or train.batch_size"
             )
         return (
@@ -92,7 +98,9 @@ class Layout(BaseModel):
 def spread(
     layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config
 ) -> Iterator[tuple[str, ...]]:
-    """The overrides of each way to run `config`: each layout with each micro-batch; as it is where there is none."""
+    """The overrides of each way to run `config`: each layout with each micro-batch; as it is where
+    there is none.
+    """
     if not layouts:
         yield ()
     for layout, size in product(layouts, microbatch_sizes or (config.microbatch_size,)):
@@ -113,10 +121,12 @@ def device_name(config: Config) -> str:
 def difference_in_training(
     engine: Engine, config_path: Path, overrides: Sequence[str], at: Venue, *, timeout_s: float
 ) -> float:
-    """How far that engine's losses are from ours when both train a small model, cut and spread as the cell is.
+    """How far that engine's losses are from ours when both train a small model, cut and spread as
+    the cell is.
 
-    In fp32 as well, for a loss in half precision hardly tells which parameters it is of. Raises `AssertionError` where
-    the engine computes or learns something else, `RunError` where either does not run.
+    In fp32 as well, for a loss in half precision hardly tells which parameters it is of. Raises
+    `AssertionError` where the engine computes or learns something else, `RunError` where either
+    does not run.
     """
     config = load(config_path, tuple(overrides))
     for precision in ("fp32", "fp32"), (config.train.precision, config.train.parameters):

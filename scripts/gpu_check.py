@@ -1,11 +1,12 @@
-"""Runs the GPU tests and benchmarks within a time limit, and writes gpu_check.json and gpu_check.md.
+"""Runs the GPU tests and benchmarks within a time limit, and writes gpu_check.json and
+gpu_check.md.
 
     scripts/gpu_check                       on one GPU, 8 minutes at most
     scripts/gpu_check --tiny                the same on a CPU, with a tiny model: tries the script itself
 
-Each model runs in a process of its own, with a share of the time: one that hangs takes little from the others. The
-files are written anew after each, so that a check that is cut off has left what it measured. What the time was too
-short for is listed as such.
+Each model runs in a process of its own, with a share of the time: one that hangs takes little from
+the others. The files are written anew after each, so that a check that is cut off has left what it
+measured. What the time was too short for is listed as such.
 """
 
 import json
@@ -46,11 +47,14 @@ COLUMNS = (
 )
 AIM_MFU, AIM_OVER_PLAIN = 0.50, 1.03  # 1.3B in one stage; the engine against a plain loop
 TESTS_S = 90.0  # at most, as all shares are
-START_S = 8.0  # CUDA, parameters, the first use of each kernel; as much again where processes start, or it compiles
+# CUDA, parameters, the first use of each kernel; as much again where processes start, or it
+# compiles
+START_S = 8.0
 LIKELY_MFU, PATIENCE = 0.4, 2.5  # a share is so many times what a case takes at this
 MODEST_FLOPS = 1e14  # of a GPU whose peak is not known
 NOT_ON_A_GPU = (
-    "**Not run on a GPU.** A tiny model on the CPU, whose steps are mostly overhead, tries the script itself: "
+    "**Not run on a GPU.** A tiny model on the CPU, whose steps are mostly overhead, tries the "
+    "script itself: "
     "these figures say nothing of a GPU, nor of the engine at a real size."
 )
 
@@ -103,7 +107,8 @@ class Report:
 def cases(tiny: bool) -> list[Case]:
     """The most telling first: time may run out.
 
-    In one stage micro-batches are twice as large and half as many: a master's gradient is added to half as often.
+    In one stage micro-batches are twice as large and half as many: a master's gradient is added to
+    half as often.
     """
     if tiny:
         return [replace(TINY, stages=stages) for stages in (1, 2)]
@@ -123,7 +128,9 @@ def cases(tiny: bool) -> list[Case]:
 
 
 def expected_s(case: Case, peak_flops: float) -> float:
-    """By arithmetic: what is run again in backward is a third more, and a plain loop runs beside a single stage."""
+    """By arithmetic: what is run again in backward is a third more, and a plain loop runs beside a
+    single stage.
+    """
     again, loops = 4 / 3 if case.recompute == "full" else 1.0, 2 if case.stages == 1 else 1
     starts = 2 if case.stages > 1 or case.compiled else 1
     return START_S * starts + case.num_steps * loops * again * case.step_flops / (
@@ -141,7 +148,9 @@ def measured(case: Case) -> list[dict[str, Any]]:
 
 
 def in_own_process(case: Case, timeout_s: float) -> Outcome:
-    """Memory that a measurement leaves behind goes with its process and those it started; so does one that hangs."""
+    """Memory that a measurement leaves behind goes with its process and those it started; so does
+    one that hangs.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dpipe.baselines.mfu"])  # so that torch is imported once
     ours, theirs = context.Pipe(duplex=False)
@@ -181,8 +190,8 @@ def _report(case: Case, results: Connection) -> None:
 def run_tests(timeout_s: float, log: Path) -> str:
     """The tests marked `gpu`: pytest's last line of each file. All that it says is in `log`.
 
-    Only their files, because others need packages that a machine with a GPU need not have; each in a process of its
-    own, because an error on a GPU stays with its process.
+    Only their files, because others need packages that a machine with a GPU need not have; each in
+    a process of its own, because an error on a GPU stays with its process.
     """
     deadline = time.monotonic() + timeout_s
     files = [
@@ -249,7 +258,8 @@ def aims(rows: list[dict[str, Any]]) -> list[str]:
     )
     if worst:
         lines.append(
-            f"engine over a plain loop, at worst: {max(worst):.3f} (aim: at most {AIM_OVER_PLAIN:.2f})"
+            f"engine over a plain loop, at worst: {max(worst):.3f} (aim: at most "
+            f"{AIM_OVER_PLAIN:.2f})"
         )
     return lines
 
@@ -258,7 +268,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# gpu_check: {report['device']}, {report['date']}",
         "",
-        f"torch {report['torch']}, CUDA {report['cuda']}; {report['seconds']:.0f} s. Tests: {report['tests']}",
+        f"torch {report['torch']}, CUDA {report['cuda']}; {report['seconds']:.0f} s. Tests: "
+        f"{report['tests']}",
         "",
         *([NOT_ON_A_GPU, ""] if report["device"] == "CPU" else []),
         "| " + " | ".join(COLUMNS) + " |",
@@ -296,7 +307,8 @@ def main(tiny: bool, minutes: float, out: Path) -> None:
     """Run the GPU tests and benchmarks, and write OUT/gpu_check.json and OUT/gpu_check.md."""
     if not tiny and not torch.cuda.is_available():
         raise click.UsageError(
-            f"torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must "
+            f"torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch and a "
+            "driver (nvidia-smi must "
             "list the GPU), name its interpreter with PYTHON=, or try the script itself with --tiny"
         )
     deadline = time.monotonic() + 60 * minutes

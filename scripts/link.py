@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe in turns, each over as many
-connections as `transport.connections = "auto"` opens. Needs root.
+"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe in turns, each
+over as many connections as `transport.connections = "auto"` opens. Needs root.
 
     scripts/link.py                                  the five published networks, about six minutes
     scripts/link.py netem/profiles/50ms-1gbps.toml --sysctl net.ipv4.tcp_congestion_control=reno
@@ -31,10 +31,11 @@ _START_S = 180.0
 
 
 def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[str, Any]:
-    """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; the medians of both and of their ratio.
+    """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; the medians of both and of
+    their ratio.
 
-    Each warms up by a slow start's doublings and their echo, unless told how long; what is counted is so long that
-    half a round trip at its ends does not matter.
+    Each warms up by a slow start's doublings and their echo, unless told how long; what is counted
+    is so long that half a round trip at its ends does not matter.
     """
     observed = at.become(profile)
     network = load_network(profile)

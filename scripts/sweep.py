@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Runs every cell of a sweep file that has not been measured yet, and appends a line of JSON for each.
+"""Runs every cell of a sweep file that has not been measured yet, and appends a line of JSON for
+each.
 
     scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml         networks x engines x schedules x wire formats
     scripts/table.py gpt3xl_gpipe_network --mode replay               what came out
     scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml              layouts x engines, on the GPUs of this machine
 
-A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped transport. Stop it when
-you like and start it again: what is in the results stays, a line that was cut short is measured anew. Delete a line to
-measure it again. Cells that need more GPUs than there are are left out.
+A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped
+transport. Stop it when you like and start it again: what is in the results stays, a line that was
+cut short is measured anew. Delete a line to measure it again. Cells that need more GPUs than there
+are are left out.
 """
 
 import json
@@ -46,10 +48,12 @@ from dpipe.plan.forecast import forecast
 
 
 class Runs(BaseModel):
-    """One engine: each schedule with each wire format, on all networks of the sweep or on some of them.
+    """One engine: each schedule with each wire format, on all networks of the sweep or on some of
+    them.
 
-    `overrides` change the configuration; `label` is what the table calls the engine then, beside its name. Each of
-    `layouts` spreads the configured batch over its ranks in micro-batches of each of `micro_batches` sequences.
+    `overrides` change the configuration; `label` is what the table calls the engine then, beside
+    its name. Each of `layouts` spreads the configured batch over its ranks in micro-batches of each
+    of `micro_batches` sequences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,10 +69,12 @@ class Runs(BaseModel):
 
 
 class Sweep(BaseModel):
-    """A sweep file: each of `run` on each of the networks, or on the machine as it is where `venue` is "local".
+    """A sweep file: each of `run` on each of the networks, or on the machine as it is where `venue`
+    is "local".
 
-    Its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay: so that one machine
-    carries twelve replay stages and a step takes as long. `sysctl` is how the hosts of a lab have their TCP.
+    Its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay:
+    so that one machine carries twelve replay stages and a step takes as long. `sysctl` is how the
+    hosts of a lab have their TCP.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -132,12 +138,15 @@ def shape_of(config: Config) -> str:
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
-    """All cells; the networks that they will see are written into `work`. Raises what a cell's configuration would."""
+    """All cells; the networks that they will see are written into `work`. Raises what a cell's
+    configuration would.
+    """
     path = ROOT / sweep.config
     base = load(path)
     if sweep.scale > 1 and base.model.layers != "replay":
         raise ConfigError(
-            f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; drop it"
+            f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; "
+            "drop it"
         )
     work.mkdir(parents=True, exist_ok=True)
     for runs, network, seen in _on_networks(sweep, work):
@@ -202,7 +211,9 @@ def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
 
 
 def scaled(network: Network, scale: int, *, windows: bool) -> Network:
-    """`windows` of TCP can be divided where software imitates them; a kernel's own stay as they are."""
+    """`windows` of TCP can be divided where software imitates them; a kernel's own stay as they
+    are.
+    """
 
     def slower(link: Link) -> Link:
         window = link.window_bytes / scale if link.window_bytes and windows else link.window_bytes
@@ -254,7 +265,9 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
 
 
 def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
-    """What the last step's row says of them: the fullest one's peak, their mean use, and MFU, where they are known."""
+    """What the last step's row says of them: the fullest one's peak, their mean use, and MFU, where
+    they are known.
+    """
     uses = [*row.get("gpu_use_percent", {}).values()]
     return {
         "memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2),
@@ -264,7 +277,9 @@ def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def usual(seconds: list[float], config: Config) -> float:
-    """The median step; where replicas agree now and then, the mean over the last whole rounds of that."""
+    """The median step; where replicas agree now and then, the mean over the last whole rounds of
+    that.
+    """
     agreement, steps = config.data_parallel, len(seconds)
     if agreement.kind != "local-sgd" or agreement.replicas == 1:
         return median(seconds)
@@ -272,17 +287,22 @@ def usual(seconds: list[float], config: Config) -> float:
 
 
 def check_rounds(config: Config) -> None:
-    """Raises `ConfigError` where replicas would not agree once in the steps that are counted, all but the first."""
+    """Raises `ConfigError` where replicas would not agree once in the steps that are counted, all
+    but the first.
+    """
     agreement, counted = config.data_parallel, config.train.steps - 1
     if agreement.kind == "local-sgd" and agreement.replicas > 1 and counted < agreement.inner_steps:
         raise ConfigError(
-            f"train.steps {config.train.steps} hold no round of data_parallel.inner_steps {agreement.inner_steps} "
+            f"train.steps {config.train.steps} hold no round of data_parallel.inner_steps "
+            f"{agreement.inner_steps} "
             "behind the first step; take more of the one or fewer of the other"
         )
 
 
 def difference_of_losses(cell: Cell, at: Venue) -> float | None:
-    """The largest difference from our losses when that engine trains a small GPT; raises where it learns otherwise."""
+    """The largest difference from our losses when that engine trains a small GPT; raises where it
+    learns otherwise.
+    """
     if cell.engine == "dpipe":
         return None
     if cell.config.model.layers != "replay":
@@ -297,7 +317,9 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
 
 
 def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
-    """The columns of the table, and where they are from. A network of unlike links has no one delay and bandwidth."""
+    """The columns of the table, and where they are from. A network of unlike links has no one delay
+    and bandwidth.
+    """
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
     local = (
@@ -345,7 +367,9 @@ def laid_out(config: Config) -> dict[str, Any]:
 
 
 def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
-    """Measure what is not in `results`, `most` cells at most; returns how many failed. The others are measured."""
+    """Measure what is not in `results`, `most` cells at most; returns how many failed. The others
+    are measured.
+    """
     every, known = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
     missing = [(number, cell) for number, cell in enumerate(every, 1) if cell.key not in known]
     todo = fitting(missing)[:most]
@@ -372,18 +396,22 @@ def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> 
 
 
 def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
-    """The cells that the GPUs of this machine are enough for. Raises `ConfigError` where they are for none."""
+    """The cells that the GPUs of this machine are enough for. Raises `ConfigError` where they are
+    for none.
+    """
     here = torch.cuda.device_count()
     fit = [(number, cell) for number, cell in missing if gpus_needed(cell.config) <= here]
     if missing and not fit:
         least = min(gpus_needed(cell.config) for _, cell in missing)
         raise ConfigError(
-            f"every cell that is left needs {least} GPUs at least, and torch sees {here} here; run the sweep on a "
+            f"every cell that is left needs {least} GPUs at least, and torch sees {here} here; run "
+            "the sweep on a "
             "machine that has them, or give the sweep file smaller layouts"
         )
     if len(fit) < len(missing):
         click.echo(
-            f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of {len(missing)} cells"
+            f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of "
+            f"{len(missing)} cells"
         )
     return fit
 

@@ -41,7 +41,8 @@ from dpipe.wire.format import wire_bytes
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("gpt3xl_gpipe_network", *SIMULATED)
 
-# GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row alone.
+# GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row
+# alone.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
 FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
@@ -55,7 +56,8 @@ WIRES = {
     "int8": "int8",
 }  # as the table says it: as the configuration says it
 
-# Four replicas: the published system reduces to one of them and broadcasts back, and overlaps nothing.
+# Four replicas: the published system reduces to one of them and broadcasts back, and overlaps
+# nothing.
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
 CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
 INNER_STEPS = 100  # of local SGD, between two steps at which replicas agree
@@ -64,7 +66,9 @@ NUM_PARTS = 16  # of a stage; along the chain of the published system two of the
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train on one network. `published_s` is what the source says of that very system; seconds a step."""
+    """One way to train on one network. `published_s` is what the source says of that very system;
+    seconds a step.
+    """
 
     delay_ms: float | None  # None where the links of a network differ
     bandwidth_gbps: float | None
@@ -131,17 +135,20 @@ def profile_of(row: Row) -> Path:
 
 
 def published_network(row: Row) -> Network:
-    """The network of the published table that a row stands for: one connection a link in the source, enough in ours.
+    """The network of the published table that a row stands for: one connection a link in the
+    source, enough in ours.
 
-    The source does not say what its frames were. Messages get the whole rate, in its row and in ours: systems are
-    compared on one network. What was measured behind netem had less of it: `measured_network`.
+    The source does not say what its frames were. Messages get the whole rate, in its row and in
+    ours: systems are compared on one network. What was measured behind netem had less of it:
+    `measured_network`.
     """
     network = load_network(profile_of(row))
     return network.over(1) if row.engine == "published" else network.over_enough()
 
 
 def measured_network(line: dict[str, Any]) -> Network:
-    """What the ranks of a measured line had, at full size: `scale` divided messages and bandwidths, not delays.
+    """What the ranks of a measured line had, at full size: `scale` divided messages and bandwidths,
+    not delays.
 
     A lab's rates are interfaces', and its windows its kernel's, which nobody divides.
     """
@@ -158,7 +165,9 @@ def _wider(link: Link, scale: int) -> Link:
 
 
 def with_prediction(row: Row, network: Network | None = None) -> Row:
-    """The simulated step, on the published network unless given; that and the stage times are all that goes in."""
+    """The simulated step, on the published network unless given; that and the stage times are all
+    that goes in.
+    """
     network = network or published_network(row)
     network.check(NUM_STAGES * row.data_parallel)
     cost, replicas = cost_of(row.wire), replicas_of(row)
@@ -206,7 +215,8 @@ def simulated(name: str) -> list[Row]:
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
-    """The lines of `mode` that scripts/sweep.py has written, after the published rows that they stand beside.
+    """The lines of `mode` that scripts/sweep.py has written, after the published rows that they
+    stand beside.
 
     Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
     """
@@ -225,7 +235,9 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
-    """What scripts/sweep.py has written; nothing where it has not. Raises `ConfigError` naming a damaged line."""
+    """What scripts/sweep.py has written; nothing where it has not. Raises `ConfigError` naming a
+    damaged line.
+    """
     lines = results.read_text("utf-8").splitlines() if results.exists() else []
     return [_parsed(line, f"{results}, line {number}") for number, line in enumerate(lines, 1)]
 
@@ -245,7 +257,9 @@ def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = No
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """With today's prediction of what was measured; that of its day where it was no pipeline of this table's."""
+    """With today's prediction of what was measured; that of its day where it was no pipeline of
+    this table's.
+    """
     row = Row(**{key: line[key] for key in FIELDS})
     replays_the_table = line["mode"] == "replay" and row.schedule in (*NAMES, "auto")
     return with_prediction(row, measured_network(line)) if replays_the_table else row
@@ -261,7 +275,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def as_comparison(rows: Sequence[Row]) -> str:
-    """One line a network, one column a system: what happened, else what is predicted; seconds a step."""
+    """One line a network, one column a system: what happened, else what is predicted; seconds a
+    step.
+    """
     systems = list(dict.fromkeys(row.label for row in rows))
     networks = list(dict.fromkeys(row.network for row in rows))
     cells = {(row.network, row.label): _compared(row) for row in rows}
@@ -301,7 +317,9 @@ def as_json(rows: Iterable[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A line a system over the networks: what happened where it is known, else what is predicted."""
+    """A line a system over the networks: what happened where it is known, else what is
+    predicted.
+    """
     axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
@@ -332,7 +350,8 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
         raise ConfigError(
-            f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} alone"
+            f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} "
+            "alone"
         )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
     match mode:

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Every way to spread a tiny model over ranks, beside one process: how far the losses of three steps are apart.
+"""Every way to spread a tiny model over ranks, beside one process: how far the losses of three
+steps are apart.
 
     scripts/tensor_product.py        tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute x GPT, BERT
 
-The ranks are threads of this process over real links and gloo; dropout is on, but where attention cores are run again:
-torch's checkpoint sets the random numbers of the process, which threads share. Exits with 1 where a run is further
-from one process than 1e-5, relative. The tests hold some of these; this is all of them, some minutes of two cores.
+The ranks are threads of this process over real links and gloo; dropout is on, but where attention
+cores are run again: torch's checkpoint sets the random numbers of the process, which threads share.
+Exits with 1 where a run is further from one process than 1e-5, relative. The tests hold some of
+these; this is all of them, some minutes of two cores.
 """
 
 import itertools

@@ -1,4 +1,6 @@
-"""Runs that scripts start to measure something, and the files of JSON lines that the results go to."""
+"""Runs that scripts start to measure something, and the files of JSON lines that the results go
+to.
+"""
 
 import hashlib
 import json
@@ -48,9 +50,11 @@ def run_to_end(
     module: Sequence[str] = ("dpipe", "train"),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Run all ranks of a configuration; returns the rows of its metrics. An earlier run in the same folder goes.
+    """Run all ranks of a configuration; returns the rows of its metrics. An earlier run in the same
+    folder goes.
 
-    Raises `RunError` with the end of what a failed run said, and `KeyboardInterrupt` where it was stopped early.
+    Raises `RunError` with the end of what a failed run said, and `KeyboardInterrupt` where it was
+    stopped early.
     """
     config = load(config_path, tuple(overrides))
     folder = Path(config.run.folder)
@@ -69,7 +73,8 @@ def run_to_end(
         quiet=True,
     )
     if STOPPING in said:
-        raise KeyboardInterrupt  # the launcher had it first: ranks that ended in good order leave no result either
+        # the launcher had it first: ranks that ended in good order leave no result either
+        raise KeyboardInterrupt
     if code != 0:
         raise RunError("\n".join(["the run has failed:", *said]))
     return read_rows(folder)
@@ -97,7 +102,9 @@ def append(results: Path, line: dict[str, Any]) -> None:
 
 
 def key_of(config: Config, *more: Any) -> str:
-    """Equal for runs that are given the same, wherever their files are, and whatever defaults are added later."""
+    """Equal for runs that are given the same, wherever their files are, and whatever defaults are
+    added later.
+    """
     files = {"transport": {"shape"}, "predict": {"network"}, "run": {"folder"}, "node": True}
     given = config.model_dump(mode="json", exclude=files, exclude_unset=True)
     return hashlib.sha256(json.dumps([*more, given], sort_keys=True).encode()).hexdigest()[:16]

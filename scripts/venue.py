@@ -27,7 +27,9 @@ class Venue(Protocol):
     environ: Mapping[str, str]
 
     def become(self, profile: Path) -> dict[str, Any] | None:
-        """Take on a network; returns what the link from host 0 to 1 then gives, where that is for us to measure."""
+        """Take on a network; returns what the link from host 0 to 1 then gives, where that is for
+        us to measure.
+        """
 
     def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
         """What runs `argv` as `rank`."""

@@ -12,9 +12,11 @@ from fakes import cuda_on_cpu
 
 from netem.router import MODULES
 
+pytest_plugins = ["whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
 
-# How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same again at 0.3 ms.
+# How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same
+# again at 0.3 ms.
 hypothesis.settings.register_profile(
     "dpipe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -32,17 +34,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(
-            f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a stand-in for some"
+            f"needs a CUDA GPU, and torch {torch.__version__} sees none; scripts/test has a "
+            "stand-in for some"
         )
     if item.get_closest_marker("stand_in") and cuda_on_cpu.DEVICE is None:
         pytest.skip(
-            "no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p fakes.cuda_on_cpu"
+            "no stand-in was asked for, or there are real GPUs: PYTHONPATH=tests pytest -p "
+            "fakes.cuda_on_cpu"
         )
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden("name.txt", text)` compares with tests/golden/name.txt, or rewrites it where asked."""
+    """`golden("name.txt", text)` compares with tests/golden/name.txt, or rewrites it where
+    asked.
+    """
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -66,7 +72,8 @@ def possible() -> None:
     missing += [] if list(MODULES.glob("*/kernel/net/sched/sch_netem.ko")) else [str(MODULES)]
     if missing:
         pytest.fail(
-            f"a lab needs {', '.join(missing)}: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without"
+            f"a lab needs {', '.join(missing)}: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 "
+            "to go without"
         )
 
 
@@ -78,7 +85,9 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def authority() -> type:
-    """`certificates.Authority`; imported where it is used, because GPU tests run where `cryptography` need not be."""
+    """`certificates.Authority`; imported where it is used, because GPU tests run where
+    `cryptography` need not be.
+    """
     from certificates import Authority
 
     return Authority

@@ -1,4 +1,6 @@
-"""The arrows point down: who may import whom, and what may be used where. DESIGN's drawing as a dict."""
+"""The arrows point down: who may import whom, and what may be used where. DESIGN's drawing as a
+dict.
+"""
 
 import ast
 from collections.abc import Iterator

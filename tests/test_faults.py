@@ -50,7 +50,9 @@ Process = subprocess.Popen[str]
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Path]:
-    """`job(steps=.., stages=..)` writes a configuration and its text; runs go to `tmp_path / "run"`."""
+    """`job(steps=.., stages=..)` writes a configuration and its text; runs go to `tmp_path /
+    "run"`.
+    """
     (tmp_path / "text.txt").write_text(TEXT)
 
     def write(steps: int = 100_000, stages: int = 2) -> Path:

@@ -88,7 +88,9 @@ def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
 
 
 def test_time_of_a_mark_is_told_from_one_look_at_the_clock() -> None:
-    """The watcher of NCCL asks while the thread that computes takes another: it was out by the time between the two."""
+    """The watcher of NCCL asks while the thread that computes takes another: it was out by the time
+    between the two.
+    """
     streams = ThreadedStreams(FakeCuda())
     mark, at_ns, event = streams.mark(), time.perf_counter_ns(), streams._anchor.event
     tell = event.elapsed_time

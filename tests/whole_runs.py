@@ -81,7 +81,9 @@ def _run_ranks(
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[BaseException | None]]:
-    """`run_ranks(config)` runs every rank; what each raised, by rank. `of_rank` gives some another configuration."""
+    """`run_ranks(config)` runs every rank; what each raised, by rank. `of_rank` gives some another
+    configuration.
+    """
     return _run_ranks
 
 

@@ -1,4 +1,5 @@
-"""Somebody else's engine, our numbers: each comparison measures both in one run and reports their ratio.
+"""Somebody else's engine, our numbers: each comparison measures both in one run and reports their
+ratio.
 
 bench.py              `dpipe bench`: the comparisons that need no second machine
 foreign.py            one rank of another engine on our configuration: placed as ours, with the rows of a run

@@ -1,9 +1,11 @@
-"""The mean of one row over four processes: gloo's all-reduce against our exchange, in turns in one run.
+"""The mean of one row over four processes: gloo's all-reduce against our exchange, in turns in one
+run.
 
     host 0    barrier | all-reduce 64 MB | clock        the slowest process counts: all of them wait for each other
     host 1    barrier | all-reduce 64 MB | clock        before each turn, and tell each other what it took after it
 
-Four processes on this machine, or one on each of several hosts that are told the same addresses (`dpipe bench --help`).
+Four processes on this machine, or one on each of several hosts that are told the same addresses
+(`dpipe bench --help`).
 """
 
 import time
@@ -124,7 +126,9 @@ class _Process:
     def _in_turns(
         self, ways: dict[str, Callable[[], object]], repeats: int
     ) -> dict[str, list[float]]:
-        """Seconds of the slowest process, by way; the first turn opens sockets and buffers, and is left out."""
+        """Seconds of the slowest process, by way; the first turn opens sockets and buffers, and is
+        left out.
+        """
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(repeats + 1):
             for way, average in ways.items():

@@ -1,4 +1,6 @@
-"""`dpipe bench`: ratios, both sides measured in one run. Each prints the machine and the date with its table."""
+"""`dpipe bench`: ratios, both sides measured in one run. Each prints the machine and the date with
+its table.
+"""
 
 import itertools
 import json
@@ -33,7 +35,9 @@ _ROUNDS = 2
 
 
 def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int = 0) -> str:
-    """`hosts`: one process on each of them instead of all here; only for all-reduce, of which this is `rank`."""
+    """`hosts`: one process on each of them instead of all here; only for all-reduce, of which this
+    is `rank`.
+    """
     rows = _BENCHES[name]() if not hosts else _on_hosts(name, hosts, rank)
     if as_json:
         return json.dumps(rows, indent=2)
@@ -53,10 +57,11 @@ def _cell(value: Any) -> str:
 
 
 def bench_engine() -> list[Row]:
-    """Four processes, replay stages (forward 10 ms, backward 20 ms, 1 MB messages), 32 micro-batches, each schedule.
+    """Four processes, replay stages (forward 10 ms, backward 20 ms, 1 MB messages), 32
+    micro-batches, each schedule.
 
-    Simulated on this machine as each transport has it, measured first: its loopback link, and what a message costs the
-    cores that all ranks share. What is left above 1.0 is the engine's own.
+    Simulated on this machine as each transport has it, measured first: its loopback link, and what
+    a message costs the cores that all ranks share. What is left above 1.0 is the engine's own.
     """
     from dpipe.baselines.loopback import measure_loopback
 

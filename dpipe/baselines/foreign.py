@@ -1,4 +1,5 @@
-"""One rank of somebody else's engine on a configuration of ours, placed as `dpipe train` is, with the rows of a run.
+"""One rank of somebody else's engine on a configuration of ours, placed as `dpipe train` is, with
+the rows of a run.
 
     main ── check ── placement ── process group ── step, step, ... ──> FOLDER/metrics.jsonl
 
@@ -39,7 +40,9 @@ def refuse(engine: str, reasons: dict[str, bool]) -> None:
 
 
 def train_rank(config: Config, place: Placement, check: Check, make: Make) -> None:
-    """One rank, `train.steps` long; rank 0 writes a row a step. Nothing is written before `check` has passed."""
+    """One rank, `train.steps` long; rank 0 writes a row a step. Nothing is written before `check`
+    has passed.
+    """
     check(config)
     check_place(config, place)
     torch.set_num_threads(config.node.threads)
@@ -73,7 +76,8 @@ def check_place(config: Config, place: Placement) -> None:
     """Raises `ConfigError` where other than the configured number of processes were started."""
     if place.world_size != config.world_size:
         raise ConfigError(
-            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
+            f"{place.world_size} processes were started, but pipeline.stages "
+            f"{config.pipeline.stages}, "
             f"tensor_parallel.size {config.tensor_parallel.size} and data_parallel.replicas "
             f"{config.data_parallel.replicas} need {config.world_size}; start that many"
         )
@@ -94,8 +98,9 @@ def _open(config: Config, place: Placement, device: torch.device) -> None:
 
 
 def _of_gpus(config: Config, streams: Streams, seconds: float) -> dict[str, Any]:
-    """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is known. All ranks meet
-    here."""
+    """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is
+    known. All ranks meet here.
+    """
     if (peak := streams.peak_bytes()) is None:
         return {}
     use = streams.use_percent()

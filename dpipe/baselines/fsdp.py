@@ -1,4 +1,5 @@
-"""The configured GPT on torch alone: `torch.distributed.pipelining`, and FSDP2 where there are replicas.
+"""The configured GPT on torch alone: `torch.distributed.pipelining`, and FSDP2 where there are
+replicas.
 
     python -m dpipe.baselines.fsdp CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
 
@@ -6,8 +7,8 @@
     replica 0   rank 0     rank 1        along a row: torch's pipeline
     replica 1   rank 2     rank 3        down a column: FSDP (Zhao et al. 2023), each layer a unit of its own
 
-It starts from our parameters, reads our batches and ends each step as we do (decay, clipping, learning rate), so that
-its losses are ours but for rounding.
+It starts from our parameters, reads our batches and ends each step as we do (decay, clipping,
+learning rate), so that its losses are ours but for rounding.
 """
 
 import math
@@ -97,7 +98,9 @@ def make_step(config: Config, rank: int) -> Step:
 
 
 class Layer(nn.Module):
-    """One layer as our own stages run it: under autocast where half precision is asked for, fp32 at its boundary."""
+    """One layer as our own stages run it: under autocast where half precision is asked for, fp32 at
+    its boundary.
+    """
 
     def __init__(self, layer: nn.Module, *, half: bool, recompute: str) -> None:
         super().__init__()
@@ -123,14 +126,17 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
     ]
     module = nn.Sequential(*(Layer(layer, half=half, recompute=recompute) for layer in layers))
     if replicas.size() > 1:
-        # Gathered once a step and kept for it: else each micro-batch would gather all parameters again, twice.
+        # Gathered once a step and kept for it: else each micro-batch would gather all parameters
+        # again, twice.
         for unit in (*module, module):
             fully_shard(unit, mesh=replicas, reshard_after_forward=False)
     return module
 
 
 class Update:
-    """AdamW and clipping as `engine/update.py` has them, on the slices of parameters that are here."""
+    """AdamW and clipping as `engine/update.py` has them, on the slices of parameters that are
+    here.
+    """
 
     def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
         self._train, self._parameters = train, parameters
@@ -156,7 +162,9 @@ class Update:
 
     @torch.no_grad()
     def _clip(self) -> None:
-        """By the norm over all stages. Every element of a gradient is on one rank alone, so squares just add up."""
+        """By the norm over all stages. Every element of a gradient is on one rank alone, so squares
+        just add up.
+        """
         grads = [_here(p.grad) for p in self._parameters if p.grad is not None]
         square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
         dist.all_reduce(square)
@@ -170,7 +178,9 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mean_loss(losses: Iterable[torch.Tensor], num_replicas: int, device: torch.device) -> float:
-    """The mean over micro-batches and replicas, known to all ranks; those off the last stage give none."""
+    """The mean over micro-batches and replicas, known to all ranks; those off the last stage give
+    none.
+    """
     known = [loss.detach() for loss in losses]
     total = (torch.stack(known).mean() if known else torch.zeros((), device=device)) / num_replicas
     dist.all_reduce(total)

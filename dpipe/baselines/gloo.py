@@ -1,6 +1,8 @@
-"""A tensor from one process to another on this machine: gloo's send and recv against our transports.
+"""A tensor from one process to another on this machine: gloo's send and recv against our
+transports.
 
-All move the same tensor the same way, in turns in one run, so that whatever else keeps the machine busy hits them all:
+All move the same tensor the same way, in turns in one run, so that whatever else keeps the machine
+busy hits them all:
 
     rank 0    clock | send 16 MB, four times --.                    .--> clock
     rank 1                        recv, recv, <'  send 1 byte ------'
@@ -37,7 +39,9 @@ _OURS: dict[
 
 
 def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict[str, Any]]:
-    """A row for each way to move tensors of `num_bytes` between two processes: median rate, and rate over gloo."""
+    """A row for each way to move tensors of `num_bytes` between two processes: median rate, and
+    rate over gloo.
+    """
     with TemporaryDirectory() as folder:
         spawn(_run, (folder, num_bytes, repeats), nprocs=2)
         seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
@@ -47,7 +51,9 @@ def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict
 def _row(
     way: str, num_bytes: int, seconds: Sequence[float], gloo_s: Sequence[float]
 ) -> dict[str, Any]:
-    """Each turn is held against gloo's of the same round; the middle half of those ratios says how far to trust it."""
+    """Each turn is held against gloo's of the same round; the middle half of those ratios says how
+    far to trust it.
+    """
     low, middle, high = quantiles(
         (theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)), n=4
     )

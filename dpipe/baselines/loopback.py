@@ -1,10 +1,12 @@
-"""What the loopback link of this machine is, as a transport sees it: the network that a local run is simulated on.
+"""What the loopback link of this machine is, as a transport sees it: the network that a local run
+is simulated on.
 
 rank 0    pause --[clock] send n bytes --.                   one way is delay + n / bandwidth; both ranks read one clock
 rank 1    --ready                         `--> recv [clock]  and what a message costs the cores at one end is timed too
 
-The pause is what a run has between its messages: both ends have slept, and what they need has left the cores' caches.
-A ping-pong without it makes the link two to three times as quick as any run finds it.
+The pause is what a run has between its messages: both ends have slept, and what they need has left
+the cores' caches. A ping-pong without it makes the link two to three times as quick as any run
+finds it.
 """
 
 import json
@@ -47,7 +49,8 @@ class Loopback:
 
 
 def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01) -> Loopback:
-    """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from messages of a few bytes and of `num_bytes`.
+    """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from messages of a few bytes and
+    of `num_bytes`.
 
     `pause_s` is for how long a rank of the run to be simulated computes before it sends.
     """
@@ -60,7 +63,9 @@ def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01
 def loopback_of(
     sent: Sequence[Sequence[Stamp]], received: Sequence[Sequence[Stamp]], num_bytes: int
 ) -> Loopback:
-    """The link that messages have crossed, of each size the median: the small ones first, then those of `num_bytes`."""
+    """The link that messages have crossed, of each size the median: the small ones first, then
+    those of `num_bytes`.
+    """
     (small_s, small_cpu_s), (large_s, large_cpu_s) = (
         (
             median(end - start for (start, _), (end, _) in pairs),
@@ -87,7 +92,9 @@ def _run(rank: int, folder: str, way: str, num_bytes: int, pause_s: float) -> No
     (Path(folder) / str(rank)).write_text(json.dumps(stamps))
     if (
         rank == 0
-    ):  # who goes first could take the link from the other's last send, before that knows it was handed over
+        # who goes first could take the link from the other's last send, before that knows it was handed
+        # over
+    ):
         transport.send(_READY.empty(), 1, "goodbye")
     else:
         transport.recv(_READY, 0, "goodbye").wait()

@@ -1,14 +1,17 @@
-"""The configured GPT or BERT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021), in all its parallel ways.
+"""The configured GPT or BERT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021), in all
+its parallel ways.
 
     python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
 
-Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts from our weights,
-reads our batches and has our optimizer's settings, so that its losses are ours but for rounding. Ranks stand where ours
-do; blocks are shared out evenly over the stages, as Megatron does. With tensor parallelism it is at its best where the
-environment says CUDA_DEVICE_MAX_CONNECTIONS=1 (scripts/sweep.py says it).
+Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts
+from our weights, reads our batches and has our optimizer's settings, so that its losses are ours
+but for rounding. Ranks stand where ours do; blocks are shared out evenly over the stages, as
+Megatron does. With tensor parallelism it is at its best where the environment says
+CUDA_DEVICE_MAX_CONNECTIONS=1 (scripts/sweep.py says it).
 
-Its BERT is ours: norms in front, one behind the last block, a transform with a norm before the logits, a pooler with a
-tanh beside it. It masks what lies behind a sequence's end for the positions there as well, of which nothing is read.
+Its BERT is ours: norms in front, one behind the last block, a transform with a norm before the
+logits, a pooler with a tanh beside it. It masks what lies behind a sequence's end for the positions
+there as well, of which nothing is read.
 """
 
 import importlib
@@ -39,7 +42,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_config(config: Config) -> None:
-    """Raises `ConfigError` for what this engine is not run on here, and where megatron-core is missing."""
+    """Raises `ConfigError` for what this engine is not run on here, and where megatron-core is
+    missing.
+    """
     pipeline, agreement = config.pipeline, config.data_parallel
     reasons = {
         'model.layers must be "gpt" or "bert"': not config.model.is_transformer,
@@ -74,7 +79,9 @@ def check_config(config: Config) -> None:
 
 
 def part_of_megatron(name: str) -> Any:
-    """`megatron.core` or a module below it. Raises `ConfigError` saying what to install where it is missing."""
+    """`megatron.core` or a module below it. Raises `ConfigError` saying what to install where it is
+    missing.
+    """
     try:
         return importlib.import_module(f"megatron.core.{name}".rstrip("."))
     except ModuleNotFoundError as error:
@@ -124,7 +131,9 @@ def make_step(config: Config, rank: int) -> Step:
 
 
 def _place(config: Config, here: ParallelRanks, device: torch.device) -> None:
-    """Megatron's groups over the default group's ranks, in our order: of a stage, the stages, the replicas."""
+    """Megatron's groups over the default group's ranks, in our order: of a stage, the stages, the
+    replicas.
+    """
     per_rank = config.pipeline.stages_per_rank
     part_of_megatron("parallel_state").initialize_model_parallel(
         tensor_model_parallel_size=here.tp_size,
@@ -140,8 +149,8 @@ def _place(config: Config, here: ParallelRanks, device: torch.device) -> None:
 def transformer_config(config: Config, device: torch.device) -> Any:
     """The configuration in Megatron's words.
 
-    Parameters are initialised, although all are loaded: else those that are split are not marked so, and the norm that
-    clips counts one part of each.
+    Parameters are initialised, although all are loaded: else those that are split are not marked
+    so, and the norm that clips counts one part of each.
     """
     model, pipeline, dtype = config.model, config.pipeline, _DTYPES[config.train.parameters]
     per_rank = pipeline.stages_per_rank
@@ -176,7 +185,9 @@ def transformer_config(config: Config, device: torch.device) -> Any:
 def _chunk(
     run_plan: RunPlan, settings: Any, here: ParallelRanks, index: int, device: torch.device
 ) -> Any:
-    """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for its replicas."""
+    """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for
+    its replicas.
+    """
     config = run_plan.config
     model = _bare_model(config, settings, here, index).to(device)
     assert run_plan.model is not None
@@ -235,7 +246,9 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
 
 
 def _update(optimizer: Any, train: Train, number: int) -> None:
-    """What Megatron's own scheduler would set; it decays what has one dimension as little as we do."""
+    """What Megatron's own scheduler would set; it decays what has one dimension as little as we
+    do.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(train, number) * group["lr_mult"]
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
@@ -253,7 +266,9 @@ def _microbatches(batch: Batch, device: torch.device) -> Feed:
 
 
 def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Told]]:
-    """As `get_forward_backward_func` wants it: the output of a chunk, and what makes the loss of the last one's."""
+    """As `get_forward_backward_func` wants it: the output of a chunk, and what makes the loss of
+    the last one's.
+    """
     (tokens,), targets = next(feed)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=targets), _mean_of_words
@@ -267,7 +282,9 @@ def _mean_of_words(losses: torch.Tensor) -> Told:
 def _forward_bert(
     feed: Feed, model: Any
 ) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Told]]:
-    """As `_forward_gpt`; the last chunk gives the loss of each token [B, T], and logits of the pairs [B, 2]."""
+    """As `_forward_gpt`; the last chunk gives the loss of each token [B, T], and logits of the
+    pairs [B, 2].
+    """
     (tokens, types, lengths), targets = next(feed)
     within = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     asked = targets != IGNORED

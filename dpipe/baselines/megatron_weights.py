@@ -3,7 +3,8 @@
     ours   [q of all heads | k of all heads | v of all heads]        rows of attention.qkv
     theirs [q k v of head 0 | q k v of head 1 | ...]                 rows of linear_qkv, cut into equal runs of heads
 
-All else is stored alike: a matrix cut by columns of its output is cut along dimension 0, by rows along dimension 1.
+All else is stored alike: a matrix cut by columns of its output is cut along dimension 0, by rows
+along dimension 1.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter of theirs comes from: `name` in a layer of ours, cut along `dim` (None: whole on each rank)."""
+    """Where a parameter of theirs comes from: `name` in a layer of ours, cut along `dim` (None:
+    whole on each rank).
+    """
 
     name: str
     dim: int | None = None
@@ -36,7 +39,9 @@ def _named(theirs: str, sources: Sources) -> dict[str, Source]:
 
 @dataclass(frozen=True)
 class Names:
-    """Of a model: the module that has its blocks, and under what names the parameters of each layer come from ours."""
+    """Of a model: the module that has its blocks, and under what names the parameters of each layer
+    come from ours.
+    """
 
     blocks: str
     embedding: Sources
@@ -85,7 +90,8 @@ BERT = Names(
 def parameters_by_layer(
     model: Any, names: Names, num_layers: int
 ) -> Iterator[tuple[int, dict[str, tuple[nn.Parameter, Source]]]]:
-    """The parameters of a Megatron model by our layer; theirs count blocks from 1, as ours are behind an embedding.
+    """The parameters of a Megatron model by our layer; theirs count blocks from 1, as ours are
+    behind an embedding.
 
     Raises `KeyError` for a parameter that is not known here.
     """
@@ -113,7 +119,9 @@ def load(
     rank: int,
     size: int,
 ) -> None:
-    """Copy a layer of ours into the parameters that tensor parallel rank `rank` of `size` has of it."""
+    """Copy a layer of ours into the parameters that tensor parallel rank `rank` of `size` has of
+    it.
+    """
     ours = dict(layer.named_parameters())
     for parameter, source in given.values():
         parameter.copy_(part(ours[source.name], source, num_heads, rank, size))

@@ -1,11 +1,12 @@
-"""How much of a device a GPT's training uses: dpipe's engine, in one process or several, against a plain loop.
+"""How much of a device a GPT's training uses: dpipe's engine, in one process or several, against a
+plain loop.
 
     plain     for each micro-batch: forward, loss, backward; then fused AdamW        what anyone would write
     dpipe     the same model, data and optimizer through schedule, executor and stages
 
-Both in one process, a step of each in turns, so that a device that grows warm and slow does so for both; the losses
-must agree before the times are worth comparing. Several stages are processes that share the one device, with TCP
-between them.
+Both in one process, a step of each in turns, so that a device that grows warm and slow does so for
+both; the losses must agree before the times are worth comparing. Several stages are processes that
+share the one device, with TCP between them.
 """
 
 import time
@@ -49,7 +50,9 @@ _WARM_UP = 2  # steps that are not timed: they take memory, and load kernels
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch, and how it is run. GPT-3 XL and GPT-2 345M have 24 layers; the vocabulary is padded to 128s."""
+    """A model, a batch, and how it is run. GPT-3 XL and GPT-2 345M have 24 layers; the vocabulary
+    is padded to 128s.
+    """
 
     name: str
     num_layers: int
@@ -82,7 +85,9 @@ class Case:
         return {index: self._layer(index) for index in indices}
 
     def _layer(self, index: int) -> nn.Module:
-        """Drawn on the device, unlike a run's, which is the same on any: a CPU takes half a minute for 1.3B numbers."""
+        """Drawn on the device, unlike a run's, which is the same on any: a CPU takes half a minute
+        for 1.3B numbers.
+        """
         with seeded("layer", index, device=self.device), torch.device(self.device):
             return self.model().layers[index]()
 
@@ -92,7 +97,9 @@ class Case:
         return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
     def batch(self) -> Batch:
-        """The same at each step, so that there is something to learn and a loop that learns nothing is seen."""
+        """The same at each step, so that there is something to learn and a loop that learns nothing
+        is seen.
+        """
         shape = (self.num_microbatches, self.microbatch_size, self.context + 1)
         tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         return Batch(
@@ -112,7 +119,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of a step, the loss of each, and the most memory that any process took of the device."""
+    """Median seconds of a step, the loss of each, and the most memory that any process took of the
+    device.
+    """
 
     step_s: float
     losses: tuple[float, ...]
@@ -147,7 +156,8 @@ class _Loop:
 def compare_mfu(case: Case) -> list[dict[str, Any]]:
     """A row for the plain loop and one for dpipe, in one stage.
 
-    Raises `AssertionError` where the losses differ by more than rounding explains: then the times mean nothing.
+    Raises `AssertionError` where the losses differ by more than rounding explains: then the times
+    mean nothing.
     """
     plain, ours = measure_both(case)
     check_parity(case, plain, ours)
@@ -267,7 +277,9 @@ def _plain_forward(
 
 
 def measure(case: Case) -> Measured:
-    """dpipe's engine: in this process for one stage, else in one process a stage on the same device."""
+    """dpipe's engine: in this process for one stage, else in one process a stage on the same
+    device.
+    """
     if case.stages == 1:
         return _measure(case, [_one_stage])[0]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
@@ -388,7 +400,8 @@ TINY = Case(
     precision="fp32",
     parameters="fp32",
 )
-# On a CPU a step of seconds, so that what is compared is the engine beside compute and not beside nothing.
+# On a CPU a step of seconds, so that what is compared is the engine beside compute and not beside
+# nothing.
 SMALL = replace(
     TINY, name="small", num_layers=4, width=512, num_heads=8, context=256, vocab_size=8192
 )

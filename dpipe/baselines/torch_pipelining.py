@@ -1,7 +1,9 @@
-"""The same GPT in two processes of one thread each: dpipe against `torch.distributed.pipelining` over gloo.
+"""The same GPT in two processes of one thread each: dpipe against `torch.distributed.pipelining`
+over gloo.
 
-Both engines live in the same two processes and take turns, step by step, on the same data and from the same start, so
-that whatever else the machine does falls on both. Their losses must agree before their times are worth comparing.
+Both engines live in the same two processes and take turns, step by step, on the same data and from
+the same start, so that whatever else the machine does falls on both. Their losses must agree before
+their times are worth comparing.
 """
 
 import itertools
@@ -88,10 +90,12 @@ Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 def compare_pipelining(
     schedule: str, size: Size | None = None, transport: str = "grpc"
 ) -> dict[str, Any]:
-    """Median seconds a step of each engine, the median ratio of two steps that follow each other and between what
-    values the middle half of those ratios lies, and the largest difference between their losses.
+    """Median seconds a step of each engine, the median ratio of two steps that follow each other
+    and between what values the middle half of those ratios lies, and the largest difference between
+    their losses.
 
-    Raises `AssertionError` where the losses differ by more than rounding: then the times mean nothing.
+    Raises `AssertionError` where the losses differ by more than rounding: then the times mean
+    nothing.
     """
     size = size or Size()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()

@@ -1,9 +1,10 @@
-"""`torch.distributed.pipelining` over gloo on a replay configuration: another engine with our waits and our messages.
+"""`torch.distributed.pipelining` over gloo on a replay configuration: another engine with our waits
+and our messages.
 
     python -m dpipe.baselines.torch_replay CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
 
-It leaves the rows of a run behind (`metrics.jsonl`), so whatever reads ours reads it too. That both engines learn the
-same on a real model is for `torch_pipelining` to say.
+It leaves the rows of a run behind (`metrics.jsonl`), so whatever reads ours reads it too. That both
+engines learn the same on a real model is for `torch_pipelining` to say.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from dpipe.stage.replay import wait
 
 
 class _Wait(torch.autograd.Function):
-    """Takes `forward_s` there and `input_s` back. The weight is what makes autograd come back at all."""
+    """Takes `forward_s` there and `input_s` back. The weight is what makes autograd come back at
+    all.
+    """
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
-"""One of our schedules on `torch.distributed.pipelining`: by its own class where it has that very order, else by CSV.
+"""One of our schedules on `torch.distributed.pipelining`: by its own class where it has that very
+order, else by CSV.
 
-Torch lowers what it loads in its own way, so only the order of compute is ours: when it receives, and that it waits for
-its sends at the end of a step, is torch's.
+Torch lowers what it loads in its own way, so only the order of compute is ours: when it receives,
+and that it waits for its sends at the end of a step, is torch's.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,6 @@
-"""The front door: each command parses, then calls one function. Torch is imported by the commands that need it."""
+"""The front door: each command parses, then calls one function. Torch is imported by the commands
+that need it.
+"""
 
 import io
 import math
@@ -21,7 +23,9 @@ BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 
 
 class _Commands(click.Group):
-    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for a run that failed."""
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for a
+    run that failed.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -100,7 +104,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """Run one process, one rank, of a training.
 
-    Without --rank, --world-size and --coordinator they come from the environment of torchrun or Slurm.
+    Without --rank, --world-size and --coordinator they come from the environment of torchrun or
+    Slurm.
 
     \b
     Example, one process on each of two machines:
@@ -159,7 +164,8 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
     """Run a parameter server as a process of its own, until all workers have left it.
 
-    Each step is on its disk before workers hear of it: killed and started again, it goes on where it was.
+    Each step is on its disk before workers hear of it: killed and started again, it goes on where
+    it was.
 
     \b
     Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
@@ -179,7 +185,8 @@ def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
 )
 @_JSON
 def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:
-    """Predict a step: seconds, bubble, micro-batches in flight, bytes a link. Needs no torch for built-in models.
+    """Predict a step: seconds, bubble, micro-batches in flight, bytes a link. Needs no torch for
+    built-in models.
 
     \b
     Example:

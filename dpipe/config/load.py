@@ -1,9 +1,11 @@
-"""Configuration: frozen models, TOML in, `-o section.key=value` overrides, a digest out. No torch here.
+"""Configuration: frozen models, TOML in, `-o section.key=value` overrides, a digest out. No torch
+here.
 
     load(path, overrides) -> Config         raises ConfigError naming the key and what is allowed
     config.digest()                         equal on every rank of a run, or the coordinator refuses the join
 
-Everything under `[node]` belongs to one process (addresses, certificates, device) and is left out of the digest.
+Everything under `[node]` belongs to one process (addresses, certificates, device) and is left out
+of the digest.
 """
 
 import difflib
@@ -35,7 +37,9 @@ _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
 
 class Model(Section):
-    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its keyword arguments."""
+    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its
+    keyword arguments.
+    """
 
     layers: str = "gpt"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -75,7 +79,9 @@ class Model(Section):
 
 
 class Replay(Section):
-    """Stage times and message sizes of the replay model: real bytes, no arithmetic. Lists give one value a stage."""
+    """Stage times and message sizes of the replay model: real bytes, no arithmetic. Lists give one
+    value a stage.
+    """
 
     forward_ms: NotNegative | list[NotNegative] = 10.0
     backward_ms: NotNegative | list[NotNegative] = 20.0
@@ -91,7 +97,9 @@ class Replay(Section):
 
 
 class Data(Section):
-    """Text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an installed package."""
+    """Text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an installed
+    package.
+    """
 
     files: tuple[str, ...] = ()
     tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
@@ -121,14 +129,16 @@ class Train(Section):
     def _check(self) -> Self:
         if self.parameters not in ("fp32", self.precision):
             raise ValueError(
-                f"train.parameters {self.parameters!r} computes in {self.parameters}, but train.precision is "
+                f"train.parameters {self.parameters!r} computes in {self.parameters}, but "
+                "train.precision is "
                 f"{self.precision!r}: set both to the same, or leave train.parameters out"
             )
         return self
 
 
 class Transport(Section):
-    # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a fast network
+    # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a
+    # fast network
     kind: Literal["grpc", "tcp", "nccl"] = "grpc"
     connections: Count | Literal["auto"] = (
         "auto"  # TCP connections a link; auto: as many as fill the assumed network's
@@ -181,7 +191,8 @@ class Run(Section):
             len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts
         ):
             raise ValueError(
-                f"run.folder {folder!r:.80} is no name of a folder: it holds a NUL, or a name of more than "
+                f"run.folder {folder!r:.80} is no name of a folder: it holds a NUL, or a name of "
+                "more than "
                 f"{_MAX_NAME_BYTES} bytes"
             )
         return folder
@@ -207,7 +218,8 @@ class Node(Section):
         given = [self.tls_cert, self.tls_key, self.tls_ca]
         if any(given) and not all(given):
             raise ValueError(
-                "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a certificate"
+                "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
+                "certificate"
             )
         return self
 
@@ -234,7 +246,8 @@ class Config(Section):
             self._check_tensor_parallel()
         elif self.replay.exchanges:
             raise ValueError(
-                "replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or drop them"
+                "replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or "
+                "drop them"
             )
         if self.model.layers == "replay" and self.pipeline.split != "estimated":
             raise ValueError(
@@ -242,21 +255,26 @@ class Config(Section):
             )
         if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
             raise ValueError(
-                f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a compiled layer '
-                'makes its input and weight gradients together; take "gpipe", "1f1b" or "interleaved"'
+                f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a '
+                "compiled layer "
+                'makes its input and weight gradients together; take "gpipe", "1f1b" or '
+                '"interleaved"'
             )
         if self.model.layers == "replay" and self.node.device != "cpu":
             raise ValueError(
-                'model.layers "replay" computes nothing and moves host memory: set node.device = "cpu"'
+                'model.layers "replay" computes nothing and moves host memory: set node.device = '
+                '"cpu"'
             )
         if self.model.layers == "bert" and self.run.sample is not None:
             raise ValueError(
-                'run.sample is for models that continue a text, and model.layers is "bert"; leave it out'
+                'run.sample is for models that continue a text, and model.layers is "bert"; leave '
+                "it out"
             )
         replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
-                f"train.batch_size {self.train.batch_size} is not divisible by train.num_microbatches {microbatches}"
+                f"train.batch_size {self.train.batch_size} is not divisible by "
+                f"train.num_microbatches {microbatches}"
                 + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
             )
         self._check_servers()
@@ -269,29 +287,36 @@ class Config(Section):
         servers = 1 if chosen.servers == "one" else self.pipeline.stages
         if chosen.address and len(chosen.address) != servers:
             raise ValueError(
-                f'data_parallel.address lists {len(chosen.address)} servers, data_parallel.servers "{chosen.servers}" '
+                f"data_parallel.address lists {len(chosen.address)} servers, data_parallel.servers "
+                f'"{chosen.servers}" '
                 f"needs {servers}"
             )
         if chosen.staleness and (self.train.clip_norm or self.train.precision == "fp16"):
             raise ValueError(
-                "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas before each "
+                "data_parallel.staleness does not go with clipping or fp16: both wait for all "
+                "replicas before each "
                 'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
             )
         if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
             raise ValueError(
-                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; set '
+                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; '
+                "set "
                 'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
             )
         adds_rounded = chosen.group == "torch" and chosen.wire != "none"
         if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
             raise ValueError(
-                f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to {chosen.wire} each time '
-                "that it adds, in another order for either copy of a tied embedding; set data_parallel.wire = "
+                f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to '
+                f"{chosen.wire} each time "
+                "that it adds, in another order for either copy of a tied embedding; set "
+                "data_parallel.wire = "
                 '"none", leave data_parallel.group out, or set model.tie_embeddings = false'
             )
 
     def _check_shaped_replicas(self) -> None:
-        """What is not sent over the links would be as fast as it is, and predicted to be as slow as they are."""
+        """What is not sent over the links would be as fast as it is, and predicted to be as slow as
+        they are.
+        """
         for key, wrong, instead in (
             (
                 "kind",
@@ -302,8 +327,10 @@ class Config(Section):
         ):
             if getattr(self.data_parallel, key) == wrong:
                 raise ValueError(
-                    f'transport.shape slows the links of the ranks, and data_parallel.{key} "{wrong}" has connections '
-                    f"of its own: take {instead}, or leave transport.shape out and shape the hosts instead (netem, or "
+                    f"transport.shape slows the links of the ranks, and data_parallel.{key} "
+                    f'"{wrong}" has connections '
+                    f"of its own: take {instead}, or leave transport.shape out and shape the hosts "
+                    "instead (netem, or "
                     "a lab)"
                 )
 
@@ -312,21 +339,25 @@ class Config(Section):
         size, model, replays = self.tensor_parallel.size, self.model, self.model.layers == "replay"
         if replays and self.tensor_parallel.sequence_parallel:
             raise ValueError(
-                "tensor_parallel.sequence_parallel splits a real model; a replay moves replay.exchange_bytes either way"
+                "tensor_parallel.sequence_parallel splits a real model; a replay moves "
+                "replay.exchange_bytes either way"
             )
         if not (model.is_transformer or replays):
             raise ValueError(
-                f"tensor_parallel.size {size} splits the layers of dpipe's own models, and model.layers is "
+                f"tensor_parallel.size {size} splits the layers of dpipe's own models, and "
+                "model.layers is "
                 f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"
             )
         if self.data_parallel.staleness:
             raise ValueError(
-                "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks of a stage would "
+                "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks "
+                "of a stage would "
                 "compute with parameters of different steps; set data_parallel.staleness = 0"
             )
         if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
             raise ValueError(
-                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently on each of '
+                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently '
+                "on each of "
                 f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
@@ -336,7 +367,8 @@ class Config(Section):
         for key, value in divided.items():
             if value % size:
                 raise ValueError(
-                    f"{key} {value} is not divisible by tensor_parallel.size {size}; the next that is: "
+                    f"{key} {value} is not divisible by tensor_parallel.size {size}; the next that "
+                    "is: "
                     f"{value + size - value % size}"
                 )
 
@@ -357,18 +389,24 @@ class Config(Section):
         return self.pipeline.ranks * self.tensor_parallel.size * self.data_parallel.replicas
 
     def ranks_of(self, rank: int) -> ParallelRanks:
-        """Where `rank` stands among the pipeline stages, the replicas and the tensor-parallel groups."""
+        """Where `rank` stands among the pipeline stages, the replicas and the tensor-parallel
+        groups.
+        """
         replicas = self.data_parallel.replicas
         return ParallelRanks(rank, self.pipeline.ranks, replicas, self.tensor_parallel.size)
 
     @property
     def num_machines(self) -> int:
-        """The ranks of a network profile: those that hold a stage together are one, and send as one."""
+        """The ranks of a network profile: those that hold a stage together are one, and send as
+        one.
+        """
         return self.world_size // self.ranks_per_machine
 
     @property
     def ranks_per_machine(self) -> int:
-        """Replayed tensor parallelism is there to be tried over a network: each of its ranks is a host."""
+        """Replayed tensor parallelism is there to be tried over a network: each of its ranks is a
+        host.
+        """
         return 1 if self.model.layers == "replay" else self.tensor_parallel.size
 
     @property
@@ -382,7 +420,9 @@ class Config(Section):
 
     @property
     def counts_headers(self) -> bool:
-        """Whether that network's rates are interfaces', packet headers included; the shaped transport's are not."""
+        """Whether that network's rates are interfaces', packet headers included; the shaped
+        transport's are not.
+        """
         return self.transport.shape is None
 
     def shared(self) -> dict[str, Any]:
@@ -407,7 +447,9 @@ class Config(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides (TOML values; a bare word is a string)."""
+    """Read a TOML file and apply `section.key=value` overrides (TOML values; a bare word is a
+    string).
+    """
     try:
         table = tomllib.loads(
             Path(path).read_text(encoding="utf-8-sig")

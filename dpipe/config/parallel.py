@@ -1,6 +1,8 @@
-"""How a run is spread over ranks: the sections [pipeline], [tensor_parallel] and [data_parallel]. No torch.
+"""How a run is spread over ranks: the sections [pipeline], [tensor_parallel] and [data_parallel].
+No torch.
 
-The order of ranks, innermost first: those of a stage, the stages, the replicas. With T = 2, two stages, two replicas:
+The order of ranks, innermost first: those of a stage, the stages, the replicas. With T = 2, two
+stages, two replicas:
 
     replica 0    stage 0: ranks 0 1    stage 1: ranks 2 3
     replica 1    stage 0: ranks 4 5    stage 1: ranks 6 7
@@ -57,18 +59,21 @@ class Pipeline(Section):
     def _check(self) -> Self:
         if self.stages % self.stages_per_rank:
             raise ValueError(
-                f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank {self.stages_per_rank}"
+                f"pipeline.stages {self.stages} is not a multiple of pipeline.stages_per_rank "
+                f"{self.stages_per_rank}"
             )
         if isinstance(self.split, tuple) and len(self.split) != self.stages:
             raise ValueError(
-                f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is {self.stages}"
+                f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
+                f"{self.stages}"
             )
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in (
             "auto",
             "gpipe",
         ):
             raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and only there'
+                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
+                "only there"
             )
         return self
 
@@ -78,7 +83,8 @@ class Pipeline(Section):
 
 
 class TensorParallel(Section):
-    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et al. 2019).
+    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et
+    al. 2019).
 
     Those of a replayed stage are hosts, which exchange what `[replay]` says.
     """
@@ -110,7 +116,8 @@ class DataParallel(Section):
     group: Literal["dpipe", "torch"] = (
         "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
     )
-    delay: bool = False  # each step uses the mean gradient of the step before, whose exchange hides behind this one
+    # each step uses the mean gradient of the step before, whose exchange hides behind this one
+    delay: bool = False
     servers: Literal["one", "per-stage"] = "one"  # parameter servers
     address: tuple[
         str, ...
@@ -126,32 +133,38 @@ class DataParallel(Section):
     def _check(self) -> Self:
         if self.kind == "none" and self.replicas > 1:
             raise ValueError(
-                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say how they agree; "
+                f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say "
+                "how they agree; "
                 'set it, for example to "all-reduce"'
             )
         if self.kind == "local-sgd" and self.delay:
             raise ValueError(
-                'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap instead'
+                'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap '
+                "instead"
             )
         if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
             raise ValueError(
-                'data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "local-sgd", not '
+                "data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "
+                '"local-sgd", not '
                 f"{self.kind!r}: leave them out"
             )
         if self.fragments > self.inner_steps:
             raise ValueError(
-                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of the "
+                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of "
+                "the "
                 f"data_parallel.inner_steps {self.inner_steps}"
             )
         if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
             raise ValueError(
-                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and data_parallel.wire "none" '
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
+                'data_parallel.wire "none" '
                 f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
             )
         served = self.kind == "parameter-server"
         if not served and (self.address or self.staleness or self.servers != "one"):
             raise ValueError(
-                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with data_parallel.kind "
+                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
+                "data_parallel.kind "
                 f'"parameter-server", not with "{self.kind}"'
             )
         if served and self.delay:

@@ -12,9 +12,9 @@ def _gpt(
     return sizes | {"context": context, "vocab_size": vocab_size}
 
 
-# BERT as Megatron's published tables size it, with the words of Devlin et al. 2019; GPT-2 and GPT-3 as their papers do
-# (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of the published tables); and table 1 of
-# Narayanan et al. 2021.
+# BERT as Megatron's published tables size it, with the words of Devlin et al. 2019; GPT-2 and GPT-3
+# as their papers do (Radford et al. 2019, Brown et al. 2020; the latter's 24 heads as the 16 of the
+# published tables); and table 1 of Narayanan et al. 2021.
 PRESETS = {
     "bert-345m": _gpt(24, 1024, 16, 512, 30522) | {"layers": "bert"},
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
@@ -33,7 +33,8 @@ PRESETS = {
 
 
 def filled(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `[model]`, with what a preset says of those that are not given; a BERT's embeddings are tied.
+    """The keys of `[model]`, with what a preset says of those that are not given; a BERT's
+    embeddings are tied.
 
     Raises `ValueError` for a preset that is not known.
     """

@@ -1,4 +1,5 @@
-"""Who is there: joining, addresses, gathers, heartbeats, aborts and clock offsets of the ranks of one run.
+"""Who is there: joining, addresses, gathers, heartbeats, aborts and clock offsets of the ranks of
+one run.
 
 base.py      the contract that a run talks to, and `Gathered`, a gather under way
 client.py    `Coordinator`: a rank's side of the stream

@@ -22,7 +22,9 @@ class Gathered:
         return self.parts.done()
 
     def wait(self, timeout_s: float) -> tuple[bytes, ...]:
-        """All parts, by rank. Raises `RunAborted`, or after `timeout_s` `RunError` naming who has not arrived."""
+        """All parts, by rank. Raises `RunAborted`, or after `timeout_s` `RunError` naming who has
+        not arrived.
+        """
         try:
             return self.parts.result(timeout_s)
         except TimeoutError:
@@ -61,20 +63,26 @@ class Coordination(Protocol):
         """Wait until all ranks are here; raises as `Gathered.wait` does."""
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
-        """End the run for all ranks; returns what all of them are told, which names the first cause.
+        """End the run for all ranks; returns what all of them are told, which names the first
+        cause.
 
-        `symptom` marks a report that only noticed somebody else's end (`PeerLost`, `TransferTimeout`): the
-        coordinator waits a moment for the cause itself, a lost process or its own report, and prefers that.
+        `symptom` marks a report that only noticed somebody else's end (`PeerLost`,
+        `TransferTimeout`): the coordinator waits a moment for the cause itself, a lost process or
+        its own report, and prefers that.
         """
 
     def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
         """Call `callback` once, from some thread, when the run aborts; at once if it has."""
 
     def upload(self, kind: str, payload: bytes) -> None:
-        """Queue `payload` for the server's `on_upload`; all of it is there before `leave` returns."""
+        """Queue `payload` for the server's `on_upload`; all of it is there before `leave`
+        returns.
+        """
 
     def leave(self) -> None:
         """Say goodbye: from here on this rank is not missed. Closes."""
 
     def close(self) -> None:
-        """Stop all threads. Without `leave`, the coordinator takes this rank for lost. Safe to call twice."""
+        """Stop all threads. Without `leave`, the coordinator takes this rank for lost. Safe to call
+        twice.
+        """

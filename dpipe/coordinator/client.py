@@ -99,11 +99,13 @@ class Coordinator:
         heartbeat_s: float = 8.0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> "Coordinator":
-        """Meet the other ranks at `address` (`host:port`): wait for the coordinator to come up, then for all ranks.
+        """Meet the other ranks at `address` (`host:port`): wait for the coordinator to come up,
+        then for all ranks.
 
-        `shared` is what all ranks must agree on; `advertised` is where others reach this one; `on_wait` hears, from
-        some thread, for what this rank waits. Raises `JoinError` when the ranks are not together after `join_s`, and
-        at once when this rank, or another one, is refused.
+        `shared` is what all ranks must agree on; `advertised` is where others reach this one;
+        `on_wait` hears, from some thread, for what this rank waits. Raises `JoinError` when the
+        ranks are not together after `join_s`, and at once when this rank, or another one, is
+        refused.
         """
         text = json.dumps(shared, sort_keys=True)
         join = pb.Join(
@@ -152,7 +154,9 @@ class Coordinator:
 
     @property
     def clock_offset_ns(self) -> int:
-        """As the fastest of the last round trips saw it (Mills 1991); heartbeats keep it fresh, for clocks drift."""
+        """As the fastest of the last round trips saw it (Mills 1991); heartbeats keep it fresh, for
+        clocks drift.
+        """
         return min(self._clock.copy())[1]
 
     def gather(self, key: str, payload: bytes) -> Gathered:
@@ -160,7 +164,8 @@ class Coordinator:
         with self._lock:
             if key in self._gathers:
                 raise ValueError(
-                    f"rank {self.rank} has already given its part of {key!r}, which is still under way"
+                    f"rank {self.rank} has already given its part of {key!r}, which is still under "
+                    "way"
                 )
             self._gathers[key] = gathered
             over = self._over
@@ -217,12 +222,15 @@ class Coordinator:
     def _send(self, message: pb.ToCoordinator) -> None:
         if message.ByteSize() >= MAX_BYTES:
             raise ValueError(
-                f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is {MAX_BYTES}"
+                f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is "
+                f"{MAX_BYTES}"
             )
         self._outbox.put(message)
 
     def _outgoing(self) -> Iterator[bytes]:
-        """What this rank says, and a ping a few times a heartbeat: also the watch over a coordinator that is silent."""
+        """What this rank says, and a ping a few times a heartbeat: also the watch over a
+        coordinator that is silent.
+        """
         interval_s = self._heartbeat_s / 4
         ping_at = time.monotonic() + interval_s
         while True:
@@ -298,7 +306,9 @@ class Coordinator:
         return RunAborted(f"lost the coordinator (rank 0 at {self._address})")
 
     def _end(self, error: RunAborted) -> None:
-        """The run is over for this rank; the first reason stays. Everything that waits raises it."""
+        """The run is over for this rank; the first reason stays. Everything that waits raises
+        it.
+        """
         with self._lock:
             if self._over:
                 return
@@ -332,7 +342,9 @@ def _settle(future: Future[T], result: T | None = None, *, error: Exception | No
 
 
 def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, for what is true for a while: the same text again after `_AGAIN_S`, whatever else is said in between."""
+    """`say`, for what is true for a while: the same text again after `_AGAIN_S`, whatever else is
+    said in between.
+    """
     said_at: dict[str, float] = {}
 
     def say_news(text: str) -> None:
@@ -345,7 +357,9 @@ def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
-    """Why a stream ended before the coordinator said a word: for good, or because it is not there yet."""
+    """Why a stream ended before the coordinator said a word: for good, or because it is not there
+    yet.
+    """
     reason = re.sub(r"^(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?", "", details.rpartition("last error: ")[2])
     match code:
         case grpc.StatusCode.UNAUTHENTICATED:
@@ -358,14 +372,17 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
             "ssl" in reason.lower() or "certificate" in reason.lower()
         ):
             return JoinError(
-                f"no secure connection to the coordinator at {address}: {reason}; check that node.tls_cert, "
-                "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on none"
+                f"no secure connection to the coordinator at {address}: {reason}; check that "
+                "node.tls_cert, "
+                "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on "
+                "none"
             )
         case grpc.StatusCode.UNAVAILABLE if (
             "Socket closed" in reason
         ):  # for good, or a tunnel that is up too early
             return _NotThere(
-                "something listens there and hangs up; are node.tls_cert, node.tls_key and node.tls_ca set on both "
+                "something listens there and hangs up; are node.tls_cert, node.tls_key and "
+                "node.tls_ca set on both "
                 "sides, from one authority?"
             )
         case grpc.StatusCode.CANCELLED:
@@ -376,6 +393,7 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
 
 def _nobody(address: str, join_s: float, why: str) -> JoinError:
     return JoinError(
-        f"no coordinator at {address} after {join_s:g} s ({why}); check the address, that rank 0 is up, that its "
+        f"no coordinator at {address} after {join_s:g} s ({why}); check the address, that rank 0 "
+        "is up, that its "
         "node.bind can be reached from here, and the firewall"
     )

@@ -1,11 +1,13 @@
-"""What the coordinator decides: who may join, when a gather is whole, who is lost, which cause wins.
+"""What the coordinator decides: who may join, when a gather is whole, who is lost, which cause
+wins.
 
     joining ──all are here──▶ running ──────all left──────▶ (empty)
        │                         │
        └── refused, lost, late ──┴── failed, lost ──▶ over: everybody hears the same reason
 
-Policy only: the server brings the streams, the lock and the clock (`now` is `time.monotonic()` seconds), and calls one
-method at a time. Members are told by calling their `tell`; `None` ends their stream.
+Policy only: the server brings the streams, the lock and the clock (`now` is `time.monotonic()`
+seconds), and calls one method at a time. Members are told by calling their `tell`; `None` ends
+their stream.
 """
 
 import json
@@ -82,7 +84,9 @@ class Membership:
     # Joining
 
     def join(self, join: pb.Join, peer: str, tell: Tell, now: float) -> Member | None:
-        """Admit a rank, or tell it why not. Whatever keeps one rank out while the others wait ends the run for all."""
+        """Admit a rank, or tell it why not. Whatever keeps one rank out while the others wait ends
+        the run for all.
+        """
         reason = self._over or self._objection(join)
         if reason is None:
             member = Member(join, peer, tell, now)
@@ -124,7 +128,9 @@ class Membership:
             self._tell_all(pb.FromCoordinator(welcome=pb.Welcome(addresses=addresses)))
 
     def _difference(self) -> str | None:
-        """How members' configurations differ from rank 0's, once rank 0 is here. It does not matter who came first."""
+        """How members' configurations differ from rank 0's, once rank 0 is here. It does not matter
+        who came first.
+        """
         if 0 not in self.members:
             return None
         reference = self.members[0].shared
@@ -156,7 +162,9 @@ class Membership:
     # Ending
 
     def failure(self, member: Member, failure: pb.Failure, now: float) -> None:
-        """A cause ends the run at once; a symptom only if no cause shows up within `SYMPTOM_GRACE_S`."""
+        """A cause ends the run at once; a symptom only if no cause shows up within
+        `SYMPTOM_GRACE_S`.
+        """
         reason = f"rank {member.rank} failed: {failure.reason}"
         if not failure.symptom:
             self.end(reason)
@@ -169,7 +177,9 @@ class Membership:
             self.end(f"lost {member}: {why}")
 
     def tick(self, now: float) -> None:
-        """What time alone brings about. Call it a few times a heartbeat, and within `SYMPTOM_GRACE_S`."""
+        """What time alone brings about. Call it a few times a heartbeat, and within
+        `SYMPTOM_GRACE_S`.
+        """
         if (
             now - self._ticked_at > self._heartbeat_s / 2
         ):  # this process itself was stopped: their words wait unread

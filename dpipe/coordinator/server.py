@@ -1,4 +1,5 @@
-"""`CoordinatorServer`: the streams of all ranks around one `Membership`; it lives in rank 0's process.
+"""`CoordinatorServer`: the streams of all ranks around one `Membership`; it lives in rank 0's
+process.
 
 rank 1 ══stream══ reader thread ──┐  one lock   ┌── outbox ── writer (gRPC's thread) ══stream══ rank 1
 rank 2 ══stream══ reader thread ──┼─▶ Membership ──┼── outbox ── writer                 ══stream══ rank 2
@@ -15,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.frame import METHOD, assemble, cut
-from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Membership, Member, host_of
+from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Member, Membership, host_of
 from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
@@ -28,13 +29,16 @@ _STOP_S = 2.0
 
 
 class CoordinatorServer:
-    """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it cannot bind.
+    """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it
+    cannot bind.
 
-    It must be closed, also after an error: Python waits at its end for the threads of streams that are still open.
+    It must be closed, also after an error: Python waits at its end for the threads of streams that
+    are still open.
 
-    `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream breaks, which a killed
-    process's does at once, or when nothing came from it for `heartbeat_s`. `on_upload(rank, kind, payload)` is called
-    from a thread of that rank, in the order of its uploads; if it raises, the run ends and says so.
+    `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream
+    breaks, which a killed process's does at once, or when nothing came from it for `heartbeat_s`.
+    `on_upload(rank, kind, payload)` is called from a thread of that rank, in the order of its
+    uploads; if it raises, the run ends and says so.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class CoordinatorServer:
         self._clock.start()
 
     def close(self, wait_s: float = 5.0) -> None:
-        """Stop listening. Gives ranks that are about to leave, or to hear of an abort, `wait_s` to do so first."""
+        """Stop listening. Gives ranks that are about to leave, or to hear of an abort, `wait_s` to
+        do so first.
+        """
         with self._lock:
             if not self._meeting.complete:
                 self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
@@ -110,7 +116,8 @@ class CoordinatorServer:
             self._readers = {other for other in self._readers if other.is_alive()} | {reader}
             reader.start()
         try:
-            # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and says so here.
+            # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and
+            # says so here.
             while (message := outbox.get()) is not None:
                 yield from cut(message)
         finally:
@@ -135,7 +142,9 @@ class CoordinatorServer:
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
-        """One message. Clock and uploads stay outside the lock: the one is in a hurry, the other may be slow."""
+        """One message. Clock and uploads stay outside the lock: the one is in a hurry, the other
+        may be slow.
+        """
         kind = message.WhichOneof("kind")
         if kind == "ping":
             pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())

@@ -6,7 +6,8 @@
     types      0    0 ...                  0    1 ...                                         1
     targets    0: B follows A, 1: it does not; then each word that was masked out, IGNORED for all others
 
-A sequence is a function of (seed, step, its number in the batch): how many replicas share a batch changes none.
+A sequence is a function of (seed, step, its number in the batch): how many replicas share a batch
+changes none.
 """
 
 from collections.abc import Iterable
@@ -34,7 +35,8 @@ _PLACES = 64  # of a text that are looked at before it is taken
 
 
 class SentenceTokenizer(FileTokenizer):
-    """A `tokenizer.json` with BERT's marks, by lines: a sentence's pieces and [SEP], for a blank line [SEP] alone.
+    """A `tokenizer.json` with BERT's marks, by lines: a sentence's pieces and [SEP], for a blank
+    line [SEP] alone.
 
     Raises `DataError` naming the marks that are missing.
     """
@@ -42,13 +44,15 @@ class SentenceTokenizer(FileTokenizer):
     def __init__(self, path: str) -> None:
         if path == "bytes":
             raise DataError(
-                f'data.tokenizer "bytes" has no {" ".join(_MARKS)}, which BERT needs; {_HOW_TO_TOKENISE}'
+                f'data.tokenizer "bytes" has no {" ".join(_MARKS)}, which BERT needs; '
+                f"{_HOW_TO_TOKENISE}"
             )
         super().__init__(path)
         ids = {mark: self._pieces.token_to_id(mark) for mark in _MARKS}
         if missing := [mark for mark, number in ids.items() if number is None]:
             raise DataError(
-                f"data.tokenizer {path} has no {' '.join(missing)}, which BERT needs; {_HOW_TO_TOKENISE}"
+                f"data.tokenizer {path} has no {' '.join(missing)}, which BERT needs; "
+                f"{_HOW_TO_TOKENISE}"
             )
         self.first, self.separator, self.masked = (
             number for number in ids.values() if number is not None
@@ -73,7 +77,9 @@ _HOW_TO_TOKENISE = "give a WordPiece tokenizer.json, such as scripts/bert_text.p
 
 
 class _Draws:
-    """The random numbers of one sequence, straight from Philox (Salmon et al. 2011): no numpy changes them."""
+    """The random numbers of one sequence, straight from Philox (Salmon et al. 2011): no numpy
+    changes them.
+    """
 
     def __init__(self, key: int, *counter: int) -> None:
         self._philox = np.random.Philox(key=key % 2**64, counter=[0, *counter])
@@ -97,22 +103,29 @@ class SentencePairs:
     context: int
 
     def training(self, seed: int, step: int, numbers: Iterable[int]) -> Sequences:
-        """Tokens and types [B, T], int64, lengths [B], int32; targets [B, T], int64. `numbers` count in the batch."""
+        """Tokens and types [B, T], int64, lengths [B], int32; targets [B, T], int64. `numbers`
+        count in the batch.
+        """
         return self._stacked(
             self._sequence("train", _Draws(seed, number, step, 0)) for number in numbers
         )
 
     def held_out(self, numbers: Iterable[int]) -> Sequences:
-        """As `training`, from the held-out text, without a seed: every run is judged by the same."""
+        """As `training`, from the held-out text, without a seed: every run is judged by the
+        same.
+        """
         return self._stacked(
             self._sequence("held_out", _Draws(0, number, 0, 1)) for number in numbers
         )
 
     def check(self, *, need_held_out: bool) -> None:
-        """Raises `DataError` for a part that is too short, and for a text where hardly a sentence follows another."""
+        """Raises `DataError` for a part that is too short, and for a text where hardly a sentence
+        follows another.
+        """
         if self.context < _FRAME + 2:
             raise DataError(
-                f"model.context {self.context} holds no two passages and their {_FRAME} marks; raise it to {_FRAME + 2}"
+                f"model.context {self.context} holds no two passages and their {_FRAME} marks; "
+                f"raise it to {_FRAME + 2}"
             )
         parts: list[Split] = ["train", "held_out"] if need_held_out else ["train"]
         for part in parts:
@@ -122,15 +135,18 @@ class SentencePairs:
         start, stop = self._range(part)
         if stop - start <= (reach := _REACH * self.context):
             raise DataError(
-                f"the {_CALLED[part]} text has {stop - start} tokens, BERT with model.context {self.context} needs "
+                f"the {_CALLED[part]} text has {stop - start} tokens, BERT with model.context "
+                f"{self.context} needs "
                 f"more than {reach}; give more text, lower model.context, or change data.held_out"
             )
         places = np.linspace(start, stop - reach, _PLACES).astype(np.int64)
         pairs = sum(len(self._sentences(int(place))) > 1 for place in places)
         if 10 * pairs < _PLACES:
             raise DataError(
-                f"of {_PLACES} places in the {_CALLED[part]} text only {pairs} have a sentence that follows another, "
-                "which BERT learns from; write one sentence a line and a blank line between documents, as "
+                f"of {_PLACES} places in the {_CALLED[part]} text only {pairs} have a sentence "
+                "that follows another, "
+                "which BERT learns from; write one sentence a line and a blank line between "
+                "documents, as "
                 "scripts/bert_text.py does"
             )
 
@@ -139,7 +155,9 @@ class SentencePairs:
         return ends[:2] if part == "train" else ends[1:]
 
     def _sentences(self, place: int) -> list[NDArray[Any]]:
-        """Those that begin behind `place`, as far as their document goes; what is there, of a sentence without end."""
+        """Those that begin behind `place`, as far as their document goes; what is there, of a
+        sentence without end.
+        """
         window = self.corpus.tokens[place : place + _REACH * self.context]
         ends = np.flatnonzero(window == self.tokenizer.separator)
         between = (window[before + 1 : end] for before, end in pairwise(ends))
@@ -151,7 +169,9 @@ class SentencePairs:
         return self._sentences(start + draws.below(stop - start - _REACH * self.context))
 
     def _passages(self, part: Split, draws: _Draws) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """A, B and whether B is from elsewhere; together mostly as long as fits, one in ten is shorter."""
+        """A, B and whether B is from elsewhere; together mostly as long as fits, one in ten is
+        shorter.
+        """
         most = self.context - _FRAME
         length = most if draws.below(10) else 2 + draws.below(most - 1)
         sentences = self._somewhere(part, draws)
@@ -184,7 +204,8 @@ class SentencePairs:
         words = np.r_[1 : seam - 1, seam : length - 1]
         chosen = draws.some_of(words, max(1, round(_MASKED_SHARE * length)))
         targets[chosen] = tokens[chosen]
-        # Of ten words that are to be found eight are masked, one is any other, and one stays as it is.
+        # Of ten words that are to be found eight are masked, one is any other, and one stays as it
+        # is.
         fate = draws.all_below(10, len(chosen))
         others = draws.all_below(marks.vocab_size, len(chosen))
         tokens[chosen] = np.select(

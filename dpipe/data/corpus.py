@@ -1,9 +1,11 @@
-"""Text to tokens to batches. A batch is a function of (seed, step, replica): ranks agree on it without talking.
+"""Text to tokens to batches. A batch is a function of (seed, step, replica): ranks agree on it
+without talking.
 
     files ──sorted, joined──> text ──tokenizer──> CACHE/<digest>/tokens.bin    [ training ... | held out ]
                                                                  corpus.json   counts, bytes, entropy
 
-The folder's name is a digest of the text and of all that shaped the tokens, so it is never stale and never rewritten.
+The folder's name is a digest of the text and of all that shaped the tokens, so it is never stale
+and never rewritten.
 """
 
 import glob
@@ -30,12 +32,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 _FORMAT = "dpipe-corpus-1"
 _PIECE = 1 << 20  # characters that a tokenizer is given at once
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples spread evenly for any number of them
+# 2^64 over the golden ratio: its multiples spread evenly for any number of them
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a text besides its tokens; `bigram_bits` is the entropy of a byte given the one before."""
+    """What is known of a text besides its tokens; `bigram_bits` is the entropy of a byte given the
+    one before.
+    """
 
     num_tokens: int
     num_train_tokens: int
@@ -71,29 +76,37 @@ class Corpus:
         return self.tokenizer.decode(ids)
 
     def check_length(self, context: int, *, need_held_out: bool) -> None:
-        """Raises `DataError` where a part cannot fill one window of `context` tokens and the token that follows."""
+        """Raises `DataError` where a part cannot fill one window of `context` tokens and the token
+        that follows.
+        """
         if self.num_train_tokens <= context:
             raise DataError(
-                f"the training text has {self.num_train_tokens} tokens, model.context {context} needs {context + 1}; "
+                f"the training text has {self.num_train_tokens} tokens, model.context {context} "
+                f"needs {context + 1}; "
                 "give more text or lower model.context"
             )
         if need_held_out and self.num_held_out_tokens <= context:
             raise DataError(
-                f"the held-out text has {self.num_held_out_tokens} tokens, model.context {context} needs "
+                f"the held-out text has {self.num_held_out_tokens} tokens, model.context {context} "
+                "needs "
                 f"{context + 1}; raise data.held_out, give more text, or unset train.eval_every"
             )
 
     def batch(self, seed: int, step: int, replica: int, batch_size: int, context: int) -> Batch:
-        """Inputs and targets [B, T], int64: windows from anywhere in the training text, targets one token on.
+        """Inputs and targets [B, T], int64: windows from anywhere in the training text, targets one
+        token on.
 
-        Philox (Salmon et al. 2011) is counter-based: `seed` is its key, (step, replica) the high words of its counter.
+        Philox (Salmon et al. 2011) is counter-based: `seed` is its key, (step, replica) the high
+        words of its counter.
         """
         philox = np.random.Philox(key=seed % 2**64, counter=[0, 0, step, replica])
         starts = philox.random_raw(batch_size) % np.uint64(self.num_train_tokens - context)
         return self._windows(starts.astype(np.int64), context)
 
     def held_out_batch(self, index: int, batch_size: int, context: int) -> Batch:
-        """As `batch`, from the held-out text; however many batches are taken, their windows spread over all of it."""
+        """As `batch`, from the held-out text; however many batches are taken, their windows spread
+        over all of it.
+        """
         numbers = range(index * batch_size, (index + 1) * batch_size)
         span = self.num_held_out_tokens - context
         starts = [self.num_train_tokens + (n * _GOLDEN % 2**64 * span >> 64) for n in numbers]
@@ -124,14 +137,15 @@ def prepare(
     accept: Callable[[Corpus], None] = lambda corpus: None,
     between: bytes = b"\n",
 ) -> Corpus:
-    """The text of `files` as tokens, from the cache or into it; the last `held_out` share of it is held out.
+    """The text of `files` as tokens, from the cache or into it; the last `held_out` share of it is
+    held out.
 
-    A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed package. `accept`
-    sees the corpus before anything is written and may raise. `between` is put between files. Several processes may
-    prepare one text at once.
+    A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed
+    package. `accept` sees the corpus before anything is written and may raise. `between` is put
+    between files. Several processes may prepare one text at once.
 
-    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache that cannot be
-    written, and text of which the tokenizer makes no token.
+    Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache
+    that cannot be written, and text of which the tokenizer makes no token.
     """
     paths = find_files(files)
     text = between.join(path.read_bytes() for path in paths)
@@ -173,7 +187,8 @@ def _package_folder(package: str, pattern: str) -> Path:
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            f"data.files {pattern!r}: no package {package!r} is installed; try pip install {package}"
+            f"data.files {pattern!r}: no package {package!r} is installed; try pip install "
+            f"{package}"
         )
     return Path(spec.submodule_search_locations[0])
 
@@ -241,7 +256,9 @@ def _bigram_bits(text: str) -> float:
 
 
 def _store(corpus: Corpus, folder: Path) -> None:
-    """Under a temporary name, synced, renamed: a folder that is there is whole, whoever wrote it."""
+    """Under a temporary name, synced, renamed: a folder that is there is whole, whoever wrote
+    it.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))

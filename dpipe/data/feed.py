@@ -1,4 +1,6 @@
-"""What a step is fed with: a function of (seed, step, replica), so that first and last rank agree without talking."""
+"""What a step is fed with: a function of (seed, step, replica), so that first and last rank agree
+without talking.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ class Feed(Protocol):
 class TextFeed:
     """Micro-batches of token windows [B, T] and the tokens that follow them.
 
-    A replica takes its share of the batch that one process would have: how many there are changes no sequence.
+    A replica takes its share of the batch that one process would have: how many there are changes
+    no sequence.
     """
 
     corpus: Corpus
@@ -46,7 +49,9 @@ class TextFeed:
 
 @dataclass(frozen=True)
 class PairFeed:
-    """Micro-batches of what BERT reads. A replica makes the sequences of its own share of the batch alone."""
+    """Micro-batches of what BERT reads. A replica makes the sequences of its own share of the batch
+    alone.
+    """
 
     pairs: SentencePairs
     train: Train

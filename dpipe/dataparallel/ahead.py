@@ -3,10 +3,11 @@
     agreed       w(t) --------- gradient t, the mean, a step late ---------> w(t + 1)
     step t + 1    `-- gradient t, of this replica alone --> computes here
 
-With a step's delay gradient t + 1 would be taken at w(t), and momentum carries what it is wrong by on and on: AdamW at
-(0.9, 0.95) is then as stable as it was at a thirtieth of the learning rate. A replica's own gradient is here at once,
-and differs from the mean by noise alone, which ends with the step: nothing of it is agreed on. (ACCO, Nabli et al.
-2024, computes at an estimate of the next parameters too; SpecTrain, Chen et al. 2018, predicts from momentum alone.)
+With a step's delay gradient t + 1 would be taken at w(t), and momentum carries what it is wrong by
+on and on: AdamW at (0.9, 0.95) is then as stable as it was at a thirtieth of the learning rate. A
+replica's own gradient is here at once, and differs from the mean by noise alone, which ends with
+the step: nothing of it is agreed on. (ACCO, Nabli et al. 2024, computes at an estimate of the next
+parameters too; SpecTrain, Chen et al. 2018, predicts from momentum alone.)
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ _OWN, _MEAN = (
 
 
 class Ahead:
-    """Takes what `optimizer` steps a step ahead of the agreement, and back. `mark` tells the replicas' gradients apart
-    in a checkpoint, where each has one of the same parameters."""
+    """Takes what `optimizer` steps a step ahead of the agreement, and back. `mark` tells the
+    replicas' gradients apart in a checkpoint, where each has one of the same parameters.
+    """
 
     def __init__(self, optimizer: Optimizer, mark: str = "") -> None:
         self._optimizer, self._mark = optimizer, mark

@@ -27,7 +27,8 @@ class Averaging(Protocol):
 
 
 class AllReduce:
-    """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed (`ahead.py`).
+    """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed
+    (`ahead.py`).
 
     Replica 0 speaks for all: between steps they hold the same, to the last bit.
     """
@@ -114,7 +115,9 @@ class AllReduce:
         self._flights.close()
 
     def _show_average(self, stage: int) -> bool:
-        """Let the optimizer see the average in place of this replica's own gradient; false where none has come yet."""
+        """Let the optimizer see the average in place of this replica's own gradient; false where
+        none has come yet.
+        """
         flight, row = self._flights.due(stage), self._rows[stage]
         for index, parameter in enumerate(row.parameters if flight is not None else ()):
             parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here

@@ -3,7 +3,8 @@
     start(1) --> [ exchange of stage 1 ][ exchange of stage 0 ]            in the order of start(), on every replica
     start(0) -----------'                                     `--> wait() report() step()
 
-With `lag` 1 a step uses the exchange that began one step earlier, which has had that long to come (one-step delay):
+With `lag` 1 a step uses the exchange that began one step earlier, which has had that long to come
+(one-step delay):
 
     gradients of step   t - 1        t          t + 1
     exchanged           [---------][---------][---------]
@@ -37,7 +38,9 @@ class Flight:
 
 
 class Flights:
-    """`rows` says by stage what is exchanged. `fail` is called with what went wrong, from the thread."""
+    """`rows` says by stage what is exchanged. `fail` is called with what went wrong, from the
+    thread.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class Flights:
     def begin(
         self, stage: int, loss_scale: float, exchange: Exchange, gradients: Gradients | None = None
     ) -> None:
-        """Exchange `gradients`, or those of `stage` as they are now, without their loss scale; returns at once."""
+        """Exchange `gradients`, or those of `stage` as they are now, without their loss scale;
+        returns at once.
+        """
         row = self.borrow(stage)
         flight = Flight(row, Future())
         gradients = self._rows[stage].gradients() if gradients is None else gradients
@@ -79,7 +84,8 @@ class Flights:
     def due(self, stage: int) -> Flight | None:
         """The flight that this step uses, landed; None in the first steps, as many as the lag.
 
-        Raises what went wrong with it. It has no deadline of its own: each message that it waits for has one.
+        Raises what went wrong with it. It has no deadline of its own: each message that it waits
+        for has one.
         """
         flying = self._flying[stage]
         if len(flying) <= self.lag:
@@ -140,7 +146,9 @@ class Flights:
         return torch.empty(self._rows[stage].length, device=self._device)
 
     def _filling(self, stage: int, flight: Flight, gradients: Gradients, factor: float) -> Ready:
-        """Copies a piece of the gradients into the row when its turn comes, and sees whether it is finite."""
+        """Copies a piece of the gradients into the row when its turn comes, and sees whether it is
+        finite.
+        """
         row = self._rows[stage]
 
         def ready(piece: slice) -> None:

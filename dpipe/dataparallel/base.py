@@ -1,4 +1,5 @@
-"""The contract of keeping the replicas of a rank's stages in agreement, and what it asks of the rooms beside it.
+"""The contract of keeping the replicas of a rank's stages in agreement, and what it asks of the
+rooms beside it.
 
 What each kind does when. "average" is the gradient's mean over replicas; |..|^2 its squared norm, for clipping.
 
@@ -14,9 +15,10 @@ What each kind does when. "average" is the gradient's mean over replicas; |..|^2
                                                 of this   of replica    outer step begins         are here
                                                 replica
 
-`report` goes into the ballot that all ranks cast (`engine/update.py`); the verdict on it is the `factor`. With a step's
-delay (all-reduce, sharded) the gradient that has come is that of the step before, and from `begin` to `step` parameters
-are where this replica's own gradient leads (`ahead.py`); between steps they are what all agree on.
+`report` goes into the ballot that all ranks cast (`engine/update.py`); the verdict on it is the
+`factor`. With a step's delay (all-reduce, sharded) the gradient that has come is that of the step
+before, and from `begin` to `step` parameters are where this replica's own gradient leads
+(`ahead.py`); between steps they are what all agree on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +45,10 @@ class Layers(Protocol):
 class Report:
     """What a rank says of the gradient of its stages.
 
-    `squares[layer]` is its part of the squared norm of the gradient that the step will take, loss scale taken out:
-    the parts of all ranks add up (see `DataParallel.independent`). `bad` names a parameter whose gradient is not
-    finite on this rank alone, before any exchange; None where all are.
+    `squares[layer]` is its part of the squared norm of the gradient that the step will take, loss
+    scale taken out: the parts of all ranks add up (see `DataParallel.independent`). `bad` names a
+    parameter whose gradient is not finite on this rank alone, before any exchange; None where all
+    are.
     """
 
     squares: Mapping[int, float] = field(default_factory=dict)
@@ -65,7 +68,9 @@ class Moved(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One message of an exchange for `stage`, to `peer` or `received` from it: a rank, or the parameter server."""
+    """One message of an exchange for `stage`, to `peer` or `received` from it: a rank, or the
+    parameter server.
+    """
 
     stage: int
     peer: int | str
@@ -74,7 +79,8 @@ class Traffic:
 
 
 class DataParallel(Protocol):
-    """Keeps the replicas of this rank's stages in agreement, and holds their optimizer. Used by one thread.
+    """Keeps the replicas of this rank's stages in agreement, and holds their optimizer. Used by one
+    thread.
 
     One step, on a rank with stages 0 and 1:
 
@@ -86,19 +92,25 @@ class DataParallel(Protocol):
         next 0F0                            finish(0)           before the first use of its parameters
         next 1F0                            finish(1)
 
-    What goes wrong in the background is raised by the next call that waits, and fails the links so that nobody else
-    waits in vain. Until `step` nothing that must last has changed.
+    What goes wrong in the background is raised by the next call that waits, and fails the links so
+    that nobody else waits in vain. Until `step` nothing that must last has changed.
     """
 
     @property
     def independent(self) -> bool:
-        """Whether each replica steps by a gradient of its own: then the norm is over its own ranks alone."""
+        """Whether each replica steps by a gradient of its own: then the norm is over its own ranks
+        alone.
+        """
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
-        """A step begins. Gradients will be multiplied by `loss_scale`; what this object gives on is without it."""
+        """A step begins. Gradients will be multiplied by `loss_scale`; what this object gives on is
+        without it.
+        """
 
     def start(self, stage: int) -> None:
-        """The gradients of `stage` are final (REDUCE_GRAD): begin to exchange them. Never blocks for long."""
+        """The gradients of `stage` are final (REDUCE_GRAD): begin to exchange them. Never blocks
+        for long.
+        """
 
     def wait(self) -> None:
         """Block until `report` can answer; called once all stages have started."""
@@ -107,7 +119,9 @@ class DataParallel(Protocol):
         """For this rank's ballot; `squares` only where `measure`."""
 
     def step(self, stage: int, factor: float | None) -> bool:
-        """Step by the agreed gradient times `factor`, or forget it where that is None; whether parameters change."""
+        """Step by the agreed gradient times `factor`, or forget it where that is None; whether
+        parameters change.
+        """
 
     def finish(self, stage: int) -> None:
         """Block until the parameters of `stage` are those after the last step."""
@@ -116,14 +130,18 @@ class DataParallel(Protocol):
         """The messages that were sent since the last call."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this rank keeps in a checkpoint, by layer-global names such as `layers.3.qkv.weight.exp_avg`.
+        """What this rank keeps in a checkpoint, by layer-global names such as
+        `layers.3.qkv.weight.exp_avg`.
 
-        A part of a parameter is named with its range in the flattened whole, `....exp_avg[0:512]`; the checkpoint puts
-        parts together, so that any number of replicas and any cut can go on from it.
+        A part of a parameter is named with its range in the flattened whole, `....exp_avg[0:512]`;
+        the checkpoint puts parts together, so that any number of replicas and any cut can go on
+        from it.
         """
 
     def restore(self, num_updates: int, moments: Moments) -> None:
-        """Go on after `num_updates` updates; `moments` holds whole tensors, of any shape with the right size."""
+        """Go on after `num_updates` updates; `moments` holds whole tensors, of any shape with the
+        right size.
+        """
 
     @property
     def optimizer_bytes(self) -> int:

@@ -1,16 +1,19 @@
-"""Runs the exchanges of `schedule/exchange.py` between replicas: part by part, each pair over its own link.
+"""Runs the exchanges of `schedule/exchange.py` between replicas: part by part, each pair over its
+own link.
 
     replica 0   a0 b0 c0        b0 -> 1, c0 -> 2      A = (a0 + a1 + a2) / 3     A -> 1, 2      A B C
     replica 1   a1 b1 c1        a1 -> 0, c1 -> 2      B = (b0 + b1 + b2) / 3     B -> 0, 2      A B C
     replica 2   a2 b2 c2        a2 -> 0, b2 -> 1      C = (c0 + c1 + c2) / 3     C -> 0, 1      A B C
                                 reduce-scatter                                   all-gather
 
-A ring (Patarasuk and Yuan 2009) moves the same bytes in 2 (R - 1) steps one behind the other, each of which waits out
-a link's delay; this takes two. A ring also adds in an order that differs from piece to piece, and a lossy wire rounds
-once a hop. Here the owner adds in replica order, so that the same inputs give the same bits, and each number is rounded
-once on its way in and once on its way out. The owner uses what it sent, rounded, itself: replicas stay equal to the
-last bit whatever the wire. It rounds its own share as those of the others come rounded, so that a mean is the same
-whoever owns it: the two copies of a tied weight lie at different places of their rows, and have to step alike.
+A ring (Patarasuk and Yuan 2009) moves the same bytes in 2 (R - 1) steps one behind the other, each
+of which waits out a link's delay; this takes two. A ring also adds in an order that differs from
+piece to piece, and a lossy wire rounds once a hop. Here the owner adds in replica order, so that
+the same inputs give the same bits, and each number is rounded once on its way in and once on its
+way out. The owner uses what it sent, rounded, itself: replicas stay equal to the last bit whatever
+the wire. It rounds its own share as those of the others come rounded, so that a mean is the same
+whoever owns it: the two copies of a tied weight lie at different places of their rows, and have to
+step alike.
 """
 
 from collections import deque
@@ -30,7 +33,9 @@ Ready = Callable[[slice], None]  # puts a piece of the row in its place, shortly
 
 
 class DirectExchange:
-    """One replica's end. `ranks[r]` is the rank of replica r; all of them make the same calls in the same order."""
+    """One replica's end. `ranks[r]` is the rank of replica r; all of them make the same calls in
+    the same order.
+    """
 
     device = torch.device("cpu")
 
@@ -96,7 +101,8 @@ class Leg(NamedTuple):
 
 
 class Plan:
-    """What one end of an exchange of a `row` [N] sends and gets, in order: worked out once, used at every step.
+    """What one end of an exchange of a `row` [N] sends and gets, in order: worked out once, used at
+    every step.
 
     Of empty pieces nobody speaks.
     """
@@ -130,7 +136,9 @@ def _with(role: Role, legs: Iterable[Leg]) -> list[Leg]:
 
 
 class _Buffers:
-    """Memory for what comes, used again and again: fresh pages cost as much as the bytes that fill them."""
+    """Memory for what comes, used again and again: fresh pages cost as much as the bytes that fill
+    them.
+    """
 
     def __init__(self) -> None:
         self._free: dict[TensorSpec, list[torch.Tensor]] = {}
@@ -144,7 +152,9 @@ class _Buffers:
 
 
 class _UnderWay:
-    """One exchange of one row. Of each link, `_WINDOW` messages are expected at a time: as much memory, and no more."""
+    """One exchange of one row. Of each link, `_WINDOW` messages are expected at a time: as much
+    memory, and no more.
+    """
 
     def __init__(
         self,
@@ -167,7 +177,9 @@ class _UnderWay:
         self._reduced = reduced
 
     def run(self, sends: Iterable[Leg], arrivals: Iterable[Leg]) -> list[Traffic]:
-        """Returns when everything has come and everything sent has left: until then the row is read from."""
+        """Returns when everything has come and everything sent has left: until then the row is read
+        from.
+        """
         for leg in arrivals:
             self._coming[leg.message.source].append(leg)
         for source in self._coming:
@@ -238,7 +250,9 @@ class _UnderWay:
         return self._wires[part]
 
     def _expect_next(self, source: int) -> None:
-        """Expect the next message of a link. An average comes straight into the row where it needs no decoding."""
+        """Expect the next message of a link. An average comes straight into the row where it needs
+        no decoding.
+        """
         if not self._coming[source]:
             return
         leg = self._coming[source].popleft()

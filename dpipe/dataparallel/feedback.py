@@ -1,11 +1,13 @@
-"""What an exchange puts on the wire: numbers as a codec writes them, with or without error feedback.
+"""What an exchange puts on the wire: numbers as a codec writes them, with or without error
+feedback.
 
     send     e = gradient + residual        wire = encode(e)        residual = e - decode(wire)
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what rounding took from this step's gradient is added to
-the next one's, so that it is late and not lost. Without it the error of int8 adds up over a run. What is owed is in no
-checkpoint, whose cut need not be that of the run which takes it up: a resumed run owes nothing at first, and its losses
-are near those of one that never stopped, not the same.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what rounding took from this step's
+gradient is added to the next one's, so that it is late and not lost. Without it the error of int8
+adds up over a run. What is owed is in no checkpoint, whose cut need not be that of the run which
+takes it up: a resumed run owes nothing at first, and its losses are near those of one that never
+stopped, not the same.
 """
 
 from typing import Protocol
@@ -19,7 +21,9 @@ Key = tuple[object, ...]
 
 
 class Wire(Protocol):
-    """How numbers look between replicas. `key` says which numbers of the model they are, in which direction."""
+    """How numbers look between replicas. `key` says which numbers of the model they are, in which
+    direction.
+    """
 
     @property
     def lossy(self) -> bool: ...
@@ -50,7 +54,9 @@ class PlainWire:
 
 
 class FeedbackWire(PlainWire):
-    """Keeps a residual for each key: in all as many numbers as the row that is exchanged, in fp32."""
+    """Keeps a residual for each key: in all as many numbers as the row that is exchanged, in
+    fp32.
+    """
 
     def __init__(self, coder: Codec) -> None:
         super().__init__(coder, lossy=True)
@@ -73,7 +79,9 @@ class FeedbackWire(PlainWire):
 
 
 def wire(name: str) -> Wire:
-    """The wire called `name`; raises `ValueError` on an unknown one. Only int8 rounds enough to need feedback."""
+    """The wire called `name`; raises `ValueError` on an unknown one. Only int8 rounds enough to
+    need feedback.
+    """
     return (
         FeedbackWire(codec(name))
         if name == "int8"

@@ -1,17 +1,18 @@
 """Replicas step by themselves and agree now and then (DiLoCo, Douillard et al. 2023).
 
-Each replica takes `inner_steps` H of AdamW from the same parameters, the anchor. Then the mean over replicas of
-(anchor - parameters) is the gradient of one outer step of SGD with Nesterov's momentum, which moves the anchor:
+Each replica takes `inner_steps` H of AdamW from the same parameters, the anchor. Then the mean over
+replicas of (anchor - parameters) is the gradient of one outer step of SGD with Nesterov's momentum,
+which moves the anchor:
 
     step            1   2  ..  H              H + 1 ..  2 H
     replica 0     --o---o--..--o-.   mean  .----o---..--o-.
     replica 1     --o---o--..--o--> of the --> -o---..--o-->        o  an inner step
                                  outer step
 
-With F fragments, each a part of every stage, they take turns H / F steps apart, and less is exchanged at once. With
-`overlap` the next step is computed meanwhile, and what a replica learns in it is kept on top of the outer step's result
-(Streaming DiLoCo, Douillard et al. 2025, which mixes the two). Without it replicas are bitwise equal after each outer
-step of all fragments.
+With F fragments, each a part of every stage, they take turns H / F steps apart, and less is
+exchanged at once. With `overlap` the next step is computed meanwhile, and what a replica learns in
+it is kept on top of the outer step's result (Streaming DiLoCo, Douillard et al. 2025, which mixes
+the two). Without it replicas are bitwise equal after each outer step of all fragments.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -39,9 +40,9 @@ class OuterSettings:
 class LocalSgd:
     """`averaging[f]` is that of fragment f: each remembers what its wire has rounded off.
 
-    A checkpoint has the parameters and moments of every replica under names such as `layers.3.qkv.weight.exp_avg@1`.
-    A replica that it does not know begins at the anchor, with the moments of replica 0. Of a weight with copies in two
-    stages, `tied` names those that are here.
+    A checkpoint has the parameters and moments of every replica under names such as
+    `layers.3.qkv.weight.exp_avg@1`. A replica that it does not know begins at the anchor, with the
+    moments of replica 0. Of a weight with copies in two stages, `tied` names those that are here.
     """
 
     independent = True
@@ -145,8 +146,9 @@ class LocalSgd:
 class Fragment:
     """The outer optimizer of some parameters of a stage, each as one row [N] of fp32.
 
-    `anchor` is where all replicas last agreed, `momentum` that of the outer step. Under way, `base` is what this
-    replica had when it left, and `difference` becomes the mean over replicas of anchor - base.
+    `anchor` is where all replicas last agreed, `momentum` that of the outer step. Under way, `base`
+    is what this replica had when it left, and `difference` becomes the mean over replicas of anchor
+    - base.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
@@ -218,7 +220,8 @@ class Fragment:
 def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) -> list[list[Named]]:
     """`named` in `count` runs of about the same number of values; there may be empty ones.
 
-    What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree at the same steps.
+    What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree
+    at the same steps.
     """
     total, before = sum(p.numel() for _, p in named), 0
     runs: list[list[Named]] = [[] for _ in range(count)]

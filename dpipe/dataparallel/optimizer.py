@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov and Hutter 2019) on whole parameters, or on the slices of them that one replica owns."""
+"""AdamW (Loshchilov and Hutter 2019) on whole parameters, or on the slices of them that one replica
+owns.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,14 +47,16 @@ class Slice:
 class Optimizer:
     """AdamW of one stage, or of the part of it that is here. Steps by `values.grad` of each slice.
 
-    Without `settings` nothing is learned: a replayed stage has bytes to exchange, and no arithmetic.
+    Without `settings` nothing is learned: a replayed stage has bytes to exchange, and no
+    arithmetic.
     """
 
     def __init__(
         self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool
     ) -> None:
         self.slices, self._whole, self._settings = slices, whole, settings
-        # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to gain.
+        # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to
+        # gain.
         self._fused = bool(slices) and slices[0].values.is_cuda
         self._adamw = (
             _adamw(slices, settings, self._fused) if slices and settings is not None else None
@@ -160,7 +164,9 @@ def adamw_step(
     learning_rate: float,
     weight_decay: float,
 ) -> None:
-    """Step `values` and their moments in place, as torch.optim.AdamW steps a whole parameter, to the last bit."""
+    """Step `values` and their moments in place, as torch.optim.AdamW steps a whole parameter, to
+    the last bit.
+    """
     adamw(
         [values],
         [gradient],

@@ -3,7 +3,8 @@
     row        [ layers.2.norm.weight | layers.2.qkv.weight ............ | layers.2.qkv.bias | layers.3 ... ]
     shards     [ replica 0's ........... | replica 1's ........... | replica 2's ........................... ]
 
-Each replica owns one shard: it adds it up (`schedule/exchange.py` says in which parts), and may hold its optimizer.
+Each replica owns one shard: it adds it up (`schedule/exchange.py` says in which parts), and may
+hold its optimizer.
 """
 
 from collections.abc import Iterator, Sequence

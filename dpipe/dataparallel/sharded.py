@@ -1,16 +1,18 @@
-"""Each replica holds the optimizer's state of one shard of its stages (ZeRO, Rajbhandari et al. 2020).
+"""Each replica holds the optimizer's state of one shard of its stages (ZeRO, Rajbhandari et al.
+2020).
 
     start(s)     reduce-scatter of the gradient         in the background
     report()     squared norm of the own shard
     step(s)      AdamW on the own shard; then all-gather of the parameters, in the background
     finish(s)    the other shards' parameters are here
 
-The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may be rounded on the
-wire; parameters never are, so that nothing is lost that the next step would have to make good.
+The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may
+be rounded on the wire; parameters never are, so that nothing is lost that the next step would have
+to make good.
 
-With a step's delay parameters are gathered when the next step begins, each shard a step ahead of what is agreed by its
-owner's own gradient (`ahead.py`): the same bytes, and all replicas compute at the same place. What comes between two
-steps, held-out losses and checkpoints, has what is agreed.
+With a step's delay parameters are gathered when the next step begins, each shard a step ahead of
+what is agreed by its owner's own gradient (`ahead.py`): the same bytes, and all replicas compute at
+the same place. What comes between two steps, held-out losses and checkpoints, has what is agreed.
 """
 
 from collections.abc import Collection, Mapping
@@ -134,7 +136,9 @@ class Sharded:
         self._flights.close()
 
     def _begin_held(self) -> None:
-        """Exchange the gradients of the step before, behind the parameters that this step waits for."""
+        """Exchange the gradients of the step before, behind the parameters that this step waits
+        for.
+        """
         for stage, gradients in self._held.items():
             self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter, gradients)
         self._held = {}

@@ -9,10 +9,12 @@ from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 
 
 class Single:
-    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which another rank counts.
+    """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which
+    another rank counts.
 
-    A parameter that no backward pass has reached steps as by zeros, which are what the other kinds exchange of it:
-    its moments fade and its weights decay, and it has taken as many updates as any other.
+    A parameter that no backward pass has reached steps as by zeros, which are what the other kinds
+    exchange of it: its moments fade and its weights decay, and it has taken as many updates as any
+    other.
     """
 
     independent = False

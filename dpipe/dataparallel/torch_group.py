@@ -1,11 +1,12 @@
 """A `torch.distributed` group between the replicas of a stage: gloo on CPU, NCCL between GPUs.
 
-For networks on which those are at home (NVLink, InfiniBand, a rack). Replicas stay equal to the last bit and a run
-repeats itself, but the order of the sum is the library's: not the bits of `exchange.DirectExchange`. From three
-replicas on it differs along a row, and so do the last bits of what the two copies of a tied weight step by. In fp32
-that is left so: both step by one sum, which does not feed on how far they are apart, and weight decay draws them
-together. They were 4e-8 apart, relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the
-configuration refuses it.
+For networks on which those are at home (NVLink, InfiniBand, a rack). Replicas stay equal to the
+last bit and a run repeats itself, but the order of the sum is the library's: not the bits of
+`exchange.DirectExchange`. From three replicas on it differs along a row, and so do the last bits of
+what the two copies of a tied weight step by. In fp32 that is left so: both step by one sum, which
+does not feed on how far they are apart, and weight decay draws them together. They were 4e-8 apart,
+relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the configuration
+refuses it.
 
     GPU   compute stream   --[3B7]--.--[2B7]------------[1B7]--        goes on: nothing on it waits for the exchange
     GPU   its own stream            `--wait--[row][all-reduce][mean]--*   for which this thread waits, and nobody else
@@ -36,7 +37,9 @@ class _Moved:
 
 
 class TorchGroup:
-    """One replica's end. `store` is where the ends meet, `host` the address that this one talks from (gloo)."""
+    """One replica's end. `store` is where the ends meet, `host` the address that this one talks
+    from (gloo).
+    """
 
     def __init__(
         self,
@@ -64,9 +67,11 @@ class TorchGroup:
         )
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
-        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is gone.
+        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is
+        gone.
 
-        Behind what is queued on the current stream, on one of its own; it is over on the device when this returns.
+        Behind what is queued on the current stream, on one of its own; it is over on the device
+        when this returns.
         """
         made = self._streams.mark()
         try:
@@ -79,7 +84,8 @@ class TorchGroup:
             TimeoutError,
         ) as error:  # the only kinds that torch and streams raise here
             raise PeerLost(
-                f"replica {self.replica} lost the torch.distributed group of the {self._num_replicas} replicas of "
+                f"replica {self.replica} lost the torch.distributed group of the "
+                f"{self._num_replicas} replicas of "
                 f"stage {stage}: {error}"
             ) from error
         return traffic

@@ -5,9 +5,10 @@
     compute    ----[1F4]-----[1B2]----`--wait--[1F5]--.  ...                `--wait--[1B5]--
     sends      ----------[1SEND_F4]--------------------`--[1SEND_F5]
 
-A receive is posted where the program says and filed under its action. A compute action asks `requires()` what it
-needs and waits for that alone. A send is queued and the host moves on. On a GPU each row is a stream, which the host
-only fills (`streams.py`); at STEP it waits until all that was waited for there has really come.
+A receive is posted where the program says and filed under its action. A compute action asks
+`requires()` what it needs and waits for that alone. A send is queued and the host moves on. On a
+GPU each row is a stream, which the host only fills (`streams.py`); at STEP it waits until all that
+was waited for there has really come.
 """
 
 from collections import deque
@@ -58,7 +59,9 @@ class Agreement(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's data by micro-batch: inputs on the first stage's rank, targets on the last's, nothing elsewhere."""
+    """A step's data by micro-batch: inputs on the first stage's rank, targets on the last's,
+    nothing elsewhere.
+    """
 
     inputs: Sequence[Tensors] = ()
     targets: Sequence[torch.Tensor] = ()
@@ -66,10 +69,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an executor works with. `rank` is the place in the schedule, which the run's rank `row[rank]` has.
+    """What an executor works with. `rank` is the place in the schedule, which the run's rank
+    `row[rank]` has.
 
-    `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that stage s shares with the stage at the
-    other end of the model, `tied_here` both ends of it where both live here.
+    `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that stage s shares
+    with the stage at the other end of the model, `tied_here` both ends of it where both live here.
     """
 
     rank: int
@@ -102,12 +106,13 @@ class Executor:
     ) -> float | None:
         """Run this rank's program once: training where `on_step` is given, evaluation where not.
 
-        `on_step(stage, loss)` is called at each STEP. Until then nothing that must last has changed, so that a step
-        which raised before can be run again after `clear()`. Returns the step's loss, the mean over its micro-batches
-        added in their order, on the last stage's rank; None elsewhere.
+        `on_step(stage, loss)` is called at each STEP. Until then nothing that must last has
+        changed, so that a step which raised before can be run again after `clear()`. Returns the
+        step's loss, the mean over its micro-batches added in their order, on the last stage's rank;
+        None elsewhere.
 
-        Raises what a stage or the transport raised, with the grid and the culprit marked as a note; the links are
-        broken off before, so that the neighbours get `PeerLost` at once.
+        Raises what a stage or the transport raised, with the grid and the culprit marked as a note;
+        the links are broken off before, so that the neighbours get `PeerLost` at once.
         """
         run = _Run(self._parts, schedule, batch, on_step)
         for action in schedule.programs[self._parts.rank]:
@@ -201,7 +206,9 @@ class _Run:
         )
 
     def loss(self) -> float | None:
-        """Once read it is known: on a GPU the host would wait for all that was queued since, the update too."""
+        """Once read it is known: on a GPU the host would wait for all that was queued since, the
+        update too.
+        """
         if self._loss is None and self._losses:
             values = torch.stack(self._losses).flatten().tolist()  # together, for one wait
             self._loss = sum(values) / len(values)
@@ -259,14 +266,18 @@ class _Run:
         return tensors
 
     def _settle(self) -> None:
-        """Make sure that what compute was queued behind has come: on a GPU the host has run ahead of it."""
+        """Make sure that what compute was queued behind has come: on a GPU the host has run ahead
+        of it.
+        """
         for recv, pending in self._landing:
             pending.settle()
             self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
         self._landing.clear()
 
     def _specs(self, recv: Action) -> tuple[TensorSpec, ...]:
-        """The stage's input for RECV_F; for RECV_B the gradients of its output, one a floating-point tensor."""
+        """The stage's input for RECV_F; for RECV_B the gradients of its output, one a
+        floating-point tensor.
+        """
         if recv.op is Op.RECV_F:
             return self._parts.boundaries[recv.stage - 1]
         return tuple(
@@ -280,7 +291,9 @@ class _Run:
         made: Mark,
         encode: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Queue `tensors`, complete at `made`, for the neighbour: encoded beside compute, not in its way."""
+        """Queue `tensors`, complete at `made`, for the neighbour: encoded beside compute, not in
+        its way.
+        """
         parts = self._parts
         to = parts.global_rank(peer(self._schedule, action))
         with parts.streams.sending(made, tensors):
@@ -296,7 +309,8 @@ class _Run:
         self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
 
     def _exchange_tied(self, action: Action) -> None:
-        """Add the gradients that both ends of the model have for the shared weight. Two terms: no order to keep.
+        """Add the gradients that both ends of the model have for the shared weight. Two terms: no
+        order to keep.
 
         The sum is a new tensor, because the transport may still be reading the one that was sent.
         """
@@ -315,9 +329,11 @@ class _Run:
             self._tied_added = True
 
     def _agree(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
-        """Begin exchanges between replicas whose rank has sent what it had for the pipeline's neighbours before.
+        """Begin exchanges between replicas whose rank has sent what it had for the pipeline's
+        neighbours before.
 
-        Those wait for it, whereas the gradients are wanted at the end of the step; the link is shared by both.
+        Those wait for it, whereas the gradients are wanted at the end of the step; the link is
+        shared by both.
         """
         while self._due and all(map(may_wait_for, self._due[0][1])):
             stage, before = self._due.popleft()
@@ -339,7 +355,9 @@ class _Run:
             self._on_step(action.stage, self.loss())
 
     def _complete(self) -> None:
-        """Of all stages that have no exchange between replicas to do it: the first STEP measures every gradient."""
+        """Of all stages that have no exchange between replicas to do it: the first STEP measures
+        every gradient.
+        """
         if not self._completed:
             for index, stage in self._parts.stages.items():
                 if Action(index, Op.REDUCE_GRAD) not in self._schedule.index:

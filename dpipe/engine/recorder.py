@@ -21,7 +21,9 @@ class _Note(NamedTuple):
 
 
 class _Timing(AbstractContextManager[None]):
-    """A class, for a third of what a generator takes: between two computations there is one of these at either end."""
+    """A class, for a third of what a generator takes: between two computations there is one of
+    these at either end.
+    """
 
     __slots__ = ("_action", "_cpu_ns", "_lane", "_notes", "_start", "_streams")
 
@@ -41,7 +43,8 @@ class _Timing(AbstractContextManager[None]):
 class Recorder:
     """Collects one step at a time, on this process's `time.perf_counter_ns`. Used by one thread.
 
-    On a GPU a span is the device's time between two events of the compute stream, read when the step is over.
+    On a GPU a span is the device's time between two events of the compute stream, read when the
+    step is over.
     """
 
     def __init__(self, rank: int, streams: Streams = HOST) -> None:
@@ -58,7 +61,9 @@ class Recorder:
 
     @contextmanager
     def exchanging(self, num_bytes: int) -> Iterator[None]:
-        """Record what runs inside as bytes that the ranks of a stage exchange for the action that this one is at."""
+        """Record what runs inside as bytes that the ranks of a stage exchange for the action that
+        this one is at.
+        """
         start = self._streams.mark()
         try:
             yield
@@ -79,7 +84,9 @@ class Recorder:
     def moved(
         self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None
     ) -> None:
-        """Record a transfer as the transport saw it; of an exchange between replicas with the rank that it went to."""
+        """Record a transfer as the transport saw it; of an exchange between replicas with the rank
+        that it went to.
+        """
         if moved is not None:
             self._transfers.append((lane, action, moved, peer))
 
@@ -102,7 +109,9 @@ class Recorder:
         return dict(self._sent)
 
     def take(self, clock_offset_ns: int = 0) -> tuple[Span, ...]:
-        """The spans since the last call, in microseconds of the clock `clock_offset_ns` ahead; then start afresh."""
+        """The spans since the last call, in microseconds of the clock `clock_offset_ns` ahead; then
+        start afresh.
+        """
         self._streams.catch_up()
         spans = [
             self._span(

@@ -1,12 +1,14 @@
-"""A step that moves nothing and leaves nothing, before the first that does: for links on which receives wait on a GPU.
+"""A step that moves nothing and leaves nothing, before the first that does: for links on which
+receives wait on a GPU.
 
     rank 0   post recv B0 ======== waits on the device for rank 1 ========>
              F0: its first kernel is loaded, for which CUDA may wait for all that runs     -> rank 1 never gets F0
 
-What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the first time while it runs
-(load a kernel, take memory) may wait for it, and the peer may wait for what comes behind that (CUDA programming guide,
-lazy loading; NCCL user guide, using multiple communicators concurrently). So each rank goes through the program of a
-step once by itself, where all that it receives is zeros.
+What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the first
+time while it runs (load a kernel, take memory) may wait for it, and the peer may wait for what
+comes behind that (CUDA programming guide, lazy loading; NCCL user guide, using multiple
+communicators concurrently). So each rank goes through the program of a step once by itself, where
+all that it receives is zeros.
 """
 
 import logging
@@ -21,7 +23,9 @@ LOG = logging.getLogger(__name__)
 
 
 def rehearse(job: Job, links: NcclTransport, step: int) -> None:
-    """Run what `step` runs, and an evaluation where there is one; random numbers are drawn as for any other step."""
+    """Run what `step` runs, and an evaluation where there is one; random numbers are drawn as for
+    any other step.
+    """
     kept = [(buffer, buffer.clone()) for stage in _stages(job) for buffer in stage.buffers()]
     alone = job.executor.alone()
     with links.rehearsing():

@@ -1,8 +1,8 @@
 """The training loop of one rank.
 
 step:  data -> executor (schedule, stages, links) -> update -> metrics
-every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only schedule
-every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
+every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only
+schedule every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
 """
 
 import json
@@ -75,7 +75,9 @@ class Job:
 
 
 class Trainer:
-    """Trains from `first_step` (0, or where a checkpoint left off) to `train.steps`, or until a rank asks to stop."""
+    """Trains from `first_step` (0, or where a checkpoint left off) to `train.steps`, or until a
+    rank asks to stop.
+    """
 
     def __init__(self, job: Job, first_step: int = 0) -> None:
         self.job = job
@@ -85,7 +87,9 @@ class Trainer:
         self._step_s: dict[int, float] = {}  # of steps whose verdict is still out
 
     def run(self) -> bool:
-        """Train; returns whether it stopped before the end. Every rank returns after the same step."""
+        """Train; returns whether it stopped before the end. Every rank returns after the same
+        step.
+        """
         job, stopped = self.job, False
         self._evaluate()
         while self.next_step < job.train.steps and not stopped:
@@ -123,14 +127,18 @@ class Trainer:
         return verdict is not None and verdict.stop
 
     def _catch_up(self) -> bool:
-        """Hear the verdicts that nobody has waited for yet; returns whether the ranks have agreed to stop."""
+        """Hear the verdicts that nobody has waited for yet; returns whether the ranks have agreed
+        to stop.
+        """
         verdicts = self.job.update.drain()
         for verdict in verdicts:
             self._tell(verdict)
         return any(verdict.stop for verdict in verdicts)
 
     def _record_exchange(self) -> None:
-        """What the replicas of each stage sent each other; with a delay, for the gradients of the step before."""
+        """What the replicas of each stage sent each other; with a delay, for the gradients of the
+        step before.
+        """
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
             peer = None if message.received else message.peer
@@ -139,7 +147,9 @@ class Trainer:
                 self.job.recorder.sent(message.peer, message.moved.num_bytes)
 
     def _report(self, step: int, began: float) -> dict[str, Any]:
-        """What this rank says of its step when it casts its ballot: all its compute is done by then."""
+        """What this rank says of its step when it casts its ballot: all its compute is done by
+        then.
+        """
         self._record_exchange()
         seconds, recorder, streams = (
             time.perf_counter() - began,
@@ -200,7 +210,9 @@ class Trainer:
         }
 
     def _of_gpus(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
-        """Peak memory and use by rank, and the share of the GPUs' arithmetic that was used; nothing on CPUs."""
+        """Peak memory and use by rank, and the share of the GPUs' arithmetic that was used; nothing
+        on CPUs.
+        """
         by_rank = {
             name: {
                 str(r): report[name]
@@ -218,7 +230,9 @@ class Trainer:
         return every is not None and self.next_step % every == 0
 
     def _evaluate(self) -> None:
-        """The held-out loss before `next_step`, on every rank; nothing where `eval_every` is not set."""
+        """The held-out loss before `next_step`, on every rank; nothing where `eval_every` is not
+        set.
+        """
         job, step = self.job, self.next_step
         if job.train.eval_every is None:
             return
@@ -251,7 +265,9 @@ class Trainer:
             parameters,
             moments,
             {**numbers, "configuration": job.configuration},
-            lambda payload: job.coordinator.gather(f"checkpoint/{step}", payload).wait(job.timeout_s),
+            lambda payload: job.coordinator.gather(f"checkpoint/{step}", payload).wait(
+                job.timeout_s
+            ),
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),

@@ -4,9 +4,10 @@
                      |  gather (one round trip to the coordinator)
     every rank    verdict: mean loss, norm over all stages, finite or not, stop or not  -- the same on all
 
-With clipping or fp16 the verdict is waited for before the parameters change. Otherwise nobody waits: it is read one
-step later, or as many as a parameter server's staleness allows, and what it asks for (a stop) happens then on every
-rank. Who steps, and by what, is the data parallelism's business (`dataparallel/base.py`).
+With clipping or fp16 the verdict is waited for before the parameters change. Otherwise nobody
+waits: it is read one step later, or as many as a parameter server's staleness allows, and what it
+asks for (a stop) happens then on every rank. Who steps, and by what, is the data parallelism's
+business (`dataparallel/base.py`).
 """
 
 import json
@@ -43,7 +44,9 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of a step. `reports[rank]` is what each said of itself; `norm` is None where unmeasured."""
+    """What all ranks know of a step. `reports[rank]` is what each said of itself; `norm` is None
+    where unmeasured.
+    """
 
     step: int
     loss: float
@@ -99,9 +102,10 @@ class LossScale:
 class Update:
     """The optimizer steps of one rank, in step with all other ranks.
 
-    `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the replicas. A verdict
-    that no step waits for is read `lag` steps later, so that no rank is held back by one that is that far behind.
-    `timed(name)` is around each part of a step (`timeline/timers.py`).
+    `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the
+    replicas. A verdict that no step waits for is read `lag` steps later, so that no rank is held
+    back by one that is that far behind. `timed(name)` is around each part of a step
+    (`timeline/timers.py`).
     """
 
     def __init__(
@@ -130,7 +134,9 @@ class Update:
     def begin(
         self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]
     ) -> None:
-        """`wants_stop` and `report` are asked when the ballot is cast, at this step's first STEP."""
+        """`wants_stop` and `report` are asked when the ballot is cast, at this step's first
+        STEP.
+        """
         self._step, self._wants_stop, self._report = step, wants_stop, report
         self._settled = self._changed = False
         self._data_parallel.begin(step, learning_rate(self._train, step), self.loss_scale.value)
@@ -145,7 +151,9 @@ class Update:
         self._stages[stage].zero_grad()
 
     def end(self) -> Verdict | None:
-        """After a step: the newest verdict, this step's where ranks wait for it, else the one before's."""
+        """After a step: the newest verdict, this step's where ranks wait for it, else the one
+        before's.
+        """
         self.num_updates += self._changed
         verdict, self._verdict = self._verdict, None
         return verdict
@@ -155,7 +163,8 @@ class Update:
         return [self._collect() for _ in range(len(self._pending))]
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """For a checkpoint: plain numbers, and this rank's part of the optimizer's state by layer-global name.
+        """For a checkpoint: plain numbers, and this rank's part of the optimizer's state by
+        layer-global name.
 
         Parameters are final when it returns.
         """
@@ -172,7 +181,9 @@ class Update:
         self._data_parallel.restore(self.num_updates, moments)
 
     def _settle(self, loss: float | None) -> float | None:
-        """Cast the ballot; returns what the gradient is multiplied by, None for a step that is skipped."""
+        """Cast the ballot; returns what the gradient is multiplied by, None for a step that is
+        skipped.
+        """
         with self._timed("optimizer-unscale-and-check-inf"):
             seen = self._data_parallel.report(measure=self._waits)
         norms = {str(layer): square for layer, square in seen.squares.items()}
@@ -206,7 +217,8 @@ class Update:
         verdict = count(step, ballots, self._here, independent=self._data_parallel.independent)
         if verdict.culprit is not None and not self.loss_scale.dynamic:
             raise NumericError(
-                f"step {step}: {verdict.culprit} is not finite; lower train.learning_rate, clip with train.clip_norm, "
+                f"step {step}: {verdict.culprit} is not finite; lower train.learning_rate, clip "
+                "with train.clip_norm, "
                 "or resume from the last checkpoint"
             )
         return verdict
@@ -221,8 +233,9 @@ def count(
 ) -> Verdict:
     """The verdict of a step's ballots, by rank.
 
-    Norms are added in layer order, so that no cut changes a bit, and of one layer in the order of ranks. The norm is
-    over all ranks, or, where replicas are `independent`, over the ranks of this one. The loss is the replicas' mean.
+    Norms are added in layer order, so that no cut changes a bit, and of one layer in the order of
+    ranks. The norm is over all ranks, or, where replicas are `independent`, over the ranks of this
+    one. The loss is the replicas' mean.
     """
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
     assert len(losses) == here.dp_size, (

@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[T]):
-    """A message that is through: its last bit left at `end_us`, and arrives the link's delay later."""
+    """A message that is through: its last bit left at `end_us`, and arrives the link's delay
+    later.
+    """
 
     target: int
     item: T
@@ -35,17 +37,19 @@ class _Moving(Generic[T]):
 
 
 class Egress(Generic[T]):
-    """What one rank sends through one interface. It has no clock: the simulator drives it by predicted time, the
-    shaped transport by real time.
+    """What one rank sends through one interface. It has no clock: the simulator drives it by
+    predicted time, the shaped transport by real time.
 
         to 1   [ a             ]      [ c
         to 2            (waits)[ b    ]
 
-    First come, first served, as a queue is that takes a whole message at once, which TCP gives it after its first
-    round trips; what a link cannot use (its window is small) goes to the next in the queue. Links that are shaped apart
-    from the others have a queue of their own; queues share the interface fairly, as the classes of `tc` do.
+    First come, first served, as a queue is that takes a whole message at once, which TCP gives it
+    after its first round trips; what a link cannot use (its window is small) goes to the next in
+    the queue. Links that are shaped apart from the others have a queue of their own; queues share
+    the interface fairly, as the classes of `tc` do.
 
-    `offer` and `complete` are called in order of time, and `complete` before an `offer` that is later than `due_us`.
+    `offer` and `complete` are called in order of time, and `complete` before an `offer` that is
+    later than `due_us`.
     """
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -63,7 +67,9 @@ class Egress(Generic[T]):
 
     @property
     def due_us(self) -> float | None:
-        """When the next message will be through, if no other is offered before; None if there is none."""
+        """When the next message will be through, if no other is offered before; None if there is
+        none.
+        """
         return None if self._first is None else self._settled_us + self._first.left_us
 
     def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
@@ -103,7 +109,9 @@ class Egress(Generic[T]):
         self._settled_us = now_us
 
     def _share(self) -> None:
-        """Deal the interface out anew: to each queue what it can use at most, what it leaves to those that can more."""
+        """Deal the interface out anew: to each queue what it can use at most, what it leaves to
+        those that can more.
+        """
         moving = sorted(self._moving.values(), key=_by_number)
         queues: dict[int | None, list[_Moving[T]]] = {}
         for each in moving:

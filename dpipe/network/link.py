@@ -1,9 +1,9 @@
 """A network as a run sees it: one directed link between each two ranks, and each rank's own egress.
 
-A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then the link's delay to arrive.
-What a rank sends to several peers at once shares its egress, because `tc` shapes an interface and not a peer: one
-message after another (`Egress`).
-One TCP connection carries at most a window a round trip, whatever the bandwidth.
+A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then the link's delay to
+arrive. What a rank sends to several peers at once shares its egress, because `tc` shapes an
+interface and not a peer: one message after another (`Egress`). One TCP connection carries at most a
+window a round trip, whatever the bandwidth.
 """
 
 import math
@@ -16,9 +16,10 @@ from dpipe.errors import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks: one-way delay and its jitter in milliseconds, bandwidth in gigabits a second,
-    the share of packets that is lost, in percent, and TCP's window: the bytes that a connection has under way at most
-    (None: no limit)."""
+    """One direction between two ranks: one-way delay and its jitter in milliseconds, bandwidth in
+    gigabits a second, the share of packets that is lost, in percent, and TCP's window: the bytes
+    that a connection has under way at most (None: no limit).
+    """
 
     delay_ms: float
     bandwidth_gbps: float
@@ -58,7 +59,9 @@ class Link:
         return num_bytes * 8 / (self.bandwidth_gbps * 1e3)
 
     def rate_gbps(self, connections: int = 1) -> float:
-        """What `connections` carry together: a window each a round trip (twice the delay), up to the bandwidth."""
+        """What `connections` carry together: a window each a round trip (twice the delay), up to
+        the bandwidth.
+        """
         if self.window_bytes is None or self.delay_ms == 0:
             return self.bandwidth_gbps
         return min(
@@ -67,7 +70,9 @@ class Link:
 
     @property
     def connections(self) -> int:
-        """How many TCP connections fill the link: what is under way in a round trip, a window each."""
+        """How many TCP connections fill the link: what is under way in a round trip, a window
+        each.
+        """
         under_way = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
         window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
         return max(
@@ -75,8 +80,9 @@ class Link:
         )  # the quotient may be infinite
 
 
-# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1 Gbit/s one
-# connection was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can be counted on.
+# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1
+# Gbit/s one connection was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can
+# be counted on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
 MAX_DELAY_MS = 3_600_000
@@ -87,7 +93,8 @@ LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links of a run by (from rank, to rank); pairs that are not listed use `default`, if there is one.
+    """The links of a run by (from rank, to rank); pairs that are not listed use `default`, if there
+    is one.
 
     `connections` is how many TCP connections a run opens for each link.
     """
@@ -98,7 +105,9 @@ class Network:
     connections: int = 1
 
     def link(self, source: int, target: int) -> Link:
-        """Raises `ProfileError` for a pair that the profile does not list and has no default for."""
+        """Raises `ProfileError` for a pair that the profile does not list and has no default
+        for.
+        """
         link = self.links.get((source, target), self.default)
         if link is None:
             raise self._missing([(source, target)])
@@ -109,7 +118,9 @@ class Network:
         return self.link(source, target).rate_gbps(self.connections)
 
     def egress_gbps(self, rank: int) -> float:
-        """What `rank` can send in all: the fastest of its links, as an interface shaped to that rate would."""
+        """What `rank` can send in all: the fastest of its links, as an interface shaped to that
+        rate would.
+        """
         links = [k for (source, _), k in self.links.items() if source == rank]
         return max((k.bandwidth_gbps for k in [*links, self.default] if k is not None), default=0.0)
 
@@ -118,7 +129,9 @@ class Network:
         return replace(self, connections=connections)
 
     def over_enough(self) -> "Network":
-        """The same network for a run whose connections fill the longest and fattest of its links."""
+        """The same network for a run whose connections fill the longest and fattest of its
+        links.
+        """
         links = [*self.links.values(), *([] if self.default is None else [self.default])]
         return self.over(max((link.connections for link in links), default=1))
 
@@ -128,13 +141,17 @@ class Network:
         return replace(self, default=self.default and change(self.default), links=links)
 
     def for_payload(self) -> "Network":
-        """The same network as messages see it where its rates are interfaces': packets' headers take their share."""
+        """The same network as messages see it where its rates are interfaces': packets' headers
+        take their share.
+        """
         return self.with_links(
             lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
         )
 
     def shared_by(self, count: int) -> "Network":
-        """The same network where each rank of it is a machine of `count` ranks, who share what it sends fairly."""
+        """The same network where each rank of it is a machine of `count` ranks, who share what it
+        sends fairly.
+        """
 
         def less(link: Link) -> Link:
             return replace(link, bandwidth_gbps=link.bandwidth_gbps / count)
@@ -148,7 +165,9 @@ class Network:
         return replace(self, default=self.default and less(self.default), links=links)
 
     def check(self, num_ranks: int) -> None:
-        """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not there."""
+        """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not
+        there.
+        """
         pairs = permutations(range(num_ranks), 2)
         if missing := [pair for pair in pairs if self.default is None and pair not in self.links]:
             raise self._missing(missing)
@@ -157,7 +176,8 @@ class Network:
         named = ", ".join(f"{source} to {target}" for source, target in pairs[:_NAMED])
         more = f" and {len(pairs) - _NAMED} more" if len(pairs) > _NAMED else ""
         return ProfileError(
-            f"network {self.name!r} has no link from rank {named}{more}; list every pair as [[link]], use fewer ranks, "
+            f"network {self.name!r} has no link from rank {named}{more}; list every pair as "
+            "[[link]], use fewer ranks, "
             "or give delay_ms and bandwidth_gbps for all other pairs on top of the profile"
         )
 
@@ -166,8 +186,8 @@ class Network:
 class Host:
     """A machine of several ranks, with fewer `cores` than they would like to have.
 
-    Each message takes a core of the host at either end for `message_us`, and `us_per_mb` for each megabyte. Ranks whose
-    computing takes none (it is waited for: a replay) do not `compute`.
+    Each message takes a core of the host at either end for `message_us`, and `us_per_mb` for each
+    megabyte. Ranks whose computing takes none (it is waited for: a replay) do not `compute`.
     """
 
     ranks: tuple[int, ...]

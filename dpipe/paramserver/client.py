@@ -1,9 +1,11 @@
-"""A worker's line to the parameter server, for one stage: calls that are repeated until they succeed.
+"""A worker's line to the parameter server, for one stage: calls that are repeated until they
+succeed.
 
     call --> fails because the server is away --> wait, attend again, push what it does not have --> call again
 
-Every call may be repeated (see server.py), and gradients are kept until the server says that their step is committed:
-a server that is killed and started again is a delay and nothing else. What is wrong for good is raised at once.
+Every call may be repeated (see server.py), and gradients are kept until the server says that their
+step is committed: a server that is killed and started again is a delay and nothing else. What is
+wrong for good is raised at once.
 """
 
 import logging
@@ -76,7 +78,8 @@ class _Away(Exception):  # noqa: N818 - not an error yet: the server may come ba
 class Worker:
     """Who calls, where, and for how long it waits: for a server that is away, and for any answer.
 
-    `part` says which of its stages' parts it has, where several ranks of a replica hold them together.
+    `part` says which of its stages' parts it has, where several ranks of a replica hold them
+    together.
     """
 
     address: str
@@ -91,7 +94,9 @@ class Worker:
 
 
 def reach(worker: Worker) -> None:
-    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no such worker."""
+    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no
+    such worker.
+    """
     line = ParameterLine(worker, -1, RowSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
     try:
         line.reach()
@@ -100,7 +105,9 @@ def reach(worker: Worker) -> None:
 
 
 class ParameterLine:
-    """Used by one thread, but for `fail` and `close`. Raises `PeerLost` when the server stays away."""
+    """Used by one thread, but for `fail` and `close`. Raises `PeerLost` when the server stays
+    away.
+    """
 
     def __init__(self, worker: Worker, stage: int, row: RowSpec, rule: StepRule) -> None:
         self._worker, self.stage, self.row, self.rule = worker, stage, row, rule
@@ -141,7 +148,9 @@ class ParameterLine:
         self._persist(lambda: self._attend(again=True), self._worker.connect_s, "")
 
     def push(self, step: int, outbox: Outbox) -> None:
-        """Send every chunk of the gradient of `step`; it is kept and sent again until `pull` has seen it committed."""
+        """Send every chunk of the gradient of `step`; it is kept and sent again until `pull` has
+        seen it committed.
+        """
         self._step = step
         self._kept[step] = outbox
         self._repeat(lambda: self._push(step), f"pushing the gradient of step {step}")
@@ -231,11 +240,14 @@ class ParameterLine:
         where = self._worker.address
         if what:
             raise PeerLost(
-                f"rank {self._worker.rank} lost the parameter server at {where} while {what}, and it did not come back "
-                f"within {patience_s:g} s ({why}); start it again with the same run.folder: it goes on where it was"
+                f"rank {self._worker.rank} lost the parameter server at {where} while {what}, and "
+                "it did not come back "
+                f"within {patience_s:g} s ({why}); start it again with the same run.folder: it "
+                "goes on where it was"
             ) from None
         raise JoinError(
-            f"rank {self._worker.rank} found no parameter server at {where} within {patience_s:g} s ({why}); start "
+            f"rank {self._worker.rank} found no parameter server at {where} within {patience_s:g} "
+            f"s ({why}); start "
             "`dpipe serve` there, or check data_parallel.address, its --bind and the firewall"
         ) from None
 
@@ -245,7 +257,8 @@ class ParameterLine:
         standing = self._attend(again=True)
         if standing.empty:
             raise PeerLost(
-                f"the parameter server at {self._worker.address} came back without the state of this run; start it "
+                f"the parameter server at {self._worker.address} came back without the state of "
+                "this run; start it "
                 "with the run.folder it had, or go on from the last checkpoint: --resume"
             )
         LOG.info(
@@ -257,7 +270,9 @@ class ParameterLine:
                 self._decide(step)
 
     def _decide(self, step: int) -> None:
-        """Bring the verdict of an earlier step once more, which the server has lost; a pull that wants no chunk."""
+        """Bring the verdict of an earlier step once more, which the server has lost; a pull that
+        wants no chunk.
+        """
         if (verdict := self._verdicts.get(step)) is not None:
             told = pb.Wanted(
                 learning_rate=verdict.learning_rate,
@@ -326,7 +341,9 @@ class ParameterLine:
         self._results(pushes)
 
     def _start_pulls(self, verdict: Verdict, pulled: "_Pulled") -> list[Any]:
-        """Chunks come in order, over the connections in turn; of what came before the server went away none again."""
+        """Chunks come in order, over the connections in turn; of what came before the server went
+        away none again.
+        """
         stride = self._worker.connections
         streams = []
         for connection in range(stride):
@@ -381,7 +398,9 @@ class ParameterLine:
         return self._told(lambda: [call.result() for call in calls])
 
     def _told(self, wait: Callable[[], T]) -> T:
-        """What `wait` gives; what gRPC says went wrong, as dpipe says it. Raises `_Away` where that may pass."""
+        """What `wait` gives; what gRPC says went wrong, as dpipe says it. Raises `_Away` where that
+        may pass.
+        """
         try:
             return wait()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
@@ -395,9 +414,11 @@ class ParameterLine:
             raise _Away(details)
         kind = _ERRORS.get(code, TransferError)
         if kind is JoinError and self._opened:
-            kind = TransferError  # a run that has begun is not what the user mends by another configuration
+            # a run that has begun is not what the user mends by another configuration
+            kind = TransferError
         raise kind(
-            f"rank {self._worker.rank}: the parameter server at {self._worker.address} says: {details}"
+            f"rank {self._worker.rank}: the parameter server at {self._worker.address} says: "
+            f"{details}"
         )
 
 

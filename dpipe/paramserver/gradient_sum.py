@@ -2,8 +2,9 @@
 
     chunk 4      replica 0  -> sum     replica 2 waits, early     replica 1 -> sum, then 2 -> sum, / 3: final
 
-However pieces arrive, and however often, they are added in the order of the replicas: the same gradients give the same
-bits. What is early is held until its turn; at worst, where replica 0 is the last to come, that is R - 1 rows.
+However pieces arrive, and however often, they are added in the order of the replicas: the same
+gradients give the same bits. What is early is held until its turn; at worst, where replica 0 is the
+last to come, that is R - 1 rows.
 """
 
 import torch
@@ -39,17 +40,19 @@ class GradientSum:
         ]
 
     def add(self, replica: int, chunk: int, part: slice, values: torch.Tensor) -> None:
-        """Take a replica's piece, elements `part` of the row; one that is in already is not added again.
+        """Take a replica's piece, elements `part` of the row; one that is in already is not added
+        again.
 
-        `values` must not change afterwards. Raises `TransferError` for a replica or a chunk that is none, or another
-        number of values.
+        `values` must not change afterwards. Raises `TransferError` for a replica or a chunk that is
+        none, or another number of values.
         """
         size = part.stop - part.start
         if not (
             0 <= replica < self._num_replicas and 0 <= chunk < len(self._next)
         ) or values.shape != (size,):
             raise TransferError(
-                f"replica {replica} pushed {values.numel()} values as chunk {chunk}, where {self._num_replicas} "
+                f"replica {replica} pushed {values.numel()} values as chunk {chunk}, where "
+                f"{self._num_replicas} "
                 f"replicas push {len(self._next)} chunks, of {max(size, 0)} values there"
             )
         if replica >= self._next[chunk]:

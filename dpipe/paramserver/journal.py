@@ -1,13 +1,15 @@
-"""What a parameter server keeps on disk, so that it can be killed at any moment and go on without losing a step.
+"""What a parameter server keeps on disk, so that it can be killed at any moment and go on without
+losing a step.
 
     step         7         8         9         10        11
     written   snapshot  average   average   average   average ...      a snapshot again after `_STEPS_A_SNAPSHOT`
                  |_________|_________|_________|
-    a restart: the snapshot, then the steps behind it again, from their averaged gradients: the same bits
+    a restart: the snapshot, then the steps behind it again, from their averaged gradients: the same
+    bits
 
-A step is written down and synced before any worker is told that it is committed, and workers keep their gradients until
-they are told: what the server has lost they send again. A file has its name only when it is whole. Snapshots are
-checkpoints as the engine writes them.
+A step is written down and synced before any worker is told that it is committed, and workers keep
+their gradients until they are told: what the server has lost they send again. A file has its name
+only when it is whole. Snapshots are checkpoints as the engine writes them.
 """
 
 import json
@@ -57,7 +59,9 @@ class Journal:
         self._num_written = 0
 
     def begin(self, master: StageState) -> None:
-        """A run begins here, or goes on here from elsewhere: what was in the folder is of no use any more."""
+        """A run begins here, or goes on here from elsewhere: what was in the folder is of no use
+        any more.
+        """
         for path in (*self._folder.glob("average-*"), *self._folder.glob("left-*")):
             path.unlink()
         self._snapshot(master)
@@ -101,7 +105,9 @@ class Journal:
         self._num_written += 1
 
     def committed(self, master: StageState) -> None:
-        """After a commit: a snapshot beside what follows, when one is due. `settle` comes before the next commit."""
+        """After a commit: a snapshot beside what follows, when one is due. `settle` comes before
+        the next commit.
+        """
         if self._num_written >= _STEPS_A_SNAPSHOT:
             self._num_written = 0
             step, updates, state = master.step, master.num_updates, master.now
@@ -110,7 +116,9 @@ class Journal:
             )
 
     def settle(self) -> None:
-        """Until a snapshot under way no longer needs the rows that it is of; raises what went wrong with it."""
+        """Until a snapshot under way no longer needs the rows that it is of; raises what went wrong
+        with it.
+        """
         self._writing.result()
 
     def close(self) -> None:

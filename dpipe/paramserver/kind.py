@@ -1,12 +1,13 @@
-"""The parameter-server kind, as a worker sees it: its stages' gradients go out, their parameters come back.
+"""The parameter-server kind, as a worker sees it: its stages' gradients go out, their parameters
+come back.
 
                  start(1)                    start(0)               wait, report          step(1, f)   finish(1)
     eager        push 1 ==> and pull 1 <==   push 0, pull 0         -                     -            parameters
     otherwise    push 1 ==>                  push 0 ==>             norms (replica 0)     pull 1 <==   parameters
 
-Eager, where no verdict has to be waited for (no clipping, no loss scale): a chunk is stepped and comes back while later
-ones are still on their way out. What comes back is laid into the parameters by `finish`, on the caller's thread: until
-then nothing that must last has changed.
+Eager, where no verdict has to be waited for (no clipping, no loss scale): a chunk is stepped and
+comes back while later ones are still on their way out. What comes back is laid into the parameters
+by `finish`, on the caller's thread: until then nothing that must last has changed.
 """
 
 import threading
@@ -41,7 +42,9 @@ def row_spec(stage: Layers, chunk_bytes: int, uncounted: Collection[str]) -> Row
 
 
 class _Pushed:
-    """A stage's gradient of one step on its way: as fp32 in `buffer` [N], and each chunk as it went on the wire."""
+    """A stage's gradient of one step on its way: as fp32 in `buffer` [N], and each chunk as it went
+    on the wire.
+    """
 
     def __init__(
         self, stage: int, spec: RowSpec, row: Row, wire: Wire, buffer: torch.Tensor, factor: float
@@ -61,9 +64,11 @@ class _Pushed:
         self.bad: str | None = None  # a parameter whose gradient is not finite
 
     def encode(self, chunk: int) -> torch.Tensor:
-        """Put the chunk together when its turn comes; the same bytes each time, also where an error is fed back.
+        """Put the chunk together when its turn comes; the same bytes each time, also where an error
+        is fed back.
 
-        gRPC's thread of a push that broke may still be at it when the next push asks for the same chunk.
+        gRPC's thread of a push that broke may still be at it when the next push asks for the same
+        chunk.
         """
         with self._locks[chunk]:
             if chunk not in self._encoded:
@@ -82,7 +87,9 @@ class _Pushed:
 
 
 class _Column:
-    """One stage of this worker and its line; one thread, so that its calls come one after the other."""
+    """One stage of this worker and its line; one thread, so that its calls come one after the
+    other.
+    """
 
     def __init__(
         self, stage: int, layers: Layers, spec: RowSpec, rule: StepRule, worker: Worker
@@ -171,7 +178,9 @@ class _Column:
         return self._pushed
 
     def _put(self, chunk: int, whole: bool, body: memoryview) -> None:
-        """Take a chunk that came back: its values, or what is to be added to the ones that are here."""
+        """Take a chunk that came back: its values, or what is to be added to the ones that are
+        here.
+        """
         here = self._values[self.spec.chunk(chunk)]
         like, what = TensorSpec.of(here), f"chunk {chunk} of the parameters"
         if whole:
@@ -180,7 +189,9 @@ class _Column:
             here += self._codec.decode(tensor_of(body, self._codec.wire_spec(like), what), like)
 
     def _rows(self, num_updates: int, moments: Moments) -> dict[str, torch.Tensor]:
-        """What the server begins with: these parameters, and the moments of a checkpoint where there is one."""
+        """What the server begins with: these parameters, and the moments of a checkpoint where
+        there is one.
+        """
         names = self._row.names
 
         def joined(key: str) -> torch.Tensor:
@@ -212,9 +223,11 @@ class _Column:
 
 
 class ServedStages:
-    """`rule` and `worker` hold for all stages of this rank but for the server's address, which `workers` may vary.
+    """`rule` and `worker` hold for all stages of this rank but for the server's address, which
+    `workers` may vary.
 
-    `eager` where no verdict is waited for: every step is taken as it is. Replica 0 speaks for all: they have the same.
+    `eager` where no verdict is waited for: every step is taken as it is. Replica 0 speaks for all:
+    they have the same.
     """
 
     independent = False
@@ -287,7 +300,9 @@ class ServedStages:
         return [line.popleft() for line in lines for _ in range(len(line))]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Replica 0 fetches it from the server; a worker that may be behind takes over the parameters it has there."""
+        """Replica 0 fetches it from the server; a worker that may be behind takes over the
+        parameters it has there.
+        """
         kept: dict[str, torch.Tensor] = {}
         for column in self._columns.values() if self._speaks or self._stale else ():
             column.finish()

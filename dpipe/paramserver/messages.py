@@ -1,4 +1,6 @@
-"""What the two ends of the line between a worker and a parameter server have in common: see parameters.proto."""
+"""What the two ends of the line between a worker and a parameter server have in common: see
+parameters.proto.
+"""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +40,9 @@ def parse(message: bytes) -> tuple[Piece, memoryview]:
 
 
 def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
-    """The bytes as a tensor of its own. Raises `TransferError` where they are too few or too many."""
+    """The bytes as a tensor of its own. Raises `TransferError` where they are too few or too
+    many.
+    """
     if len(body) != spec.num_bytes:
         raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
     if not body:

@@ -1,17 +1,20 @@
-"""The parameter server (Li et al. 2014) over gRPC: it holds the stages that workers bring, sums, steps, and keeps them.
+"""The parameter server (Li et al. 2014) over gRPC: it holds the stages that workers bring, sums,
+steps, and keeps them.
 
     worker, replica 0 ==push==>  .--------.              protos/dpipe/wire/v1/parameters.proto has the conversation
     worker, replica 1 ==push==>  | shelf  | master, journal    master.py the arithmetic
     worker, replica 2 ==push==>  | stage 0|                    journal.py what survives a kill
             all      <==pull===  '--------'                    shelf.py  who waits for whom
 
-What workers push is averaged in replica order, so a run repeats itself bit for bit. With `staleness` 0 every worker has
-the same parameters before each step. With `staleness` s > 0 (stale synchronous parallel, Ho et al. 2013) a worker may
-begin step t with the newest parameters there are, as long as every gradient up to step t - s - 1 is in them: it may be
-s steps ahead of the slowest and never more. A step is the mean gradient of all replicas all the same.
+What workers push is averaged in replica order, so a run repeats itself bit for bit. With
+`staleness` 0 every worker has the same parameters before each step. With `staleness` s > 0 (stale
+synchronous parallel, Ho et al. 2013) a worker may begin step t with the newest parameters there
+are, as long as every gradient up to step t - s - 1 is in them: it may be s steps ahead of the
+slowest and never more. A step is the mean gradient of all replicas all the same.
 
-Embedded in a rank it keeps nothing: it dies with the run, which has its checkpoints. By itself (`dpipe serve`) it
-keeps every step before it says so (journal.py), and may be killed and started again at any time.
+Embedded in a rank it keeps nothing: it dies with the run, which has its checkpoints. By itself
+(`dpipe serve`) it keeps every step before it says so (journal.py), and may be killed and started
+again at any time.
 """
 
 import logging
@@ -62,7 +65,9 @@ class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends ag
 
 @dataclass(frozen=True)
 class _Known:
-    """What a worker said of its stage when it attended; the row itself may not have been loaded yet."""
+    """What a worker said of its stage when it attended; the row itself may not have been loaded
+    yet.
+    """
 
     row: RowSpec
     rule: StepRule
@@ -70,10 +75,12 @@ class _Known:
 
 
 class ParameterServer:
-    """Listens from the constructor on, at `port`, until `close`. Raises `JoinError` where it cannot bind.
+    """Listens from the constructor on, at `port`, until `close`. Raises `JoinError` where it cannot
+    bind.
 
-    With a `folder`, each stage keeps its journal in `folder/stage-N`, further parts of it in `folder/stage-N-part-P`,
-    and what is there is taken up again; raises `CheckpointError` where that is damaged.
+    With a `folder`, each stage keeps its journal in `folder/stage-N`, further parts of it in
+    `folder/stage-N-part-P`, and what is there is taken up again; raises `CheckpointError` where
+    that is damaged.
     """
 
     def __init__(
@@ -140,7 +147,9 @@ class ParameterServer:
             return self._all_left()
 
     def close(self) -> None:
-        """Stop listening. Workers that are not done take it for a server that comes back, and wait for it."""
+        """Stop listening. Workers that are not done take it for a server that comes back, and wait
+        for it.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -158,7 +167,9 @@ class ParameterServer:
         return bool(shelves) and all(shelf.is_left_by_all for shelf in shelves)
 
     def _in_use(self) -> list[StageServer]:
-        """Those of the last run to attend: one before it, cut into more stages or parts, may have left some behind."""
+        """Those of the last run to attend: one before it, cut into more stages or parts, may have
+        left some behind.
+        """
         return [
             shelf for shelf in self._shelves.values() if self._run in (None, shelf.session.name)
         ]
@@ -187,7 +198,8 @@ class ParameterServer:
         told, place = message_of(pb.Attendance, request), _place(context)
         if told.protocol != PROTOCOL:
             raise JoinError(
-                f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version of dpipe"
+                f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version "
+                "of dpipe"
             )
         session, known = _session(place), _Known(*row_and_rule(told), told.num_updates)
         with self._changed:
@@ -219,7 +231,9 @@ class ParameterServer:
         )
         with self._changed:
             if not self._has(session):
-                self._shelves[session.slot] = StageServer(session, master, self._begun(session, master))
+                self._shelves[session.slot] = StageServer(
+                    session, master, self._begun(session, master)
+                )
                 self._changed.notify_all()
             return self._standing_of(session)
 
@@ -268,7 +282,9 @@ class ParameterServer:
     # Which run a stage belongs to. The newest one has it: an older one is over, or is told.
 
     def _make_room(self, session: Session, known: "_Known") -> None:
-        """Let `session` have its stage, where it has not got it yet: all parts of it that another run has."""
+        """Let `session` have its stage, where it has not got it yet: all parts of it that another
+        run has.
+        """
         if session in self._known:
             return
         self._known = {
@@ -381,7 +397,9 @@ _CODES = {
 
 
 def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
-    """Tell the caller what is wrong, in a code that `client.py` turns back into an error of the same kind."""
+    """Tell the caller what is wrong, in a code that `client.py` turns back into an error of the
+    same kind.
+    """
     if isinstance(error, grpc.RpcError):  # the caller broke off in the middle of what it sent
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)

@@ -1,10 +1,11 @@
-"""What a worker and a parameter server must agree on before either counts a byte: a stage's row, and how it steps.
+"""What a worker and a parameter server must agree on before either counts a byte: a stage's row,
+and how it steps.
 
     row      [ layers.2.norm.weight | layers.2.qkv.weight ........................ | layers.2.qkv.bias | layers.3 ... ]
     chunks   [ 0                      | 1                      | 2                      | 3            ]
 
-A stage's parameters lie one behind the other in a row of fp32 numbers. A chunk is what one message carries, and what is
-summed, stepped and sent back by itself.
+A stage's parameters lie one behind the other in a row of fp32 numbers. A chunk is what one message
+carries, and what is summed, stepped and sent back by itself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,9 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter in the row. `counts` is false for the copy of a shared weight, which no norm counts twice."""
+    """One parameter in the row. `counts` is false for the copy of a shared weight, which no norm
+    counts twice.
+    """
 
     name: str
     layer: int
@@ -26,10 +29,11 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class StepRule:
-    """How a stage steps: AdamW's constants, who takes part, what gradients and parameters look like on the wire.
+    """How a stage steps: AdamW's constants, who takes part, what gradients and parameters look like
+    on the wire.
 
-    `ranks` are those of the replicas, in order. `staleness` is how many steps a worker may be ahead of the slowest; 0
-    keeps replicas equal after each step.
+    `ranks` are those of the replicas, in order. `staleness` is how many steps a worker may be ahead
+    of the slowest; 0 keeps replicas equal after each step.
     """
 
     ranks: tuple[int, ...]
@@ -49,7 +53,9 @@ class StepRule:
 
     @property
     def lossy_parameters(self) -> bool:
-        """Parameters go out as rounded differences. A worker that skips versions needs them whole instead."""
+        """Parameters go out as rounded differences. A worker that skips versions needs them whole
+        instead.
+        """
         return self.wire != "none" and self.staleness == 0
 
 
@@ -77,14 +83,18 @@ class RowSpec:
 
     @property
     def num_chunks(self) -> int:
-        """One at least: also a row without values is spoken of, so that the other end knows that it has come."""
+        """One at least: also a row without values is spoken of, so that the other end knows that it
+        has come.
+        """
         return max(1, -(-self.length // self.chunk_values))
 
     def chunk(self, index: int) -> slice:
         return slice(index * self.chunk_values, min(self.length, (index + 1) * self.chunk_values))
 
     def pieces(self, part: slice) -> Iterator[tuple[int, slice]]:
-        """Which parameter lies where in `part` of the row, in order: its index and elements of the row."""
+        """Which parameter lies where in `part` of the row, in order: its index and elements of the
+        row.
+        """
         for index, (start, parameter) in enumerate(zip(self.starts, self.parameters, strict=True)):
             first, last = max(start, part.start), min(start + parameter.num_values, part.stop)
             if first < last:

@@ -1,4 +1,5 @@
-"""A stage, or part of one, on a parameter server, for many callers at once: who waits for what, and who commits.
+"""A stage, or part of one, on a parameter server, for many callers at once: who waits for what, and
+who commits.
 
 callers   push ---> add --.
           pull ---> give --+--> StageState, under one lock      commit thread: complete? -> journal -> commit
@@ -37,7 +38,9 @@ class CallerGone(Exception):  # noqa: N818 - nobody is left to be told
 
 @dataclass(frozen=True)
 class Session:
-    """Whose run this is, and where on the server: `part` of a stage that several ranks of a replica hold together."""
+    """Whose run this is, and where on the server: `part` of a stage that several ranks of a replica
+    hold together.
+    """
 
     name: str
     stage: int
@@ -53,7 +56,9 @@ class Session:
 
 
 class StageServer:
-    """Raises what went wrong in the background from every call, as it is; `RunError` once closed."""
+    """Raises what went wrong in the background from every call, as it is; `RunError` once
+    closed.
+    """
 
     def __init__(self, session: Session, master: StageState, journal: Journal | None) -> None:
         self.session, self.master = session, master
@@ -91,7 +96,8 @@ class StageServer:
         )
 
     def committed(self, step: int, caller: Caller) -> int:
-        """Waits until what a worker behind `step` may rely on is on the disk; the first step that is not committed.
+        """Waits until what a worker behind `step` may rely on is on the disk; the first step that
+        is not committed.
 
         Whoever waits here wants no more chunks.
         """
@@ -159,7 +165,9 @@ class StageServer:
             self._changed.notify_all()
 
     def _until(self, caller: Caller, what: str, attempt: Callable[[], T | None]) -> T:
-        """What `attempt` gives, as soon as it does. Raises `CallerGone`, or `TransferTimeout` near its deadline."""
+        """What `attempt` gives, as soon as it does. Raises `CallerGone`, or `TransferTimeout` near
+        its deadline.
+        """
         left = caller.time_remaining()
         deadline = time.monotonic() + (float("inf") if left is None else left - _LOOK_S)
         with self._changed:

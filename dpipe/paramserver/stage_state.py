@@ -1,4 +1,5 @@
-"""The parameter server's copy of one stage (Li et al. 2014): fp32 parameters, AdamW's moments, and the step under way.
+"""The parameter server's copy of one stage (Li et al. 2014): fp32 parameters, AdamW's moments, and
+the step under way.
 
     add()      pieces of the gradient come in and are summed chunk by chunk
     decide()   the workers' verdict: what the gradient is multiplied by, or that the step is skipped
@@ -11,9 +12,10 @@
 
 A worker that dies in between has changed nothing: `now` is what it was after the last commit.
 
-With staleness the workers may push several steps before the slowest has pushed the first; each still steps by the mean
-of all replicas. Until then a worker gets what the steps under way would make of `now` by the gradients that are in, its
-own among them (read-my-writes, Ho et al. 2013): what it learns next is then not learnt at an old place (`ahead.py`).
+With staleness the workers may push several steps before the slowest has pushed the first; each
+still steps by the mean of all replicas. Until then a worker gets what the steps under way would
+make of `now` by the gradients that are in, its own among them (read-my-writes, Ho et al. 2013):
+what it learns next is then not learnt at an old place (`ahead.py`).
 
 Pure: no thread, no clock, no wire. Whoever uses it from several threads holds a lock.
 """
@@ -33,7 +35,9 @@ from dpipe.wire.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the workers agreed on: the step's learning rate, and the gradient's factor; None skips the step."""
+    """What the workers agreed on: the step's learning rate, and the gradient's factor; None skips
+    the step.
+    """
 
     learning_rate: float
     factor: float | None
@@ -41,7 +45,9 @@ class Verdict:
 
 @dataclass
 class State:
-    """A row's numbers, fp32 [N] each. `held` is what the workers have, where a lossy wire makes that another row."""
+    """A row's numbers, fp32 [N] each. `held` is what the workers have, where a lossy wire makes
+    that another row.
+    """
 
     values: torch.Tensor
     exp_avg: torch.Tensor
@@ -73,7 +79,9 @@ class State:
 
 @dataclass(frozen=True)
 class Given:
-    """A chunk on its way to the workers: its values, or what is to be added to the ones they have."""
+    """A chunk on its way to the workers: its values, or what is to be added to the ones they
+    have.
+    """
 
     whole: bool
     wire: torch.Tensor
@@ -102,9 +110,11 @@ class StageState:
         ] = {}  # chunks of the last committed step, as they went out
 
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
-        """Take a replica's piece of the gradient. What is of a committed step, or in already, changes nothing.
+        """Take a replica's piece of the gradient. What is of a committed step, or in already,
+        changes nothing.
 
-        Raises `TransferError` for a step that cannot be under way, or a piece that does not fit the row.
+        Raises `TransferError` for a step that cannot be under way, or a piece that does not fit the
+        row.
         """
         self._check_step(step, f"replica {replica}'s gradient of")
         if step < self.step:
@@ -122,7 +132,9 @@ class StageState:
         return step < self.step or self._ledger(step).final
 
     def missing(self) -> list[int]:
-        """The ranks that have not pushed all of the step under way, or else those that have not brought a verdict."""
+        """The ranks that have not pushed all of the step under way, or else those that have not
+        brought a verdict.
+        """
         late = self._ledger(self.step).missing()
         late = late or sorted(
             set(range(self.rule.num_replicas)) - self._decided.get(self.step, set())
@@ -130,7 +142,9 @@ class StageState:
         return [self.rule.ranks[replica] for replica in late]
 
     def norms(self, step: int) -> dict[int, float]:
-        """The squared norm of the mean gradient of each layer; of a whole parameter at a time, so that no cut shows."""
+        """The squared norm of the mean gradient of each layer; of a whole parameter at a time, so
+        that no cut shows.
+        """
         if step != self.step or not self.is_final(step):
             raise TransferError(
                 f"the norms of step {step} were asked for where step {self.step} is under way"
@@ -147,7 +161,9 @@ class StageState:
         return squares
 
     def decide(self, step: int, replica: int, verdict: Verdict) -> None:
-        """Take the verdict as a worker brings it: all have the same. Raises `TransferError` where one differs."""
+        """Take the verdict as a worker brings it: all have the same. Raises `TransferError` where
+        one differs.
+        """
         self._check_step(step, f"replica {replica}'s verdict on")
         if step < self.step:
             return
@@ -159,10 +175,12 @@ class StageState:
         self._decided.setdefault(step, set()).add(replica)
 
     def give(self, step: int, replica: int, chunk: int) -> Given | None:
-        """The chunk after `step`, as it goes to a worker; None where something is still missing for it.
+        """The chunk after `step`, as it goes to a worker; None where something is still missing for
+        it.
 
-        With staleness it may be of any later step, or go ahead of one that is as much earlier as the bound allows.
-        Raises `NumericError` where the mean is not finite, naming a rank that pushed such a gradient.
+        With staleness it may be of any later step, or go ahead of one that is as much earlier as
+        the bound allows. Raises `NumericError` where the mean is not finite, naming a rank that
+        pushed such a gradient.
         """
         self._check_step(step, "a call for the parameters after")
         part = self.row.chunk(chunk)
@@ -183,7 +201,9 @@ class StageState:
         return Given(whole, self._stepped[chunk])
 
     def step_rest(self, step: int) -> None:
-        """Step what can be of `step` and nobody has asked for: its chunks reached the workers before a restart."""
+        """Step what can be of `step` and nobody has asked for: its chunks reached the workers
+        before a restart.
+        """
         if step == self.step and not self.rule.staleness:
             for chunk in range(self.row.num_chunks):
                 if chunk not in self._stepped and self._can_step(step, chunk):
@@ -203,7 +223,8 @@ class StageState:
         )
 
     def due(self) -> tuple[Verdict, torch.Tensor]:
-        """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a journal writes down.
+        """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a
+        journal writes down.
 
         Raises `NumericError` as `give` does.
         """
@@ -214,7 +235,9 @@ class StageState:
         return self._verdicts[self.step], self._ledger(self.step).average
 
     def commit(self) -> None:
-        """End the step under way. With staleness it is stepped here, for nobody has asked for its chunks before."""
+        """End the step under way. With staleness it is stepped here, for nobody has asked for its
+        chunks before.
+        """
         verdict = self._verdicts[self.step]
         if verdict.factor is not None:
             for chunk in range(self.row.num_chunks):
@@ -235,7 +258,9 @@ class StageState:
         self.commit()
 
     def _check_step(self, step: int, what: str) -> None:
-        """A worker is at the step under way, or takes what the last one left; with staleness, within its bound."""
+        """A worker is at the step under way, or takes what the last one left; with staleness,
+        within its bound.
+        """
         ahead = self.rule.staleness
         if not self.step - 1 - ahead <= step <= self.step + ahead:
             bound = f" and data_parallel.staleness is {ahead}" if ahead else ""
@@ -284,7 +309,9 @@ class StageState:
         return wire
 
     def _ahead(self, step: int, chunk: int) -> torch.Tensor:
-        """The chunk after `step` by what is in of the steps under way. All of them are a worker's that asks for it."""
+        """The chunk after `step` by what is in of the steps under way. All of them are a worker's
+        that asks for it.
+        """
         part = self.row.chunk(chunk)
         ahead = State(*(row.clone() for row in self.now.of(part).rows().values()))
         for later in range(self.step, step + 1):

@@ -10,7 +10,8 @@ from dpipe.network.profile import load_network
 def assumed_network(
     profile: str | None, connections: int | Literal["auto"], *, headers: bool = False
 ) -> Network:
-    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections a link.
+    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections
+    a link.
 
     With `headers` the profile's rates count those of packets, which messages then do not get.
     """

@@ -28,11 +28,13 @@ _LENGTH_BYTES = 4  # of a sequence's length, which BERT's blocks pass on
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way behind it.
+    """By layer, for one micro-batch: seconds forward and backward, and bytes on the wire each way
+    behind it.
 
-    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores', `memory` is what each
-    layer holds, `exchange_.._s` what the ranks that share a layer wait for each other (defaults: none). `output_bytes`
-    are what each gives on within a rank (default: as a transformer's).
+    `parameter_bytes` are in fp32, `core_s` the seconds of forward that are its attention cores',
+    `memory` is what each layer holds, `exchange_.._s` what the ranks that share a layer wait for
+    each other (defaults: none). `output_bytes` are what each gives on within a rank (default: as a
+    transformer's).
     """
 
     forward_s: tuple[float, ...]
@@ -49,9 +51,11 @@ class LayerCosts:
 
 
 def transformer_costs(config: Config) -> LayerCosts:
-    """Of a GPT or a BERT, whose blocks are the same and whose hops carry a sequence's length besides.
+    """Of a GPT or a BERT, whose blocks are the same and whose hops carry a sequence's length
+    besides.
 
-    Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et al. 2020).
+    Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et
+    al. 2020).
     """
     model, tokens = config.model, config.microbatch_size * config.model.context
     flops = layer_flops(config, config.microbatch_size)
@@ -93,7 +97,9 @@ def on_ranks(config: Config, layers: LayerCosts) -> LayerCosts:
 
 
 def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
-    """Add up the layers of each stage; recomputation runs forward, or the attention cores, once more in backward."""
+    """Add up the layers of each stage; recomputation runs forward, or the attention cores, once
+    more in backward.
+    """
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ranges = [range(start, start + size) for start, size in zip(starts, cut, strict=True)]
     forward = [sum(layers.forward_s[i] for i in r) * 1e6 for r in ranges]
@@ -117,7 +123,9 @@ def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> C
 
 
 def replay_cost(config: Config, network: Network) -> Cost:
-    """Exchanges are waited for where they stand, as if nothing else left the ranks of a stage meanwhile."""
+    """Exchanges are waited for where they stand, as if nothing else left the ranks of a stage
+    meanwhile.
+    """
     replay, stages = config.replay, config.pipeline.stages
     if config.tensor_parallel.size > 1:
         only_link(network)

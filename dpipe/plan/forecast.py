@@ -1,7 +1,9 @@
-"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and its step simulated.
+"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and its
+step simulated.
 
-The same function feeds `dpipe simulate` and the run itself, so that the two cannot differ. No torch for the built-in
-models: their arithmetic is counted by formula, and turned into time by the assumed `predict.gflops`.
+The same function feeds `dpipe simulate` and the run itself, so that the two cannot differ. No torch
+for the built-in models: their arithmetic is counted by formula, and turned into time by the assumed
+`predict.gflops`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +45,12 @@ _MOST_PARTS = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """The cut, the checked and lowered schedule, when it would happen, and what each rank then holds at most.
+    """The cut, the checked and lowered schedule, when it would happen, and what each rank then
+    holds at most.
 
-    `timeline` is a step at which `replicas` agree, if there are any, as they do at `agreeing_share` of the steps;
-    `step_us` is the mean over all steps. Replay stages hold nothing that is worth a word: their `memory` is empty.
+    `timeline` is a step at which `replicas` agree, if there are any, as they do at `agreeing_share`
+    of the steps; `step_us` is the mean over all steps. Replay stages hold nothing that is worth a
+    word: their `memory` is empty.
     """
 
     split: tuple[int, ...]
@@ -106,7 +110,9 @@ def without_search(
     replicas: Replicas | None = None,
     stages: Stages = (),
 ) -> Schedule:
-    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the stages alike."""
+    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the
+    stages alike.
+    """
     if config.pipeline.schedule == "auto":
         return first_fit(
             config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config)
@@ -128,10 +134,11 @@ def forecast(
     choose: Choice = choose_schedule,
     hosts: Sequence[Host] = (),
 ) -> Forecast:
-    """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone; `hosts` as in `simulate`.
+    """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone; `hosts`
+    as in `simulate`.
 
-    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run, `ProfileError` for a
-    network that lacks a link between two ranks.
+    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run,
+    `ProfileError` for a network that lacks a link between two ranks.
     """
     network = network or of_config(config, config.network_profile)
     pipeline, microbatches = config.pipeline, config.train.num_microbatches
@@ -201,9 +208,10 @@ def leanest(config: Config) -> Schedule:
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
-    """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters: rounded as configured,
-    and where fragments take turns, as much as one of them. What a sharded optimizer or a stale server gives back
-    is not rounded."""
+    """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters:
+    rounded as configured, and where fragments take turns, as much as one of them. What a sharded
+    optimizer or a stale server gives back is not rounded.
+    """
     chosen = config.data_parallel
     plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
     rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
@@ -212,7 +220,9 @@ def with_exchange(config: Config, cost: Cost) -> Cost:
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
-    """How replicas agree at a step at which they do, given the plain fp32 parameters; None where there is one."""
+    """How replicas agree at a step at which they do, given the plain fp32 parameters; None where
+    there is one.
+    """
     chosen = config.data_parallel
     if chosen.replicas == 1:
         return None
@@ -230,7 +240,9 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:
-    """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind all others."""
+    """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind
+    all others.
+    """
     chosen, stages = config.data_parallel, range(config.pipeline.stages)
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         return ()
@@ -258,7 +270,8 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
         )
     if sum(given) != num_layers:
         raise ConfigError(
-            f"pipeline.split {list(given)} places {sum(given)} layers, but the model has {num_layers}"
+            f"pipeline.split {list(given)} places {sum(given)} layers, but the model has "
+            f"{num_layers}"
             + (
                 " (an embedding, model.num_layers blocks and a head)"
                 if config.model.is_transformer

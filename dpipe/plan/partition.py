@@ -1,4 +1,6 @@
-"""Which layers make a stage: contiguous, at least one each, the dearest stage as cheap as can be. No torch."""
+"""Which layers make a stage: contiguous, at least one each, the dearest stage as cheap as can be.
+No torch.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,13 +11,14 @@ from dpipe.errors import ConfigError
 
 
 def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Layers a stage, minimising the dearest stage; of those cuts, the one whose stages differ least.
+    """Layers a stage, minimising the dearest stage; of those cuts, the one whose stages differ
+    least.
 
         costs         1 1 1 1 4 1 1
         num_stages 3  [ 4   ][4][2]   ->  (4, 1, 2)
 
-    Where two cuts differ as little the earlier stages get fewer layers: they hold more micro-batches.
-    Raises `ConfigError` for fewer layers than stages.
+    Where two cuts differ as little the earlier stages get fewer layers: they hold more
+    micro-batches. Raises `ConfigError` for fewer layers than stages.
     """
     if len(costs) < num_stages:
         raise ConfigError(
@@ -39,7 +42,9 @@ def _best(
     cost: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut with the least `cost(start, end)` of its stages joined, exactly, by dynamic programming."""
+    """The cut with the least `cost(start, end)` of its stages joined, exactly, by dynamic
+    programming.
+    """
 
     @cache
     def rest(start: int, stages: int) -> tuple[float, tuple[int, ...]]:

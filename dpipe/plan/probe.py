@@ -23,7 +23,8 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its attention cores'.
+    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its
+    attention cores'.
 
     Parameters are counted as replicas agree on them and optimizers learn them: in fp32 at least.
     """
@@ -42,8 +43,8 @@ def probe(
 ) -> tuple[LayerCost, ...]:
     """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
 
-    `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be followed without
-    values.
+    `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be
+    followed without values.
     """
     tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
@@ -58,7 +59,8 @@ def probe(
         except Exception as error:
             taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
             raise ConfigError(
-                f"layer {index} cannot take ({taken}), or its shapes depend on values: {type(error).__name__}: {error}"
+                f"layer {index} cannot take ({taken}), or its shapes depend on values: "
+                f"{type(error).__name__}: {error}"
             ) from error
         tensors = outputs
         costs.append(
@@ -122,10 +124,11 @@ def measure(
     precision: str = "fp32",
     parameters: str = "fp32",
 ) -> tuple[float, ...]:
-    """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of three.
+    """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of
+    three.
 
-    As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The number of threads is the
-    process's.
+    As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The
+    number of threads is the process's.
     """
     tensors, seconds, streams = inputs, [], streams_of(device)
     for index in range(len(model.layers)):

@@ -1,4 +1,5 @@
-"""What a run is, before any process talks to another: model, text, cut and schedule. Equal on every rank.
+"""What a run is, before any process talks to another: model, text, cut and schedule. Equal on every
+rank.
 
 Everything that can be wrong with what the user gave is found here, before anything is written.
 """
@@ -35,7 +36,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s gives to one of the next."""
+    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s gives to
+    one of the next.
+    """
 
     config: Config
     model: LayeredModel | None
@@ -55,7 +58,9 @@ def draft(
     network: Network | None = None,
     choose: Choice = choose_schedule,
 ) -> RunPlan:
-    """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of each layer."""
+    """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of
+    each layer.
+    """
     if config.model.layers == "replay":
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         messages = ((message,),) * (config.pipeline.stages - 1)
@@ -77,7 +82,9 @@ def draft(
 
 
 def check_device(device: str) -> None:
-    """Raises `ConfigError` for a device that torch does not know, that dpipe does not, or that is not here."""
+    """Raises `ConfigError` for a device that torch does not know, that dpipe does not, or that is
+    not here.
+    """
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -86,13 +93,16 @@ def check_device(device: str) -> None:
         raise ConfigError(f'node.device is {device!r}; dpipe computes on "cpu" and on "cuda"')
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch "
+            f"node.device is {device!r}, but torch {torch.__version__} sees no CUDA GPU: install a "
+            "CUDA build of torch "
             'and a driver (nvidia-smi must list the GPU), or set node.device = "cpu"'
         )
 
 
 def local_device(device: str, local_rank: int) -> str:
-    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as it is."""
+    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as
+    it is.
+    """
     count = torch.cuda.device_count() if device == "cuda" else 0
     return f"cuda:{local_rank % count}" if count else device
 
@@ -103,8 +113,10 @@ def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
         cost.attention_cores for cost in probed
     ):
         raise ConfigError(
-            f'pipeline.recompute = "selective" runs attention cores again, but no layer of {config.model.layers} has '
-            'one: set attention_core = True on the module between q, k, v and the output, or use "none" or "full"'
+            'pipeline.recompute = "selective" runs attention cores again, but no layer of '
+            f"{config.model.layers} has "
+            "one: set attention_core = True on the module between q, k, v and the output, or use "
+            '"none" or "full"'
         )
 
 
@@ -115,7 +127,8 @@ def read_text(config: Config) -> Corpus:
     def accept(corpus: Corpus) -> None:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
             raise DataError(
-                f"the tokenizer {data.tokenizer} has {corpus.vocab_size} entries, but model.vocab_size is "
+                f"the tokenizer {data.tokenizer} has {corpus.vocab_size} entries, but "
+                "model.vocab_size is "
                 f"{model.vocab_size}; leave model.vocab_size out, or raise it"
             )
         need_held_out = config.train.eval_every is not None
@@ -149,7 +162,9 @@ def make_model(config: Config) -> LayeredModel:
 def layer_costs(
     config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None
 ) -> LayerCosts:
-    """Measured seconds where there are; else by formula for a transformer, by count for a user's model."""
+    """Measured seconds where there are; else by formula for a transformer, by count for a user's
+    model.
+    """
     if layer_s is None and config.model.is_transformer:
         return transformer_costs(config)
     forward = tuple(cost.forward_flops / (config.predict.gflops * 1e9) for cost in probed)
@@ -179,7 +194,9 @@ def layer_costs(
 
 
 def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
-    """A user's layers: what their graphs keep is counted, working memory is taken to be as much again."""
+    """A user's layers: what their graphs keep is counted, working memory is taken to be as much
+    again.
+    """
     again, rounded = config.pipeline.recompute == "full", config.train.parameters != "fp32"
     smaller = 2 if rounded else 1  # parameters are counted in fp32
     inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
@@ -217,7 +234,9 @@ def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
 
 
 def _inputs(config: Config) -> tuple[TensorSpec, ...]:
-    """What the first layer reads: tokens, and for BERT their types and the sequences' lengths (`pairs.py`)."""
+    """What the first layer reads: tokens, and for BERT their types and the sequences' lengths
+    (`pairs.py`).
+    """
     tokens = TensorSpec((config.microbatch_size, config.model.context), torch.int64)
     lengths = TensorSpec((config.microbatch_size,), torch.int32)
     return (tokens, tokens, lengths) if config.model.layers == "bert" else (tokens,)

@@ -1,14 +1,17 @@
-"""What it takes the T ranks of a stage to be one: their arithmetic shared out, and what they exchange. No torch.
+"""What it takes the T ranks of a stage to be one: their arithmetic shared out, and what they
+exchange. No torch.
 
-A micro-batch's activation [B, S, D] between matrices is u bytes. Of it a rank sends, for each layer, in units of
-(T - 1) / T u, an all-reduce being two of them (Korthikanti et al. 2022, section 4.2):
+A micro-batch's activation [B, S, D] between matrices is u bytes. Of it a rank sends, for each
+layer, in units of (T - 1) / T u, an all-reduce being two of them (Korthikanti et al. 2022, section
+4.2):
 
                        embedding         block             head
                        forward backward  forward backward  forward backward
     tensor parallel    2       0         4       4         0       2
     sequence parallel  1       1         4       6         1       2        what enters a matrix is gathered again
 
-That is time of the compute lane: nothing else can run meanwhile. Each exchange also waits out the machine's delay.
+That is time of the compute lane: nothing else can run meanwhile. Each exchange also waits out the
+machine's delay.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +45,8 @@ def check_vocabulary(config: Config) -> None:
     words = vocabulary(config.data.tokenizer)
     if words % size:
         raise ConfigError(
-            f"the tokenizer {config.data.tokenizer} has {words} entries, which tensor_parallel.size {size} does not "
+            f"the tokenizer {config.data.tokenizer} has {words} entries, which "
+            f"tensor_parallel.size {size} does not "
             f"divide; set model.vocab_size = {words + size - words % size}"
         )
 
@@ -58,8 +62,9 @@ def exchange_s(config: Config, num_layers: int) -> tuple[tuple[float, ...], tupl
 
 
 def at_boundaries(config: Config, cost: Cost) -> Cost:
-    """`cost` of whole activations, as the machines of T ranks send them: once, and put together behind the link, or
-    once by every rank."""
+    """`cost` of whole activations, as the machines of T ranks send them: once, and put together
+    behind the link, or once by every rank.
+    """
     chosen = config.tensor_parallel
     if chosen.size == 1 or chosen.sequence_parallel:
         return cost
@@ -82,20 +87,24 @@ def at_boundaries(config: Config, cost: Cost) -> Cost:
 
 
 def ring_us(config: Config, network: Network) -> float:
-    """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`). Raises as `only_link` does."""
+    """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`). Raises as
+    `only_link` does.
+    """
     size, link = config.tensor_parallel.size, only_link(network)
     part_us = config.replay.exchange_bytes / size * 8 / (link.rate_gbps(network.connections) * 1e3)
     return 2 * (size - 1) * (link.delay_us + part_us)
 
 
 def only_link(network: Network) -> Link:
-    """What every link between the hosts of replayed stages is: a simulated rank stands for all that share its stage.
+    """What every link between the hosts of replayed stages is: a simulated rank stands for all that
+    share its stage.
 
     Raises `ConfigError` for a network of unlike links.
     """
     if network.links or network.default is None:
         raise ConfigError(
-            "replayed stages of several ranks are predicted on a network whose links are alike, and "
+            "replayed stages of several ranks are predicted on a network whose links are alike, "
+            "and "
             f"{network.name} lists some apart; take a profile of one delay and one bandwidth"
         )
     return network.default

@@ -29,7 +29,8 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
 def as_row(found: Forecast) -> dict[str, Any]:
     if found.timeline.duration_us <= 0:
         raise ConfigError(
-            "no time passes in such a step: set replay.forward_ms, or a predict.gflops that there is"
+            "no time passes in such a step: set replay.forward_ms, or a predict.gflops that there "
+            "is"
         )
     summary = summarise(found.timeline, found.schedule).as_dict()
     return {
@@ -58,7 +59,8 @@ def as_text(row: dict[str, Any], config: Config) -> str:
             f"network         {row['network']}",
             f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
             f"step            {row['step_s']:.4f} s{agrees}{assumed}",
-            f"bubble          {row['mean_bubble']:.1%}  (by rank {' '.join(f'{b:.0%}' for b in row['bubble'])})",
+            f"bubble          {row['mean_bubble']:.1%}  (by rank "
+            f"{' '.join(f'{b:.0%}' for b in row['bubble'])})",
             f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
             f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
             f"a step sends    {links or 'nothing'}",
@@ -72,7 +74,9 @@ def as_text(row: dict[str, Any], config: Config) -> str:
 
 
 def _tensor_lines(config: Config) -> Iterator[str]:
-    """Where several ranks hold a stage together: what is said of a machine, and what of each of its ranks."""
+    """Where several ranks hold a stage together: what is said of a machine, and what of each of its
+    ranks.
+    """
     size, predict = config.tensor_parallel.size, config.predict
     if size > 1 and config.model.layers == "replay":
         yield f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of them"

@@ -58,8 +58,9 @@ class _Lasting(io.TextIOBase):
 
 
 def point_nowhere(stream: TextIO) -> None:
-    """For a stream that cannot be written: what is left in its buffer, which the interpreter writes once more when it
-    ends, would make the exit code 120."""
+    """For a stream that cannot be written: what is left in its buffer, which the interpreter writes
+    once more when it ends, would make the exit code 120.
+    """
     with suppress(OSError):  # it is no file of the system's
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -67,7 +68,9 @@ def point_nowhere(stream: TextIO) -> None:
 
 
 class Display:
-    """Shows rows of metrics as they come; use it as a context. On a terminal one line is redrawn in place."""
+    """Shows rows of metrics as they come; use it as a context. On a terminal one line is redrawn in
+    place.
+    """
 
     def __init__(self, console: Console, first_step: int, num_steps: int) -> None:
         self._console = console
@@ -118,7 +121,8 @@ def describe(row: Mapping[str, Any]) -> str:
     """`loss 2.5310  lr 3.0e-03  8,400 tokens/s  bubble 31%  MB/s 0->1 2.1 1->0 2.1`."""
     links = " ".join(f"{link} {rate:.1f}" for link, rate in sorted(row["mb_per_s"].items()))
     return (
-        f"loss {row['loss']:.4f}  lr {row['learning_rate']:.1e}  {row['tokens_per_s']:,.0f} tokens/s  "
+        f"loss {row['loss']:.4f}  lr {row['learning_rate']:.1e}  {row['tokens_per_s']:,.0f} "
+        "tokens/s  "
         f"bubble {row['bubble']:.0%}"
         + (f"  MFU {row['mfu']:.0%}" if "mfu" in row else "")
         + (f"  MB/s {links}" if links else "")

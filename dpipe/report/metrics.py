@@ -1,4 +1,6 @@
-"""Where the numbers of a run go: `metrics.jsonl` and TensorBoard on rank 0, a line in the log of every rank."""
+"""Where the numbers of a run go: `metrics.jsonl` and TensorBoard on rank 0, a line in the log of
+every rank.
+"""
 
 import json
 import logging
@@ -18,7 +20,8 @@ Show = Callable[[Mapping[str, Any]], None]
 
 
 class Metrics:
-    """Appends rows to `FOLDER/metrics.jsonl` and, if asked, to a TensorBoard log in `FOLDER/tensorboard`.
+    """Appends rows to `FOLDER/metrics.jsonl` and, if asked, to a TensorBoard log in
+    `FOLDER/tensorboard`.
 
     A resumed run drops the rows after the step that it resumes from: they are trained again.
     """
@@ -32,7 +35,8 @@ class Metrics:
         self._board = _Board(folder / "tensorboard", first_step) if tensorboard else None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row: {"step": ..., name: value, ...}. Numbers, also one level down, become TensorBoard scalars.
+        """One row: {"step": ..., name: value, ...}. Numbers, also one level down, become
+        TensorBoard scalars.
 
         Raises `RunError` where there is no room for it.
         """
@@ -51,7 +55,8 @@ class Metrics:
 
 
 class _Board:
-    """A TensorBoard log. It only shows what the rows have: where it cannot be written, the run goes on without it.
+    """A TensorBoard log. It only shows what the rows have: where it cannot be written, the run goes
+    on without it.
 
     TensorBoard's own writer would fail in a thread of its own, with a traceback and a step later.
     """
@@ -115,7 +120,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def keep_rows_before(path: Path, step: int) -> None:
-    """Rewrite the file without the rows of `step` and later, and without lines that are none: one was cut short."""
+    """Rewrite the file without the rows of `step` and later, and without lines that are none: one
+    was cut short.
+    """
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]

@@ -1,4 +1,6 @@
-"""The summary at the end of a run: what was learned, what it took against what was predicted, where things are."""
+"""The summary at the end of a run: what was learned, what it took against what was predicted, where
+things are.
+"""
 
 import math
 from collections.abc import Sequence
@@ -60,9 +62,11 @@ def show_summary(
     sample: str | None,
     shards: int = 1,
 ) -> None:
-    """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make a whole one.
+    """Print it; every figure comes from the run's own files. `shards` of the optimizer's state make
+    a whole one.
 
-    Without a `scale` losses are told as they are: no model of bytes has made them, and none can continue a text.
+    Without a `scale` losses are told as they are: no model of bytes has made them, and none can
+    continue a text.
     """
     rows = read_rows(run)
     steps = [row for row in rows if "loss" in row]
@@ -108,12 +112,15 @@ def _duration(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def _sharded(held_mb: Sequence[float], shards: int) -> str:
-    """`held_mb` by rank; ranks that are a pipeline's length apart hold shards of the same stages."""
+    """`held_mb` by rank; ranks that are a pipeline's length apart hold shards of the same
+    stages.
+    """
     length = len(held_mb) // shards
     largest = max(range(len(held_mb)), key=lambda rank: held_mb[rank])
     whole = sum(held_mb[largest % length :: length])
     return (
-        f"optimizer's state: {held_mb[largest]:.2f} MB on rank {largest}, which has most of it; unsharded "
+        f"optimizer's state: {held_mb[largest]:.2f} MB on rank {largest}, which has most of it; "
+        "unsharded "
         f"{whole:.2f} MB, so {whole - held_mb[largest]:.2f} MB are saved"
     )
 
@@ -147,7 +154,8 @@ def _against_bigram(held_out: float, scale: TextScale) -> str:
 def _prediction(trace: Trace) -> str:
     predicted, measured = trace.predicted.duration_us / 1e3, trace.measured_us / 1e3
     return (
-        f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, measured / predicted "
+        f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, measured / "
+        "predicted "
         f"{measured / predicted:.3f} (median of the last {len(trace.steps)} steps)"
     )
 

@@ -1,4 +1,5 @@
-"""The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator predicts.
+"""The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator
+predicts.
 
 FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
 FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
@@ -39,8 +40,9 @@ class StepSpans:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prediction needs besides measured times: of `cost` only the bytes. `replicas` are those of a usual step;
-    `hosts` the machines that have fewer cores than ranks."""
+    """What a prediction needs besides measured times: of `cost` only the bytes. `replicas` are
+    those of a usual step; `hosts` the machines that have fewer cores than ranks.
+    """
 
     schedule: Schedule
     cost: Cost
@@ -160,7 +162,9 @@ def _from_table(table: dict[str, Any]) -> Replicas:
 
 @dataclass(frozen=True)
 class Trace:
-    """The measured steps of a run, each with all ranks' spans since the step began, and the prediction."""
+    """The measured steps of a run, each with all ranks' spans since the step began, and the
+    prediction.
+    """
 
     plan: Plan
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
@@ -172,11 +176,14 @@ class Trace:
 
 
 def load_trace(run: Path) -> Trace:
-    """Read `FOLDER/trace`; raises `ConfigError` where the run has none, or a part of it is missing or damaged."""
+    """Read `FOLDER/trace`; raises `ConfigError` where the run has none, or a part of it is missing
+    or damaged.
+    """
     folder = run / "trace"
     if not (folder / "plan.json").exists():
         raise ConfigError(
-            f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by itself"
+            f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by "
+            "itself"
         )
     plan = load_plan(folder)
     ranks = range(plan.schedule.num_ranks * plan.num_replicas * plan.tensor_size)
@@ -186,7 +193,8 @@ def load_trace(run: Path) -> Trace:
     traced = [[step.step for step in steps] for steps in by_rank]
     if not traced[0] or traced.count(traced[0]) < len(traced):
         raise ConfigError(
-            f"{folder} holds other steps of each rank, by rank {traced}: its files are not of one run"
+            f"{folder} holds other steps of each rank, by rank {traced}: its files are not of one "
+            "run"
         )
     steps = tuple(_join(same_step, plan) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(plan, [timeline for _, _, timeline in steps])
@@ -196,7 +204,9 @@ def load_trace(run: Path) -> Trace:
 
 
 def _first_of_each(timeline: Timeline, size: int) -> Timeline:
-    """As the spans of the first of the ranks that hold a stage together, whom the simulator takes for one."""
+    """As the spans of the first of the ranks that hold a stage together, whom the simulator takes
+    for one.
+    """
     spans = tuple(span._replace(rank=span.rank * size) for span in timeline.spans)
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 
@@ -213,9 +223,11 @@ def _join(same_step: Sequence[StepSpans], plan: Plan) -> tuple[int, float, Timel
 
 
 def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The mean cost of each stage's actions as measured; what a schedule does not use is left at zero.
+    """The mean cost of each stage's actions as measured; what a schedule does not use is left at
+    zero.
 
-    Of ranks that share a host's cores it is processor time: the simulator shares the cores out itself.
+    Of ranks that share a host's cores it is processor time: the simulator shares the cores out
+    itself.
     """
     sharing = {rank for host in plan.hosts for rank in host.ranks}
     durations: dict[tuple[int, str], list[float]] = {}

@@ -1,4 +1,6 @@
-"""What keeps the replicas of a stage in agreement: the configured kind of data parallelism, built."""
+"""What keeps the replicas of a stage in agreement: the configured kind of data parallelism,
+built.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import assert_never
@@ -35,8 +37,9 @@ def data_parallel(
     servers: Servers | None = None,
     tied: Collection[str] = (),
 ) -> DataParallel:
-    """What the configuration asks for; `uncounted` names parameters that a norm counts on another rank, `tied` the
-    copies of a shared weight."""
+    """What the configuration asks for; `uncounted` names parameters that a norm counts on another
+    rank, `tied` the copies of a shared weight.
+    """
     train, chosen = config.train, config.data_parallel
     replayed = config.model.layers == "replay"
     adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
@@ -91,7 +94,9 @@ def data_parallel(
 def torch_group(
     config: Config, here: ParallelRanks, coordinator: Coordination, stages: Collection[Layers]
 ) -> TorchGroup:
-    """The group of this rank's column. Its first rank opens a store, and says where through the coordinator."""
+    """The group of this rank's column. Its first rank opens a store, and says where through the
+    coordinator.
+    """
     timeout_s, first = config.timeouts.transfer, here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
     store = open_store(host, 0, timeout_s, master=True) if here.dp_rank == 0 else None
@@ -124,7 +129,8 @@ def torch_group(
 def _host(address: str | None, rank: int) -> str:
     if address is None:
         raise JoinError(
-            f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an address, or leave '
+            f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an '
+            "address, or leave "
             "data_parallel.group out"
         )
     return address.rpartition(":")[0]

@@ -49,6 +49,7 @@ from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
+from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.stage.replay import ReplayStage
@@ -65,7 +66,6 @@ from dpipe.store.run_folder import (
     save_configuration,
     take_back,
 )
-from dpipe.schedule.links import neighbours
 from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
 from dpipe.transport.nccl import NcclTransport
@@ -84,7 +84,9 @@ def launch_ranks(
     fallback: bool,
     say: Callable[[str], None],
 ) -> int:
-    """All ranks as processes of this machine; returns the exit code. What can be wrong is found before any starts."""
+    """All ranks as processes of this machine; returns the exit code. What can be wrong is found
+    before any starts.
+    """
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
     config = configuration(path, overrides, resume)
@@ -122,9 +124,11 @@ def train_rank(
     if place.world_size != config.world_size:
         (fitting,) = _cut_for(config, place.world_size)
         raise ConfigError(
-            f"{place.world_size} processes were started, but pipeline.stages {config.pipeline.stages}, "
+            f"{place.world_size} processes were started, but pipeline.stages "
+            f"{config.pipeline.stages}, "
             f"pipeline.stages_per_rank {config.pipeline.stages_per_rank}, tensor_parallel.size "
-            f"{config.tensor_parallel.size} and data_parallel.replicas {config.data_parallel.replicas} need "
+            f"{config.tensor_parallel.size} and data_parallel.replicas "
+            f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
     run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
@@ -137,15 +141,19 @@ def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> 
 
 
 def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
-    """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not divide them."""
+    """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not
+    divide them.
+    """
     replicas, size = config.data_parallel.replicas, config.tensor_parallel.size
     if num_ranks % (replicas * size):
         raise ConfigError(
-            f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica is a whole pipeline; "
+            f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica "
+            "is a whole pipeline; "
             f"start a multiple of {replicas}, or set another -o data_parallel.replicas"
             if size == 1
             else f"data_parallel.replicas {replicas} of stages on tensor_parallel.size {size} ranks do not divide "
-            f"{num_ranks} processes; start a multiple of {replicas * size}, or set another -o tensor_parallel.size"
+            f"{num_ranks} processes; start a multiple of {replicas * size}, or set another -o "
+            "tensor_parallel.size"
         )
     return (f"pipeline.stages={num_ranks // replicas // size * config.pipeline.stages_per_rank}",)
 
@@ -159,7 +167,9 @@ def run_rank(
     join_s: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Train one rank. Nothing is written, and nobody is talked to, before everything given has been checked."""
+    """Train one rank. Nothing is written, and nobody is talked to, before everything given has been
+    checked.
+    """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
     if config.transport.kind == "nccl":
@@ -224,7 +234,8 @@ def run_rank(
 
 
 def as_rank_0_decides(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
-    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take its word.
+    """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take
+    its word.
 
     Ranks that share a machine's cores would search many times as long.
     """
@@ -260,7 +271,9 @@ def assemble(
     start: checkpoint.Loaded | None,
     stack: ExitStack,
 ) -> Job:
-    """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is one."""
+    """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is
+    one.
+    """
     coordinator, transport, streams = around.coordinator, around.transport, around.streams
     config, schedule, here = (
         run_plan.config,
@@ -346,7 +359,9 @@ def fail_links(
 
 
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
-    """MFU of a step; None for a model of the user's own, and on a device whose peak is not known."""
+    """MFU of a step; None for a model of the user's own, and on a device whose peak is not
+    known.
+    """
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None or not config.model.is_transformer:
         return None
@@ -375,10 +390,12 @@ def make_update(
 
 
 def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
-    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a run.
+    """The machines whose ranks want more cores than they have. All ranks meet here at the end of a
+    run.
 
-    None where ranks hold a stage together: they wait for each other inside their compute, which is no processor's time,
-    so that their spans are taken to be as long as they were, cores shared and all.
+    None where ranks hold a stage together: they wait for each other inside their compute, which is
+    no processor's time, so that their spans are taken to be as long as they were, cores shared and
+    all.
     """
     here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
     told = coordinator.gather("trained", here).wait(config.timeouts.transfer)
@@ -431,10 +448,11 @@ def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> 
 
 
 def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
-    """What the finished model makes of `prompt`; None, and a warning, where this machine has not all of the model.
+    """What the finished model makes of `prompt`; None, and a warning, where this machine has not
+    all of the model.
 
-    Each machine's part of a checkpoint may be in a folder of its own, and a user's own model need not continue texts:
-    the run itself has then gone well.
+    Each machine's part of a checkpoint may be in a folder of its own, and a user's own model need
+    not continue texts: the run itself has then gone well.
     """
     try:
         return sample(config, corpus.tokenizer, url, prompt, _SAMPLE_TOKENS)

@@ -1,4 +1,5 @@
-"""Which rank this process is, and where the ranks meet. Pure: the environment comes as a mapping (`launch` reads it).
+"""Which rank this process is, and where the ranks meet. Pure: the environment comes as a mapping
+(`launch` reads it).
 
     flags  ▶  DPIPE_*  ▶  torchrun's  ▶  Slurm's  ▶  alone          the first that is there says it all
 
@@ -21,7 +22,9 @@ _PUBLISH_S = 60.0
 
 @dataclass(frozen=True)
 class AgentStore:
-    """torchrun's key-value store. Its agent holds MASTER_PORT, so the coordinator cannot: its address is kept here."""
+    """torchrun's key-value store. Its agent holds MASTER_PORT, so the coordinator cannot: its
+    address is kept here.
+    """
 
     host: str
     port: int
@@ -37,12 +40,15 @@ class AgentStore:
             ) from error
 
     def find(self, timeout_s: float) -> str:
-        """Raises `JoinError` where rank 0 has not published within `timeout_s`, or the store does not answer."""
+        """Raises `JoinError` where rank 0 has not published within `timeout_s`, or the store does
+        not answer.
+        """
         try:
             return bytes(self._connect(timeout_s).get(self.key)).decode()
         except RuntimeError as error:
             raise JoinError(
-                f"rank 0 has not said within {timeout_s:g} s where the coordinator listens (in torchrun's store at "
+                f"rank 0 has not said within {timeout_s:g} s where the coordinator listens (in "
+                "torchrun's store at "
                 f"{self.host}:{self.port}, key {self.key}); see whether rank 0 is up"
             ) from error
 
@@ -54,7 +60,9 @@ class AgentStore:
 
 @dataclass(frozen=True)
 class Placement:
-    """This process among the ranks. `coordinator` is `host:port`; None where `store` tells it, or where it is alone."""
+    """This process among the ranks. `coordinator` is `host:port`; None where `store` tells it, or
+    where it is alone.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -66,14 +74,17 @@ class Placement:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank {self.rank} of {self.world_size}: ranks count from 0 to the world size less one"
+                f"rank {self.rank} of {self.world_size}: ranks count from 0 to the world size less "
+                "one"
             )
         if self.coordinator is not None:
             _check_address(self.coordinator)
 
     @property
     def port(self) -> int:
-        """Where rank 0's coordinator listens; 0, any free port, where `publish` tells it to the others."""
+        """Where rank 0's coordinator listens; 0, any free port, where `publish` tells it to the
+        others.
+        """
         return int(self.coordinator.rpartition(":")[2]) if self.coordinator else 0
 
     @property
@@ -89,7 +100,9 @@ class Placement:
             self.store.publish(address)
 
     def find(self, timeout_s: float) -> str:
-        """The coordinator's `host:port`. Raises `JoinError` where rank 0 has not told it within `timeout_s`."""
+        """The coordinator's `host:port`. Raises `JoinError` where rank 0 has not told it within
+        `timeout_s`.
+        """
         if self.store:
             return self.store.find(timeout_s)
         if self.coordinator is None:
@@ -103,7 +116,9 @@ def placement(
     world_size: int | None = None,
     coordinator: str | None = None,
 ) -> Placement:
-    """Read the flags, or else the environment. Raises `ConfigError` naming what is missing or is not a number."""
+    """Read the flags, or else the environment. Raises `ConfigError` naming what is missing or is
+    not a number.
+    """
     token = environ.get("DPIPE_TOKEN", "")
     if (rank, world_size, coordinator) != (None, None, None):
         return _from_flags(rank, world_size, coordinator, token)
@@ -141,7 +156,8 @@ def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
         return here
     host, port = _get(environ, "MASTER_ADDR"), _int(environ, "MASTER_PORT")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # else a restart finds the last one
+        # else a restart finds the last one
+        key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return Placement(
             here.rank, world_size, here.local_rank, store=AgentStore(host, port, key), token=token
         )

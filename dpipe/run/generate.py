@@ -24,11 +24,14 @@ _COLD = (
 def generate_text(
     run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False
 ) -> str:
-    """Continue `prompt` with the newest checkpoint of `run`. Raises `ConfigError` where its model continues no text."""
+    """Continue `prompt` with the newest checkpoint of `run`. Raises `ConfigError` where its model
+    continues no text.
+    """
     config = load_configuration(run)
     if config.model.layers == "bert":
         raise ConfigError(
-            f'{run} is a run of model.layers "bert", which fills in masked words and continues no text; generate from '
+            f'{run} is a run of model.layers "bert", which fills in masked words and continues no '
+            "text; generate from "
             'a run of "gpt"'
         )
     if config.model.layers == "replay":
@@ -78,7 +81,8 @@ def _continue(
         )
     except Exception as error:  # whatever a user's own layers raise
         raise ConfigError(
-            f"model.layers {config.model.layers!r} cannot continue a text: {type(error).__name__}: {error}; its layers "
+            f"model.layers {config.model.layers!r} cannot continue a text: {type(error).__name__}: "
+            f"{error}; its layers "
             "must take from one to model.context tokens and give [batch, tokens, vocabulary]"
         ) from error
 
@@ -108,8 +112,9 @@ def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list
 
 
 def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
-    """As `fill`. One that the checkpoint has not stays as the layer made it, and the log says so: it is made later, or
-    the checkpoint is older than dpipe's saving of buffers."""
+    """As `fill`. One that the checkpoint has not stays as the layer made it, and the log says so:
+    it is made later, or the checkpoint is older than dpipe's saving of buffers.
+    """
     found = dict(named)
     if absent := sorted(found.keys() - loaded.tensors.keys()):
         LOG.warning(
@@ -120,12 +125,15 @@ def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.L
 
 @torch.no_grad()
 def fill(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
-    """Copy the checkpoint's values into the tensors; raises `CheckpointError` where one has another shape."""
+    """Copy the checkpoint's values into the tensors; raises `CheckpointError` where one has another
+    shape.
+    """
     for name, tensor in named:
         saved = loaded.tensors[name]
         if saved.shape != tensor.shape:
             raise CheckpointError(
-                f"{name} is {list(saved.shape)} in the checkpoint and {list(tensor.shape)} here; check [model]"
+                f"{name} is {list(saved.shape)} in the checkpoint and {list(tensor.shape)} here; "
+                "check [model]"
             )
         tensor.copy_(saved)
 
@@ -140,10 +148,11 @@ def continue_ids(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """`num_tokens` more ids after `ids`, each drawn from the model's distribution over the last `context` ones.
+    """`num_tokens` more ids after `ids`, each drawn from the model's distribution over the last
+    `context` ones.
 
-    A model's vocabulary may be larger than the `vocab_size` of its tokenizer: what is behind that is no text. Every
-    whole number is a `seed`.
+    A model's vocabulary may be larger than the `vocab_size` of its tokenizer: what is behind that
+    is no text. Every whole number is a `seed`.
     """
     draw = torch.Generator().manual_seed(seed % 2**64)
     out = list(ids)

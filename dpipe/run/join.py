@@ -1,4 +1,6 @@
-"""How a rank comes among the others: the coordinator is joined, then every link is opened and checked."""
+"""How a rank comes among the others: the coordinator is joined, then every link is opened and
+checked.
+"""
 
 import json
 import logging
@@ -39,9 +41,11 @@ def security_of(config: Config, place: Placement) -> Security:
 def joined(
     config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
 ) -> Iterator[tuple[Coordination, Transport]]:
-    """This rank among the others: coordinator joined, links open. An error inside ends the run for all of them.
+    """This rank among the others: coordinator joined, links open. An error inside ends the run for
+    all of them.
 
-    Which error a user reads: the first cause. Losing a peer is a symptom, so the coordinator is asked for the cause.
+    Which error a user reads: the first cause. Losing a peer is a symptom, so the coordinator is
+    asked for the cause.
     """
     folder = Path(config.run.folder)
     if place.world_size == 1:
@@ -108,7 +112,9 @@ def _links(
 def _connect_gpus(
     links: NcclTransport, coordinator: Coordination, peers: set[int], timeout_s: float
 ) -> None:
-    """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for each rank."""
+    """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for
+    each rank.
+    """
     told = coordinator.gather("nccl", json.dumps([links.gpu, links.offer(peers)]).encode()).wait(
         timeout_s
     )
@@ -124,7 +130,8 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
     for rank, gpu in enumerate(gpus):
         if gpus.index(gpu) < rank:
             raise ConfigError(
-                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for each rank; set "
+                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for "
+                "each rank; set "
                 'node.device to another, or take transport.kind = "tcp"'
             )
 
@@ -195,10 +202,11 @@ def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None
 
 
 def address_toward(host: str) -> str:
-    """This machine's address on the way to `host`: of several interfaces the one that leads to the other ranks.
+    """This machine's address on the way to `host`: of several interfaces the one that leads to the
+    other ranks.
 
-    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing listens where nobody
-    needs it. Raises `JoinError` where there is no way there.
+    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing
+    listens where nobody needs it. Raises `JoinError` where there is no way there.
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)

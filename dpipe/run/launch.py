@@ -30,7 +30,9 @@ from typing import BinaryIO
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.run import leash
 
-GRACE_S = 8.0  # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing themselves
+# with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing
+# themselves
+GRACE_S = 8.0
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
 _TAIL_LINES = 20
@@ -45,8 +47,9 @@ def environment() -> Mapping[str, str]:
 
 
 def load_kernels_at_start() -> None:
-    """For NCCL, before the first use of CUDA: a kernel that is loaded when it is first used may wait for all that runs,
-    and a receive that is posted early runs until its peer sends."""
+    """For NCCL, before the first use of CUDA: a kernel that is loaded when it is first used may
+    wait for all that runs, and a receive that is posted early runs until its peer sends.
+    """
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
@@ -64,12 +67,13 @@ def launch(
 ) -> int:
     """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
 
-    Raises `RunError` where they have not ended after `timeout_s`; they are killed. Raises `ConfigError` where a log
-    cannot be written. With `quiet` rank 0 has a log, too.
+    Raises `RunError` where they have not ended after `timeout_s`; they are killed. Raises
+    `ConfigError` where a log cannot be written. With `quiet` rank 0 has a log, too.
 
-    Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment. `on_line` hears what the
-    launcher itself has to say, such as the last lines of the rank that failed first. Exit code 2 promises that nothing
-    was written, so the logs of such a run are taken back. Call it from the main thread: it handles signals meanwhile.
+    Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment.
+    `on_line` hears what the launcher itself has to say, such as the last lines of the rank that
+    failed first. Exit code 2 promises that nothing was written, so the logs of such a run are taken
+    back. Call it from the main thread: it handles signals meanwhile.
     """
     shared = {
         "DPIPE_WORLD_SIZE": str(num_ranks),
@@ -96,7 +100,9 @@ def launch(
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port below those that Linux gives to outgoing connections, so that none of them takes it meanwhile."""
+    """A free port below those that Linux gives to outgoing connections, so that none of them takes
+    it meanwhile.
+    """
     for _ in range(100):
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, suppress(OSError):
@@ -119,7 +125,9 @@ class _Rank:
         return code if code >= 0 else 128 - code
 
     def signal(self, number: signal.Signals) -> None:
-        """A request goes to the rank alone, a kill to whatever it started, too: each rank is a process group."""
+        """A request goes to the rank alone, a kill to whatever it started, too: each rank is a
+        process group.
+        """
         send = os.killpg if number is signal.SIGKILL else os.kill
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
@@ -180,7 +188,9 @@ class _Ranks:
         self._signal_all(self._stop)
 
     def have_stopped(self, rank: _Rank) -> bool:
-        """Whether it ended of the first signal that it was sent: while it trains, it catches that one."""
+        """Whether it ended of the first signal that it was sent: while it trains, it catches that
+        one.
+        """
         return self._stop is signal.SIGTERM and rank.process.returncode == -signal.SIGTERM
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -207,7 +217,9 @@ class _Ranks:
             self._ranks[-1].signal(self._stop)
 
     def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
-        """Until all have ended; returns the one that failed first. Then the others have `grace_s`."""
+        """Until all have ended; returns the one that failed first. Then the others have
+        `grace_s`.
+        """
         running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
         poll = select.poll()
         for fd in running:
@@ -216,7 +228,8 @@ class _Ranks:
         late = False
         deadline = time.monotonic() + timeout_s
         while running:
-            # No limit unless one was given: a run may take weeks. A signal's handler runs meanwhile.
+            # No limit unless one was given: a run may take weeks. A signal's handler runs
+            # meanwhile.
             left_s = max(0.0, deadline - time.monotonic())
             ended = poll.poll(None if left_s == math.inf else left_s * 1000)
             for fd, _ in ended:

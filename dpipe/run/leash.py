@@ -1,7 +1,9 @@
-"""Becomes a program that gets SIGTERM when its launcher dies: `python -S leash.py LAUNCHER PROGRAM ARGUMENT...`.
+"""Becomes a program that gets SIGTERM when its launcher dies: `python -S leash.py LAUNCHER PROGRAM
+ARGUMENT...`.
 
-A program of its own between the launcher and a rank: only the child can ask the kernel for this, and Python code that
-runs between fork and exec is unsafe beside threads. It imports no more than that takes.
+A program of its own between the launcher and a rank: only the child can ask the kernel for this,
+and Python code that runs between fork and exec is unsafe beside threads. It imports no more than
+that takes.
 """
 
 import ctypes

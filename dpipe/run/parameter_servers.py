@@ -1,10 +1,12 @@
-"""Where parameter servers live: embedded in ranks of replica 0, or processes of their own (`dpipe serve`).
+"""Where parameter servers live: embedded in ranks of replica 0, or processes of their own (`dpipe
+serve`).
 
 data_parallel.servers    embedded (no data_parallel.address)          by themselves
 one                      in rank 0, for all stages                    address = "host:port"
 per-stage                in each rank of replica 0, for its stages    address = ["host:port", ... one a stage]
 
-Where several ranks of a replica hold a stage together, each has its own part on the server, as a row of its own.
+Where several ranks of a replica hold a stage together, each has its own part on the server, as a
+row of its own.
 """
 
 import json
@@ -75,7 +77,8 @@ def parameter_servers(
 ) -> Iterator[Servers | None]:
     """The run's parameter servers, up and reached by every rank; None where its replicas need none.
 
-    Raises `JoinError` naming one that cannot be reached. One that is embedded here stays until all have left it.
+    Raises `JoinError` naming one that cannot be reached. One that is embedded here stays until all
+    have left it.
     """
     chosen, rank = config.data_parallel, coordinator.rank
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
@@ -95,7 +98,8 @@ def parameter_servers(
         everybody = [json.loads(part) for part in gathered]
         if embedded:
             addresses = tuple(
-                _beside(coordinator.addresses[host], everybody[host]["port"], host) for host in hosts
+                _beside(coordinator.addresses[host], everybody[host]["port"], host)
+                for host in hosts
             )
         else:
             addresses = (
@@ -114,7 +118,9 @@ def parameter_servers(
 
 @contextmanager
 def attended(agreement: object, coordinator: Coordination) -> Iterator[None]:
-    """A worker of a parameter server hears when the run is over, and leaves when its own part is."""
+    """A worker of a parameter server hears when the run is over, and leaves when its own part
+    is.
+    """
     if not isinstance(agreement, ServedStages):
         yield
         return
@@ -127,7 +133,8 @@ def _beside(links: str | None, port: int, rank: int) -> str:
     """A server listens beside the links of its rank."""
     if links is None:
         raise ConfigError(
-            f"rank {rank} would host a parameter server, but node.advertise is none there: nobody can reach it; run "
+            f"rank {rank} would host a parameter server, but node.advertise is none there: nobody "
+            "can reach it; run "
             "`dpipe serve` where all can, and set data_parallel.address"
         )
     return f"{links.rpartition(':')[0]}:{port}"
@@ -163,12 +170,14 @@ def serve_parameters(
 ) -> None:
     """A parameter server by itself, until every worker has left it or it is asked to stop.
 
-    Raises `RunError` once a stage cannot go on: started again, the server goes on at the last step that it kept.
+    Raises `RunError` once a stage cannot go on: started again, the server goes on at the last step
+    that it kept.
     """
     config = load(path, overrides)
     if config.data_parallel.kind != "parameter-server":
         raise ConfigError(
-            f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever come; set it to '
+            f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever '
+            "come; set it to "
             '"parameter-server", here and for the workers'
         )
     host, port = _bind(config, bind)
@@ -196,15 +205,18 @@ def serve_parameters(
 
 
 def _state_folder(config: Config, host: str, port: int) -> Path:
-    """Where a server keeps its state; one of several has a folder of its own, or it would take up the others' stages
-    when it is started again, and wait for workers that never come to it."""
+    """Where a server keeps its state; one of several has a folder of its own, or it would take up
+    the others' stages when it is started again, and wait for workers that never come to it.
+    """
     folder = Path(config.run.folder) / "server"
     return folder if config.data_parallel.servers == "one" else folder / f"{host}-{port}"
 
 
 @contextmanager
 def _state_held(folder: Path) -> Iterator[None]:
-    """Two servers would remove each other's steps. What was made for one that cannot start is removed again."""
+    """Two servers would remove each other's steps. What was made for one that cannot start is
+    removed again.
+    """
     made, lock = absent(folder), folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +225,8 @@ def _state_held(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} cannot be written: {error}; set another run.folder") from None
     with held(
         lock,
-        f"another parameter server has its state in {folder}; give this one a run.folder of its own",
+        f"another parameter server has its state in {folder}; give this one a run.folder of its "
+        "own",
     ):
         try:
             yield
@@ -230,7 +243,8 @@ def _bind(config: Config, bind: str | None) -> tuple[str, int]:
     addresses = config.data_parallel.address
     if bind is None and len(addresses) != 1:
         raise ConfigError(
-            "no address to listen on: give --bind HOST:PORT, or set data_parallel.address to one HOST:PORT"
+            "no address to listen on: give --bind HOST:PORT, or set data_parallel.address to one "
+            "HOST:PORT"
         )
     host, _, port = (addresses[0] if bind is None else bind).rpartition(":")
     if bind is None:

@@ -2,8 +2,9 @@
 
     rank 0 ──part──> rank 1 ──part──> rank 2 ──part──> rank 0
 
-An all-reduce among T is 2 (T - 1) such rounds of 1/T of its bytes (Patarasuk & Yuan 2009). Nothing is added up: this is
-to see what tensor parallelism takes over a network. A real stage is refused more than one machine.
+An all-reduce among T is 2 (T - 1) such rounds of 1/T of its bytes (Patarasuk & Yuan 2009). Nothing
+is added up: this is to see what tensor parallelism takes over a network. A real stage is refused
+more than one machine.
 """
 
 from collections.abc import Callable
@@ -56,6 +57,4 @@ def neighbours(here: ParallelRanks) -> tuple[int, int]:
 
 def ring_peers(config: Config, here: ParallelRanks) -> set[int]:
     """The ranks that a replay has links to for its exchanges."""
-    return (
-        set(neighbours(here)) if config.model.layers == "replay" and here.tp_size > 1 else set()
-    )
+    return set(neighbours(here)) if config.model.layers == "replay" and here.tp_size > 1 else set()

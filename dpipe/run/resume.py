@@ -29,7 +29,9 @@ def find_start(
     step: int | None = None,
     fallback: bool = False,
 ) -> checkpoint.Loaded:
-    """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is damaged."""
+    """What `rank` needs of the newest checkpoint. Raises `CheckpointError` naming a file that is
+    damaged.
+    """
     own = stages_at(run_plan.forecast.schedule, config.ranks_of(rank).pp_rank)
     layers = {layer for stage in own for layer in run_plan.layers_of(stage)}
     url = checkpoint_url(config)
@@ -43,7 +45,8 @@ def agreed_start(
     coordinator: Coordination,
     fallback: bool,
 ) -> checkpoint.Loaded:
-    """The newest checkpoint that every rank has whole: ranks that found different ones meet at the oldest.
+    """The newest checkpoint that every rank has whole: ranks that found different ones meet at the
+    oldest.
 
     Also where a measured split gives this rank other layers than it has looked for.
     """
@@ -54,7 +57,8 @@ def agreed_start(
     steps = [int(text) for text in told]
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
-            f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the files in one place, "
+            f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the "
+            "files in one place, "
             f"or --fallback to step {min(steps)}"
         )
     if found.step == min(steps) and config.pipeline.split != "measured":

@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM: a rank that trains stops after this step, with a checkpoint; a server stops."""
+"""SIGINT and SIGTERM: a rank that trains stops after this step, with a checkpoint; a server
+stops.
+"""
 
 import logging
 import signal
@@ -15,8 +17,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(
     then: str = "stopping after this step, with a checkpoint",
 ) -> Iterator[Callable[[], bool]]:
-    """Yields whether a stop was asked for; the log says what happens then. A second signal does not wait: it raises
-    `KeyboardInterrupt`.
+    """Yields whether a stop was asked for; the log says what happens then. A second signal does not
+    wait: it raises `KeyboardInterrupt`.
 
     Outside the main thread, where Python gives no signals, nothing can be asked for.
     """

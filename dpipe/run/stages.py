@@ -1,4 +1,6 @@
-"""The stages of one rank: made as the run_plan cuts the model, and split over the ranks that hold them together."""
+"""The stages of one rank: made as the run_plan cuts the model, and split over the ranks that hold
+them together.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -23,7 +25,9 @@ def make_stage(
     exchange: Callable[[], None],
     timed: Timed,
 ) -> Stage | ReplayStage:
-    """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do in their `group`."""
+    """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do
+    in their `group`.
+    """
     config, last = run_plan.config, run_plan.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if run_plan.model is None:
@@ -42,9 +46,7 @@ def make_stage(
             num_exchanges=replay.exchanges,
         )
     seed, device, model = config.train.seed, config.node.device, run_plan.model
-    layers = {
-        layer: materialise(model, layer, seed, device) for layer in run_plan.layers_of(index)
-    }
+    layers = {layer: materialise(model, layer, seed, device) for layer in run_plan.layers_of(index)}
     return Stage(
         index,
         layers,
@@ -66,7 +68,9 @@ def make_stage(
 def tied_weights(
     run_plan: RunPlan, stages: Mapping[int, Stage | ReplayStage]
 ) -> dict[int, tuple[str, nn.Parameter]]:
-    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last layer's."""
+    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last
+    layer's.
+    """
     if run_plan.model is None or run_plan.model.tied is None:
         return {}
     last = len(run_plan.model.layers) - 1
@@ -83,7 +87,9 @@ def counted_elsewhere(
     tied: Mapping[int, tuple[str, nn.Parameter]],
     here: ParallelRanks,
 ) -> set[str]:
-    """The parameters that a norm counts on another rank: the copy of a shared weight, and what several ranks have."""
+    """The parameters that a norm counts on another rank: the copy of a shared weight, and what
+    several ranks have.
+    """
     whole = {
         name
         for stage in stages.values()

@@ -1,4 +1,6 @@
-"""The ranks that hold a stage together: how they find each other, and what they send to those of the next stage."""
+"""The ranks that hold a stage together: how they find each other, and what they send to those of
+the next stage.
+"""
 
 import json
 import os
@@ -19,8 +21,11 @@ from dpipe.wire.collective import open_store
 _LOOPBACK = "127.0.0.1"  # they are on one machine, or are refused
 
 
-def tensor_group(config: Config, here: ParallelRanks, coordinator: Coordination) -> TensorGroup | None:
-    """This rank's group, where there is one. Its first rank opens a store, and says where through the coordinator.
+def tensor_group(
+    config: Config, here: ParallelRanks, coordinator: Coordination
+) -> TensorGroup | None:
+    """This rank's group, where there is one. Its first rank opens a store, and says where through
+    the coordinator.
 
     Raises `ConfigError` on every rank where some group is not on one machine.
     """
@@ -50,20 +55,27 @@ def tensor_group(config: Config, here: ParallelRanks, coordinator: Coordination)
 
 
 def machine() -> str:
-    """What processes that reach each other over loopback have in common: the running kernel, and its network."""
+    """What processes that reach each other over loopback have in common: the running kernel, and
+    its network.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 
 
 def refuse_apart(told: Sequence[Mapping[str, object]], size: int) -> None:
-    """Raises `ConfigError` naming ranks of one group that are on two machines; `told` has one `machine` a rank."""
+    """Raises `ConfigError` naming ranks of one group that are on two machines; `told` has one
+    `machine` a rank.
+    """
     for rank, other in enumerate(told):
         first = rank - rank % size
         if other["machine"] != told[first]["machine"]:
             raise ConfigError(
-                f"tensor_parallel.size {size} puts ranks {first} to {first + size - 1} on one machine, but rank "
-                f"{first} is on {told[first]['name']} and rank {rank} is not there: it is on {other['name']}, or in "
-                f"another network namespace; start a multiple of {size} ranks on each machine, in the order of ranks"
+                f"tensor_parallel.size {size} puts ranks {first} to {first + size - 1} on one "
+                "machine, but rank "
+                f"{first} is on {told[first]['name']} and rank {rank} is not there: it is on "
+                f"{other['name']}, or in "
+                f"another network namespace; start a multiple of {size} ranks on each machine, in "
+                "the order of ranks"
             )
 
 
@@ -73,7 +85,9 @@ def as_executed(
     group: TensorGroup | None,
     num_stages: int,
 ) -> Mapping[int, Stage | ReplayStage | Scattered]:
-    """The stages as the executor sees them. Positions that are split are part of an activation already."""
+    """The stages as the executor sees them. Positions that are split are part of an activation
+    already.
+    """
     chosen = config.tensor_parallel
     if group is None or chosen.sequence_parallel or not chosen.scatter_gather:
         return stages

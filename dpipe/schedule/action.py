@@ -1,6 +1,7 @@
 """The alphabet of a schedule: one thing a rank does, in text form such as `2F0` or `1SEND_B3`.
 
-The text form is the one of `torch.distributed.pipelining`, so that its CSV files and ours are the same.
+The text form is the one of `torch.distributed.pipelining`, so that its CSV files and ours are the
+same.
 """
 
 import re
@@ -11,7 +12,9 @@ from dpipe.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What is done. F B I W and the SEND and RECV of a micro-batch carry its number; the others are once a step."""
+    """What is done. F B I W and the SEND and RECV of a micro-batch carry its number; the others are
+    once a step.
+    """
 
     F = "F"  # forward
     B = "B"  # backward: input and weight gradients together
@@ -21,7 +24,8 @@ class Op(StrEnum):
     RECV_F = "RECV_F"  # the input of this stage from the one before
     SEND_B = "SEND_B"  # the input gradient of this stage to the one before
     RECV_B = "RECV_B"  # the output gradient of this stage from the next
-    SEND_TIED = "SEND_TIED"  # the gradient of a weight that first and last stage share, to the other of the two
+    # the gradient of a weight that first and last stage share, to the other of the two
+    SEND_TIED = "SEND_TIED"
     RECV_TIED = "RECV_TIED"
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients of this stage over its replicas
     STEP = "STEP"  # optimizer step of this stage

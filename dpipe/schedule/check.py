@@ -1,7 +1,8 @@
 """What must hold of a schedule before anything runs, and what it will hold in memory.
 
-A schedule that passes cannot hang on order: every action is there once, both ends of each directed link agree on the
-order of its messages (NCCL point-to-point has no tags), and the ranks, each in its own order, reach the end.
+A schedule that passes cannot hang on order: every action is there once, both ends of each directed
+link agree on the order of its messages (NCCL point-to-point has no tags), and the ranks, each in
+its own order, reach the end.
 """
 
 from collections import Counter, defaultdict
@@ -47,7 +48,9 @@ def _peak(program: Iterable[Action]) -> int:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every action that belongs to the schedule is there, once, where its stage lives; and no other."""
+    """Every action that belongs to the schedule is there, once, where its stage lives; and no
+    other.
+    """
     expected = dict.fromkeys(_expected(schedule))
     for rank, program in enumerate(schedule.programs):
         for action in program:
@@ -74,7 +77,9 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
-    """All actions of a complete schedule. One without any backward is for evaluation, and complete as such."""
+    """All actions of a complete schedule. One without any backward is for evaluation, and complete
+    as such.
+    """
     once = {action.op for action in schedule.index if action.microbatch is None}
     trains = any(action.op in (Op.B, Op.I, Op.W) for action in schedule.index)
     for stage in range(schedule.num_stages):
@@ -100,7 +105,9 @@ def _expected_ops(schedule: Schedule, stage: int, microbatch: int, trains: bool)
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
-    """Each stage takes its micro-batches in order, so that gradients add up in one order whatever the schedule."""
+    """Each stage takes its micro-batches in order, so that gradients add up in one order whatever
+    the schedule.
+    """
     for rank, program in enumerate(schedule.programs):
         turns: Counter[tuple[int, str]] = Counter()
         for action in program:
@@ -131,7 +138,9 @@ def _check_links(schedule: Schedule) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """The ranks reach the end: sends and receives do not block, everything else runs in its rank's order."""
+    """The ranks reach the end: sends and receives do not block, everything else runs in its rank's
+    order.
+    """
     needs = _needs(schedule)
     done = _reachable(needs)
     if len(done) < len(needs):
@@ -153,7 +162,9 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def _needs(schedule: Schedule) -> dict[Action, list[Action]]:
-    """What each action waits for: its data, and the action before it on its rank, unless that only posts a receive."""
+    """What each action waits for: its data, and the action before it on its rank, unless that only
+    posts a receive.
+    """
     needs: dict[Action, list[Action]] = {}
     for program in schedule.programs:
         before: list[Action] = []
@@ -200,7 +211,9 @@ def _error(schedule: Schedule, message: str, culprit: Action) -> ScheduleError:
 
 
 def _beside(schedule: Schedule, culprit: Action) -> Action | None:
-    """A compute action to mark for one that the grid does not show: of the same stage and micro-batch."""
+    """A compute action to mark for one that the grid does not show: of the same stage and
+    micro-batch.
+    """
     return next(
         (
             action

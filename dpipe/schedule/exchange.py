@@ -1,8 +1,10 @@
-"""An `Exchange`: what the replicas of one stage send each other until they agree, in order, as data.
+"""An `Exchange`: what the replicas of one stage send each other until they agree, in order, as
+data.
 
-A schedule is that of one pipeline; its REDUCE_GRAD and STEP stand for an exchange with the same stage of the other
-replicas. The gradient of a stage is cut by owner (who adds up that share of it) and each share into parts, so that
-parts follow each other through the exchange. Three replicas, one part, each sending in this order (`draw()`):
+A schedule is that of one pipeline; its REDUCE_GRAD and STEP stand for an exchange with the same
+stage of the other replicas. The gradient of a stage is cut by owner (who adds up that share of it)
+and each share into parts, so that parts follow each other through the exchange. Three replicas, one
+part, each sending in this order (`draw()`):
 
     direct            0 | reduce 0 of 1 -> 1   reduce 0 of 2 -> 2   gather 0 of 0 -> 1   gather 0 of 0 -> 2
                       1 | reduce 0 of 2 -> 2   reduce 0 of 0 -> 0   gather 0 of 1 -> 2   gather 0 of 1 -> 0
@@ -15,8 +17,9 @@ parts follow each other through the exchange. Three replicas, one part, each sen
                       1 | reduce 0 of 0 -> 0   gather 0 of 0 -> 2
                       2 | reduce 0 of 0 -> 1
 
-An end is a replica, or the server, which comes after the last one. It sends in its order, each message as soon as what
-it `requires()` has come: the one statement of dependence, for `dataparallel` and the simulator alike.
+An end is a replica, or the server, which comes after the last one. It sends in its order, each
+message as soon as what it `requires()` has come: the one statement of dependence, for
+`dataparallel` and the simulator alike.
 """
 
 from collections import defaultdict
@@ -54,11 +57,12 @@ class Message:
 class Exchange:
     """`programs[end]` is what each end sends, in order.
 
-    `owners` are the ends that each add up an equal share. What is of a role in `after_step` waits for the optimizer's
-    step: GATHER where an owner holds the optimizer's state of its share alone, both where replicas step by themselves
-    and agree on parameters. With `barrier` nothing is gathered before an owner has all that it adds up: where the step
-    needs a number of the whole gradient, its norm. All this begins as soon as the gradient of the stage is final, or,
-    not `overlapped`, when the pipelines have run dry.
+    `owners` are the ends that each add up an equal share. What is of a role in `after_step` waits
+    for the optimizer's step: GATHER where an owner holds the optimizer's state of its share alone,
+    both where replicas step by themselves and agree on parameters. With `barrier` nothing is
+    gathered before an owner has all that it adds up: where the step needs a number of the whole
+    gradient, its norm. All this begins as soon as the gradient of the stage is final, or, not
+    `overlapped`, when the pipelines have run dry.
     """
 
     name: str
@@ -83,7 +87,9 @@ class Exchange:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether every replica does what replica 0 does, with all replicas counted on from itself."""
+        """Whether every replica does what replica 0 does, with all replicas counted on from
+        itself.
+        """
         return not self.has_server and all(
             program == tuple(self.rotated(message, replica) for message in self.programs[0])
             for replica, program in enumerate(self.programs)
@@ -103,8 +109,8 @@ class Exchange:
             REDUCE   the same part from those who passed it on to this end to add to (chain)
             GATHER   the same part from those who contribute to it here, and from who has it whole (chain)
 
-        With a `barrier` an owner waits for every part; a `stale` server for that of who gets the answer alone. What
-        the source itself contributes is not a message.
+        With a `barrier` an owner waits for every part; a `stale` server for that of who gets the
+        answer alone. What the source itself contributes is not a message.
         """
         if self.barrier and message.role is Role.GATHER and message.source == message.owner:
             return self.arrivals[message.source]
@@ -141,11 +147,13 @@ class Exchange:
 
 
 def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> Exchange:
-    """Every replica owns a share: it gets the others' parts of it, and gives all of them the average.
+    """Every replica owns a share: it gets the others' parts of it, and gives all of them the
+    average.
 
-    The bytes of a ring, 2 (R - 1) / R of a gradient out of each replica, after two delays in place of 2 (R - 1); and
-    the owner can add in replica order, whereas around a ring the order differs from share to share. `sharded`: between
-    the two the owner takes the optimizer's step, and what it gives are parameters (ZeRO, Rajbhandari et al. 2020).
+    The bytes of a ring, 2 (R - 1) / R of a gradient out of each replica, after two delays in place
+    of 2 (R - 1); and the owner can add in replica order, whereas around a ring the order differs
+    from share to share. `sharded`: between the two the owner takes the optimizer's step, and what
+    it gives are parameters (ZeRO, Rajbhandari et al. 2020).
     """
     _at_least(num_replicas, num_parts)
     programs = []
@@ -181,9 +189,11 @@ def silent(num_replicas: int) -> Exchange:
 def parameter_server(
     num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
 ) -> Exchange:
-    """A server adds up everything and steps; a part goes back as soon as it is final (Li et al. 2014).
+    """A server adds up everything and steps; a part goes back as soon as it is final (Li et al.
+    2014).
 
-    `stale`: to each replica as soon as its own has come; the slowest is waited for some steps later.
+    `stale`: to each replica as soon as its own has come; the slowest is waited for some steps
+    later.
     """
     _at_least(num_replicas, num_parts)
     server, replicas, parts = num_replicas, range(num_replicas), range(num_parts)
@@ -208,10 +218,11 @@ def parameter_server(
 
 
 def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
-    """Replica 0 is the server: a reduce to it and then a broadcast, each passed on from replica to replica.
+    """Replica 0 is the server: a reduce to it and then a broadcast, each passed on from replica to
+    replica.
 
-    The arrangement of the published data-parallel rows (central parameter server over NCCL's reduce and broadcast):
-    nothing comes back before everything is reduced, and nothing is overlapped.
+    The arrangement of the published data-parallel rows (central parameter server over NCCL's reduce
+    and broadcast): nothing comes back before everything is reduced, and nothing is overlapped.
     """
     _at_least(num_replicas, num_parts)
     parts, last = range(num_parts), num_replicas - 1

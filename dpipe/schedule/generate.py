@@ -1,8 +1,9 @@
 """Generators: integers in, a compute-only `Schedule` out. They need no model and know no time.
 
-In every schedule each stage runs its forwards, its backwards and its weight gradients in micro-batch order, so that
-gradients add up in one order whatever the plan. Stage s lives on rank s % num_ranks. The pictures are `draw()`'s, one
-slot an action: they show order and dependence, not time. `tests/schedule/test_schedule_generate.py` draws them again.
+In every schedule each stage runs its forwards, its backwards and its weight gradients in
+micro-batch order, so that gradients add up in one order whatever the plan. Stage s lives on rank s
+% num_ranks. The pictures are `draw()`'s, one slot an action: they show order and dependence, not
+time. `tests/schedule/test_schedule_generate.py` draws them again.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ def generate(
     in_flight: int | None = None,
     memory_limit: int | None = None,
 ) -> Schedule:
-    """The schedule called `name`, one of `NAMES`; raises `ScheduleError` for a parameter that it does not have.
+    """The schedule called `name`, one of `NAMES`; raises `ScheduleError` for a parameter that it
+    does not have.
 
     "auto" is not here: it needs the simulator (`dpipe.timeline.search`).
     """
@@ -56,7 +58,8 @@ def generate(
 
 
 def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019). The simplest; it holds every micro-batch.
+    """All forwards, then all backwards (Huang et al. 2019). The simplest; it holds every
+    micro-batch.
 
     gpipe(3, 3):
 
@@ -103,10 +106,12 @@ def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, in_flight: int | None = None) -> Schedule:
-    """A few forwards, then one backward and one forward in turn (PipeDream-Flush, Narayanan et al. 2021).
+    """A few forwards, then one backward and one forward in turn (PipeDream-Flush, Narayanan et al.
+    2021).
 
-    `in_flight` is how many micro-batches the first rank holds at most (default: num_stages); a later rank holds as
-    many in proportion to its distance from the end. More of them hide a slow link, at the price of memory.
+    `in_flight` is how many micro-batches the first rank holds at most (default: num_stages); a
+    later rank holds as many in proportion to its distance from the end. More of them hide a slow
+    link, at the price of memory.
 
     one_f_one_b(3, 4):
 
@@ -129,9 +134,10 @@ def interleaved(
 ) -> Schedule:
     """1F1B with several stages a rank, a shorter bubble for more messages (Narayanan et al. 2021).
 
-    Micro-batches go in groups of `num_ranks` or a few more, so that any number of them is welcome: a rank takes a group
-    through its first stage, then through its second, and so on. `in_flight` is how many activations (stage x
-    micro-batch) the first rank holds at most; a smaller one than a group needs to come back raises `ScheduleError`.
+    Micro-batches go in groups of `num_ranks` or a few more, so that any number of them is welcome:
+    a rank takes a group through its first stage, then through its second, and so on. `in_flight` is
+    how many activations (stage x micro-batch) the first rank holds at most; a smaller one than a
+    group needs to come back raises `ScheduleError`.
 
     interleaved(2, 2, 4):
 
@@ -166,9 +172,10 @@ def zero_bubble(
 ) -> Schedule:
     """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
 
-    Greedy in unit time by the rule of `SplitProgram`; `timeline.greedy` follows it on a network's clock. `in_flight`
-    limits the forwards whose input gradient is not done, as in `one_f_one_b`; `memory_limit` the micro-batches a rank
-    holds, forward done and weight gradient not (default: all).
+    Greedy in unit time by the rule of `SplitProgram`; `timeline.greedy` follows it on a network's
+    clock. `in_flight` limits the forwards whose input gradient is not done, as in `one_f_one_b`;
+    `memory_limit` the micro-batches a rank holds, forward done and weight gradient not (default:
+    all).
 
     zero_bubble(3, 4):
 
@@ -178,7 +185,8 @@ def zero_bubble(
     """
     ranks = split_programs(num_stages, num_microbatches, in_flight, memory_limit)
     while any(rank.unfinished for rank in ranks):
-        # All ranks choose before any of them moves: what is done in a slot can be used from the next one on.
+        # All ranks choose before any of them moves: what is done in a slot can be used from the
+        # next one on.
         choices = [rank.choose(*_neighbours(ranks, rank.stage)) for rank in ranks]
         for rank, op in zip(ranks, choices, strict=True):
             if op is not None:
@@ -194,7 +202,9 @@ def split_programs(
     in_flight: int | None = None,
     memory_limit: int | None = None,
 ) -> list[SplitProgram]:
-    """The ranks of a schedule that splits the backward pass, nothing done yet; parameters as in `zero_bubble`."""
+    """The ranks of a schedule that splits the backward pass, nothing done yet; parameters as in
+    `zero_bubble`.
+    """
     depths = _depths(num_stages, num_microbatches, in_flight)
     limit = num_microbatches if memory_limit is None else memory_limit
     _at_least_one("memory_limit", limit)
@@ -202,12 +212,16 @@ def split_programs(
 
 
 def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
-    """The smallest `in_flight` with which `interleaved`, or for one stage a rank `one_f_one_b`, can run."""
+    """The smallest `in_flight` with which `interleaved`, or for one stage a rank `one_f_one_b`, can
+    run.
+    """
     return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
 
 
 def _neighbours(ranks: list[SplitProgram], stage: int) -> tuple[int, int]:
-    """How many inputs the rank before `stage` has made for it, and how many gradients the rank after."""
+    """How many inputs the rank before `stage` has made for it, and how many gradients the rank
+    after.
+    """
     inputs = ranks[stage - 1].done[Op.F] if stage > 0 else ranks[stage].num_microbatches
     last = stage == len(ranks) - 1
     return inputs, ranks[stage].done[Op.F] if last else ranks[stage + 1].done[Op.I]
@@ -226,7 +240,9 @@ def _one_and_one(forwards: Program, backwards: Program, depth: int) -> Program:
 
 
 def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> list[int]:
-    """The micro-batches in flight on each rank: `in_flight` on the first, falling to the last in proportion."""
+    """The micro-batches in flight on each rank: `in_flight` on the first, falling to the last in
+    proportion.
+    """
     _at_least_one("num_stages", num_stages)
     _at_least_one("num_microbatches", num_microbatches)
     first = num_stages if in_flight is None else in_flight
@@ -240,18 +256,21 @@ def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> li
 def _interleaved_depths(
     num_ranks: int, stages_per_rank: int, groups: list[range], in_flight: int | None
 ) -> list[int]:
-    """The activations in flight on each rank, falling from the first rank to the last by equal steps.
+    """The activations in flight on each rank, falling from the first rank to the last by equal
+    steps.
 
-    Two bounds keep it from waiting for itself. The last stage must get the head of a group before the first backward:
-    every rank holds at least `least`. And a rank must not run so far ahead of the last one that its forward waits for
-    a backward that waits for that forward: a group goes round once each way, so first - last is at most two groups.
+    Two bounds keep it from waiting for itself. The last stage must get the head of a group before
+    the first backward: every rank holds at least `least`. And a rank must not run so far ahead of
+    the last one that its forward waits for a backward that waits for that forward: a group goes
+    round once each way, so first - last is at most two groups.
     """
     shortest, longest = len(groups[-1]), len(groups[0])
     least = _least(stages_per_rank, longest)
     first = least + 2 * (num_ranks - 1) if in_flight is None else in_flight
     if first < least:
         raise ScheduleError(
-            f"in_flight is {first}, but a group of {longest} micro-batches through {stages_per_rank} stages a rank"
+            f"in_flight is {first}, but a group of {longest} micro-batches through "
+            f"{stages_per_rank} stages a rank"
             f" needs at least {least}"
         )
     last = max(least, first - 2 * shortest)
@@ -264,7 +283,9 @@ def _least(stages_per_rank: int, group: int) -> int:
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Consecutive micro-batches in groups of at least `num_ranks`; sizes differ by one at most, longer ones first."""
+    """Consecutive micro-batches in groups of at least `num_ranks`; sizes differ by one at most,
+    longer ones first.
+    """
     num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
     starts = [group * size + min(group, longer) for group in range(num_groups + 1)]
@@ -288,7 +309,8 @@ def _ranks(num_stages: int, stages_per_rank: int) -> int:
     _at_least_one("stages_per_rank", stages_per_rank)
     if num_stages % stages_per_rank:
         raise ScheduleError(
-            f"{num_stages} stages cannot be dealt out by {stages_per_rank} a rank; make it a multiple"
+            f"{num_stages} stages cannot be dealt out by {stages_per_rank} a rank; make it a "
+            "multiple"
         )
     return num_stages // stages_per_rank
 

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-
 from itertools import pairwise
 
 from dpipe.errors import ScheduleError

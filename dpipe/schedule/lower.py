@@ -1,4 +1,5 @@
-"""Lowering: a generator's schedule becomes what the executor runs. A chain of passes, each a pure function.
+"""Lowering: a generator's schedule becomes what the executor runs. A chain of passes, each a pure
+function.
 
 The first rank of one_f_one_b(2, 3), tied, with replicas:
 
@@ -33,9 +34,10 @@ def lower(
 ) -> Schedule:
     """Add communication, reduction and step to a compute-only schedule that passes `check()`.
 
-    A receive is posted `recv_ahead` compute actions before its consumer, or earlier where a message behind it on the
-    same link is needed sooner. A schedule without backward has no gradient: `tied`, `reduce` and `step` add nothing.
-    Raises `ScheduleError` for a schedule that is already lowered and for a negative `recv_ahead`.
+    A receive is posted `recv_ahead` compute actions before its consumer, or earlier where a message
+    behind it on the same link is needed sooner. A schedule without backward has no gradient:
+    `tied`, `reduce` and `step` add nothing. Raises `ScheduleError` for a schedule that is already
+    lowered and for a negative `recv_ahead`.
     """
     if schedule.lowered:
         raise ScheduleError(
@@ -64,8 +66,8 @@ def _with_tied_sends(schedule: Schedule) -> Schedule:
 def _with_reduce(schedule: Schedule) -> Schedule:
     """Reduce a stage as soon as it is final, under the work of the rank's other stages.
 
-    A tied stage waits for its other half first, which may be on the same rank. That goes last, so that no other work
-    waits with it.
+    A tied stage waits for its other half first, which may be on the same rank. That goes last, so
+    that no other work waits with it.
     """
     alone, tied = {}, []
     ends = (0, schedule.num_stages - 1) if schedule.tied else ()

@@ -14,8 +14,9 @@ from dpipe.schedule.action import Action, Op
 class Schedule:
     """`programs[rank]` in order; `rank_of_stage[stage]` says where a stage lives.
 
-    A generator's schedule holds F, B, I and W alone; `lower()` adds communication, reduction and step and sets
-    `lowered`. `tied` says that the first and the last stage share a weight, whose gradient they exchange.
+    A generator's schedule holds F, B, I and W alone; `lower()` adds communication, reduction and
+    step and sets `lowered`. `tied` says that the first and the last stage share a weight, whose
+    gradient they exchange.
     """
 
     num_microbatches: int
@@ -59,14 +60,17 @@ class Schedule:
         return Action(stage, op, microbatch)
 
     def tied_partner(self, stage: int) -> int | None:
-        """The other end of a tied weight, where it lives on another rank; None where there is nothing to exchange."""
+        """The other end of a tied weight, where it lives on another rank; None where there is
+        nothing to exchange.
+        """
         ends = (0, self.num_stages - 1)
         if not self.tied or stage not in ends or not self.hops(*ends):
             return None
         return ends[1] if stage == ends[0] else ends[0]
 
     def requires(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before `action` may start, here or on another rank: the one statement of dependence.
+        """What must be done before `action` may start, here or on another rank: the one statement
+        of dependence.
 
             F     the stage's input:  F of the stage before, through RECV_F and SEND_F where a link lies between
             B, I  F of the same micro-batch, and the output's gradient: B or I of the next stage, through RECV_B
@@ -111,7 +115,9 @@ class Schedule:
         assert_never(action.op)
 
     def final_gradients(self, stage: int) -> tuple[Action, ...]:
-        """The actions after which the weight gradients of `stage` are complete: B or W of every micro-batch."""
+        """The actions after which the weight gradients of `stage` are complete: B or W of every
+        micro-batch.
+        """
         return tuple(
             Action(stage, Op.W if self.splits_backward(stage, m) else Op.B, m)
             for m in range(self.num_microbatches)

@@ -1,4 +1,5 @@
-"""The rule by which a program with a split backward pass is made, whoever says what has arrived and when.
+"""The rule by which a program with a split backward pass is made, whoever says what has arrived and
+when.
 
     rank 1 | 1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
 
@@ -11,9 +12,9 @@ from dpipe.schedule.action import Action, Op
 class SplitProgram:
     """One rank while its schedule is made: how many F, I and W it has done, and its program so far.
 
-    An input gradient first, because the rank before waits for it; else a forward; else a weight gradient, for which
-    nobody waits. `depth` limits the forwards whose input gradient is not done, `limit` those whose weight gradient is
-    not done: what the rank holds.
+    An input gradient first, because the rank before waits for it; else a forward; else a weight
+    gradient, for which nobody waits. `depth` limits the forwards whose input gradient is not done,
+    `limit` those whose weight gradient is not done: what the rank holds.
     """
 
     def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
@@ -31,7 +32,9 @@ class SplitProgram:
         return self.done[Op.W] < self.num_microbatches
 
     def choose(self, inputs: int, gradients: int) -> Op | None:
-        """What to do next, given how many inputs and output gradients have come from the neighbours."""
+        """What to do next, given how many inputs and output gradients have come from the
+        neighbours.
+        """
         forwards, backwards, weights = self.done[Op.F], self.done[Op.I], self.done[Op.W]
         if backwards < min(forwards, gradients):
             return Op.I

@@ -1,4 +1,6 @@
-"""A schedule as text: the grid that people read, and the CSV that `torch.distributed.pipelining` loads."""
+"""A schedule as text: the grid that people read, and the CSV that `torch.distributed.pipelining`
+loads.
+"""
 
 import csv
 import io
@@ -15,13 +17,15 @@ _AROUND = 6  # slots shown on each side of a mark: the grid of a real run is wid
 
 
 def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = ()) -> str:
-    """The grid: one row a rank, one column a unit slot, communication left out; each action as early as it can be.
+    """The grid: one row a rank, one column a unit slot, communication left out; each action as
+    early as it can be.
 
         rank 0 | 0F0 0F1  .   .  0B0 0B1
         rank 1 |  .  1F0 1F1 1B0 1B1  .
 
-    With `mark`, that action stands as `>1F1<` wherever it occurs, and columns far from it are cut. What can never
-    start is drawn behind the rest, in program order. `ranks` are the run's, of a schedule that is one replica's.
+    With `mark`, that action stands as `>1F1<` wherever it occurs, and columns far from it are cut.
+    What can never start is drawn behind the rest, in program order. `ranks` are the run's, of a
+    schedule that is one replica's.
     """
     rows = _in_slots(schedule)
     length = max(map(len, rows))
@@ -45,7 +49,9 @@ def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = 
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a rank, one cell a compute action: what `_load_csv(..., format="compute_only")` of torch reads."""
+    """One row a rank, one cell a compute action: what `_load_csv(..., format="compute_only")` of
+    torch reads.
+    """
     rows = io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
     writer.writerows(
@@ -57,8 +63,9 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read what `to_csv` or torch writes; empty cells are idle slots and are dropped.
 
-    Placement and sizes follow from the cells. Raises `ScheduleError` for a cell that is no compute action and for
-    stages that have no rank or two; whether the schedule is complete and can run is for `check()` to say.
+    Placement and sizes follow from the cells. Raises `ScheduleError` for a cell that is no compute
+    action and for stages that have no rank or two; whether the schedule is complete and can run is
+    for `check()` to say.
     """
     programs = tuple(
         tuple(_parse_cell(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
@@ -68,7 +75,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     stages = sorted(stage for stage, _ in placed)
     if not stages or stages != list(range(len(stages))):
         raise ScheduleError(
-            f"the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) {sorted(placed)}"
+            "the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) "
+            f"{sorted(placed)}"
         )
     num_microbatches = 1 + max(action.microbatch or 0 for program in programs for action in program)
     return Schedule(num_microbatches, tuple(rank for _, rank in sorted(placed)), programs, name)
@@ -78,7 +86,8 @@ def _parse_cell(cell: str, rank: int, column: int) -> Action:
     action = parse_action(cell)
     if action.op not in COMPUTE:
         raise ScheduleError(
-            f"row {rank}, cell {column}: {action} is no compute action; a CSV holds F, B, I and W alone"
+            f"row {rank}, cell {column}: {action} is no compute action; a CSV holds F, B, I and W "
+            "alone"
         )
     return action
 

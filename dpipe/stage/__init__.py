@@ -1,4 +1,5 @@
-"""A slice of the model on one device: layers are the unit, and layer i behaves the same wherever it lives.
+"""A slice of the model on one device: layers are the unit, and layer i behaves the same wherever it
+lives.
 
 model.py      a model as a list of layers and a loss; a user's own model
 gpt.py        a decoder-only transformer as such a list; bert.py: one that looks both ways

@@ -1,11 +1,13 @@
-"""BERT (Devlin et al. 2019) as a list of layers: embedding, blocks, head. It fills in words and judges pairs.
+"""BERT (Devlin et al. 2019) as a list of layers: embedding, blocks, head. It fills in words and
+judges pairs.
 
     tokens, types [B, T], lengths [B] ──Embedding──> x_BTD, lengths ──Layer──> ... ──Head──> logits_BTV, pair [B, 2]
 
-The norms are where Megatron's BERT 345M has them: each block normalises what it reads and adds to an unnormalised
-stream, with one norm behind the last (Shoeybi et al. 2019, section 5.3); normalising the sum, as Devlin et al. do, did
-not train at that size. So the blocks are the GPT's, without its causal mask. What lies behind a sequence's end is
-masked by its length, which crosses every stage boundary beside the activation: 4 bytes a sequence.
+The norms are where Megatron's BERT 345M has them: each block normalises what it reads and adds to
+an unnormalised stream, with one norm behind the last (Shoeybi et al. 2019, section 5.3);
+normalising the sum, as Devlin et al. do, did not train at that size. So the blocks are the GPT's,
+without its causal mask. What lies behind a sequence's end is masked by its length, which crosses
+every stage boundary beside the activation: 4 bytes a sequence.
 
 B batch · T position · D width · V vocabulary
 """
@@ -77,8 +79,9 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of every word, from a transform and the embedding's table with a bias; and from the first token, pooled,
-    whether the second passage follows the first."""
+    """Logits of every word, from a transform and the embedding's table with a bias; and from the
+    first token, pooled, whether the second passage follows the first.
+    """
 
     draws = False
     tensor_plan: ClassVar = {"output": ColumnLinear, "pair": FirstPositionLinear}
@@ -131,10 +134,12 @@ def masked_and_pair_loss(
     targets_BT: torch.Tensor,
     group: TensorGroup | None = None,
 ) -> torch.Tensor:
-    """Cross entropy in nats: the mean over the words that were masked out, plus the mean over the pairs.
+    """Cross entropy in nats: the mean over the words that were masked out, plus the mean over the
+    pairs.
 
-    Position 0 is [CLS], which is never masked: there the target is that of the pair, 0 where the second passage follows
-    the first and 1 where it is from elsewhere. All others are a word or `IGNORED`.
+    Position 0 is [CLS], which is never masked: there the target is that of the pair, 0 where the
+    second passage follows the first and 1 where it is from elsewhere. All others are a word or
+    `IGNORED`.
     """
     words_BT = targets_BT.clone()
     words_BT[:, 0] = IGNORED

@@ -2,10 +2,11 @@
 
     MFU = model FLOPs of a step / (seconds * peak FLOP/s of all devices)
 
-Model FLOPs are those of the mathematics, forward and backward, whatever the implementation repeats: 3 times the forward
-pass of `flops.gpt_layer_flops`. That is 6 N + 12 L H Q T a token, N parameters but for the embedding table and H Q the
-width (Chowdhery et al. 2022, PaLM, appendix B), and without recomputation the formula of Narayanan et al. 2021
-(Megatron-LM, section 5.1). What is recomputed counts for nothing, as in PaLM.
+Model FLOPs are those of the mathematics, forward and backward, whatever the implementation repeats:
+3 times the forward pass of `flops.gpt_layer_flops`. That is 6 N + 12 L H Q T a token, N parameters
+but for the embedding table and H Q the width (Chowdhery et al. 2022, PaLM, appendix B), and without
+recomputation the formula of Narayanan et al. 2021 (Megatron-LM, section 5.1). What is recomputed
+counts for nothing, as in PaLM.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,9 @@ _BACKWARD_AND_FORWARD = 3  # a product's backward is two of its size
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense (not sparse) TFLOP/s of one device, by precision. fp32 is without TF32, as torch computes by default."""
+    """Dense (not sparse) TFLOP/s of one device, by precision. fp32 is without TF32, as torch
+    computes by default.
+    """
 
     name: str
     fp32: float
@@ -29,8 +32,9 @@ class Peak:
         return 1e12 * {"fp32": self.fp32, "fp16": self.fp16, "bf16": self.bf16}[precision]
 
 
-# From NVIDIA's data sheets: V100 (2020), A100 (2021), H100 (2023), H200 (2024). Their figures for Hopper are with
-# sparsity, twice the dense ones. A V100 has no bf16 units: it computes as in fp32. More telling names first.
+# From NVIDIA's data sheets: V100 (2020), A100 (2021), H100 (2023), H200 (2024). Their figures for
+# Hopper are with sparsity, twice the dense ones. A V100 has no bf16 units: it computes as in fp32.
+# More telling names first.
 PEAKS = (
     Peak("V100-PCIE", 14.0, 112.0, 14.0),
     Peak("V100", 15.7, 125.0, 15.7),

@@ -1,6 +1,7 @@
 """What the layers of a GPT and a BERT cost by formula, before anything ran. No torch.
 
-B micro-batch size · T context · D width · V vocabulary. A tuple has one value a layer: embedding, blocks, head.
+B micro-batch size · T context · D width · V vocabulary. A tuple has one value a layer: embedding,
+blocks, head.
 """
 
 
@@ -9,8 +10,9 @@ def gpt_layer_flops(
 ) -> tuple[float, ...]:
     """Operations of the forward pass of one micro-batch; a product of [m, k] and [k, n] is 2 m k n.
 
-    A block has 24 B T D^2 for its four matrices and 4 B T^2 D for scores and mixing, the masked half not taken off; the
-    head 2 B T D V (Narayanan et al. 2021, appendix A). Norms, GELU and softmax are left out.
+    A block has 24 B T D^2 for its four matrices and 4 B T^2 D for scores and mixing, the masked
+    half not taken off; the head 2 B T D V (Narayanan et al. 2021, appendix A). Norms, GELU and
+    softmax are left out.
     """
     tokens = batch_size * context
     block = 24 * tokens * width**2 + attention_core_flops(
@@ -22,7 +24,9 @@ def gpt_layer_flops(
 def bert_layer_flops(
     *, batch_size: int, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[float, ...]:
-    """A GPT's; the head has a transform of 2 B T D^2 besides, and on B first tokens a pooler and two logits."""
+    """A GPT's; the head has a transform of 2 B T D^2 besides, and on B first tokens a pooler and
+    two logits.
+    """
     *layers, head = gpt_layer_flops(
         batch_size=batch_size,
         context=context,
@@ -43,8 +47,8 @@ def gpt_layer_parameter_bytes(
 ) -> tuple[int, ...]:
     """The fp32 parameters of each layer.
 
-    A block: four matrices of 12 D^2 in all, their biases 9 D, two norms of 2 D each. A tied head has a matrix of its
-    own that is kept equal to the embedding's.
+    A block: four matrices of 12 D^2 in all, their biases 9 D, two norms of 2 D each. A tied head
+    has a matrix of its own that is kept equal to the embedding's.
     """
     block = 12 * width**2 + 13 * width
     values = (
@@ -58,7 +62,9 @@ def gpt_layer_parameter_bytes(
 def bert_layer_parameter_bytes(
     *, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[int, ...]:
-    """A GPT's, and two token types; a transform, its norm and a bias a word; a pooler and two logits of the pair."""
+    """A GPT's, and two token types; a transform, its norm and a bias a word; a pooler and two
+    logits of the pair.
+    """
     embedding, *blocks, head = gpt_layer_parameter_bytes(
         context=context, width=width, num_layers=num_layers, vocab_size=vocab_size
     )

@@ -1,4 +1,5 @@
-"""A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers: embedding, blocks, head.
+"""A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers: embedding, blocks,
+head.
 
     tokens [B, T] ──Embedding──> x_BTD ──Block──> ... ──Block──> x_BTD ──Head──> logits [B, T, V]
 
@@ -55,7 +56,9 @@ class Embedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or as far as each sequence is long. It has no parameters."""
+    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or as far as each sequence is long. It has
+    no parameters.
+    """
 
     attention_core = True  # what selective recomputation looks for
 
@@ -78,7 +81,9 @@ class AttentionCore(nn.Module):
 
 
 class SplitAttentionCore(Piece, AttentionCore):
-    """Some of the heads: it drops in them what one process would, which no fused kernel can be told."""
+    """Some of the heads: it drops in them what one process would, which no fused kernel can be
+    told.
+    """
 
     def forward(
         self,
@@ -131,7 +136,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the stream."""
+    """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the
+    stream.
+    """
 
     tensor_plan: ClassVar = {
         "attention.qkv": QkvLinear,
@@ -203,7 +210,9 @@ def gpt(
 def word_loss(
     logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
 ) -> torch.Tensor:
-    """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the words."""
+    """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the
+    words.
+    """
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
     return (
         F.cross_entropy(logits_NV, targets_N)

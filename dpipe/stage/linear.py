@@ -1,11 +1,12 @@
-"""Splitting the backward pass: a linear layer whose weight gradient can wait (Qi et al. 2023, zero bubble).
+"""Splitting the backward pass: a linear layer whose weight gradient can wait (Qi et al. 2023, zero
+bubble).
 
     forward           y = x W^T + b
     backward, now     dx = dy W        db = sum of dy
     backward, later   W.grad += dy^T x         [make]
 
-Only what the stage before waits for is made now. The products are those that `nn.Linear` and autograd issue, so the
-numbers are the same.
+Only what the stage before waits for is made now. The products are those that `nn.Linear` and
+autograd issue, so the numbers are the same.
 """
 
 from typing import Any
@@ -20,7 +21,9 @@ Products = dict[
 
 
 class WeightGradients:
-    """Where the linear layers of a stage file their weight gradients, as products that are still to be made."""
+    """Where the linear layers of a stage file their weight gradients, as products that are still to
+    be made.
+    """
 
     def __init__(self) -> None:
         self.filed: Products = {}
@@ -37,13 +40,17 @@ class WeightGradients:
 
 @torch.no_grad()
 def make(products: Products) -> None:
-    """Add the gradients to their weights; those of one weight are added up first, as autograd does."""
+    """Add the gradients to their weights; those of one weight are added up first, as autograd
+    does.
+    """
     for weight, factors in products.items():
         _add(weight, factors)
 
 
 def _add(weight: nn.Parameter, factors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A function of its own, so that one weight's product is freed before the next one's is made."""
+    """A function of its own, so that one weight's product is freed before the next one's is
+    made.
+    """
     made, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
     for other in others:
         made += other
@@ -51,7 +58,9 @@ def _add(weight: nn.Parameter, factors: list[tuple[torch.Tensor, torch.Tensor]])
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`, where they are set."""
+    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`, where they are
+    set.
+    """
 
     gradients: WeightGradients | None = None
 
@@ -80,7 +89,8 @@ class _Product(torch.autograd.Function):
         used_weight: torch.Tensor = weight
         used_bias: torch.Tensor | None = bias
         if torch.is_autocast_enabled(input.device.type):
-            # What autocast would do; autograd casts what backward returns to the dtype of what was given.
+            # What autocast would do; autograd casts what backward returns to the dtype of what was
+            # given.
             dtype = torch.get_autocast_dtype(input.device.type)
             flat, used_weight = flat.to(dtype), weight.to(dtype)
             used_bias = None if bias is None else bias.to(dtype)
@@ -106,10 +116,12 @@ class _Product(torch.autograd.Function):
 
 
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
-    """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters stay.
+    """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters
+    stay.
 
-    Left as they are: subclasses but those of `Linear`, which may compute something else, and a weight that is made
-    from other parameters (`torch.nn.utils.weight_norm`), whose gradient has further to go.
+    Left as they are: subclasses but those of `Linear`, which may compute something else, and a
+    weight that is made from other parameters (`torch.nn.utils.weight_norm`), whose gradient has
+    further to go.
     """
     for linear in module.modules():
         plain = type(linear) is nn.Linear and "weight" in dict(

@@ -1,9 +1,11 @@
-"""Parameters in half precision to compute with, and their masters in fp32 to learn (Micikevicius et al. 2018).
+"""Parameters in half precision to compute with, and their masters in fp32 to learn (Micikevicius et
+al. 2018).
 
     masters (fp32)  --refresh, once a step-->  parameters (half)  --forward, backward-->  gradients (half)
            ^------------- AdamW ------------- gradients (fp32) <--collect, once a micro-batch--'
 
-A gradient is added up over the micro-batches in fp32, so that half precision rounds each of them once, and not the sum.
+A gradient is added up over the micro-batches in fp32, so that half precision rounds each of them
+once, and not the sum.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ Named = tuple[str, nn.Parameter]
 
 
 class MasterWeights:
-    """Turns `layers` to `dtype` in place. What optimizers, checkpoints and replicas see are the masters."""
+    """Turns `layers` to `dtype` in place. What optimizers, checkpoints and replicas see are the
+    masters.
+    """
 
     def __init__(self, layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
         self.named: dict[int, list[Named]] = {
@@ -33,7 +37,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients that a backward pass has left on the parameters to those of the masters."""
+        """Add the gradients that a backward pass has left on the parameters to those of the
+        masters.
+        """
         for master, working in zip(self._masters, self._working, strict=True):
             if working.grad is None:
                 continue

@@ -1,4 +1,6 @@
-"""A model as a list of layers and a loss. The layer is the unit: of cutting, seeding, saving and recomputation."""
+"""A model as a list of layers and a loss. The layer is the unit: of cutting, seeding, saving and
+recomputation.
+"""
 
 import copy
 import importlib
@@ -24,10 +26,10 @@ Loss = Callable[..., torch.Tensor]
 class LayeredModel:
     """`layers[i]()` makes layer i; a layer takes and gives a tensor or a tuple of tensors.
 
-    `loss(*outputs, targets)` is the mean over a micro-batch. `tied` names a parameter of the first layer and one of the
-    last that are one weight to the mathematics: two parameters here, of equal start, whose gradients are added up.
-    `split_loss(group)` is the loss where the last layer is split over the ranks of a group (`tensor_parallel.py`); a
-    model without it cannot be split.
+    `loss(*outputs, targets)` is the mean over a micro-batch. `tied` names a parameter of the first
+    layer and one of the last that are one weight to the mathematics: two parameters here, of equal
+    start, whose gradients are added up. `split_loss(group)` is the loss where the last layer is
+    split over the ranks of a group (`tensor_parallel.py`); a model without it cannot be split.
     """
 
     layers: tuple[Callable[[], nn.Module], ...]
@@ -46,10 +48,11 @@ class LayeredModel:
 def materialise(
     model: LayeredModel, layer_index: int, seed: int, device: torch.device | str
 ) -> nn.Module:
-    """Make one layer: a function of (seed, layer index), whatever else was made before. Always drawn on the CPU.
+    """Make one layer: a function of (seed, layer index), whatever else was made before. Always
+    drawn on the CPU.
 
-    Parameters and buffers become contiguous where they are not: one that is transposed, expanded or in another memory
-    format.
+    Parameters and buffers become contiguous where they are not: one that is transposed, expanded or
+    in another memory format.
     """
     with seeded("layer", seed, layer_index):
         layer = model.layers[layer_index]()
@@ -58,7 +61,8 @@ def materialise(
         with torch.no_grad():
             layer.get_parameter(model.tied[1]).copy_(first.get_parameter(model.tied[0]))
     for tensor in (*layer.parameters(), *layer.buffers()):
-        # Replicas own runs of a parameter's elements, in its memory; an expanded buffer could not be filled.
+        # Replicas own runs of a parameter's elements, in its memory; an expanded buffer could not
+        # be filled.
         tensor.data = tensor.data.contiguous()
     return layer.to(device)
 
@@ -70,25 +74,30 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def given_by(index: int, layer: nn.Module, returned: object) -> tuple[torch.Tensor, ...]:
-    """What `layer` has returned, as a tuple of tensors. Raises `RunError` where it is anything else."""
+    """What `layer` has returned, as a tuple of tensors. Raises `RunError` where it is anything
+    else.
+    """
     outputs = returned if isinstance(returned, tuple) else (returned,)
     if not (outputs and all(isinstance(output, torch.Tensor) for output in outputs)):
         kinds = ", ".join(type(output).__name__ for output in outputs)
         what = f"a tuple of ({kinds})" if isinstance(returned, tuple) else kinds
         raise RunError(
-            f"layer {index} ({type(layer).__name__}) returned {what}; a layer must return a tensor or a tuple of "
+            f"layer {index} ({type(layer).__name__}) returned {what}; a layer must return a tensor "
+            "or a tuple of "
             "tensors"
         )
     return outputs
 
 
 def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredModel:
-    """The model that the user's function `package.module:function` returns for `options`: `(layers, loss)`.
+    """The model that the user's function `package.module:function` returns for `options`: `(layers,
+    loss)`.
 
-    `layers` is a list of modules, or of functions of no arguments that make one (then each rank makes its own alone).
-    Parameters are what is trained, each of one layer alone. They are saved, and buffers that are persistent, such as
-    running means: those of the first replica, because nothing makes replicas agree on them. A memory format of
-    parameters, such as channels_last, is not kept. Modules in the working folder are found.
+    `layers` is a list of modules, or of functions of no arguments that make one (then each rank
+    makes its own alone). Parameters are what is trained, each of one layer alone. They are saved,
+    and buffers that are persistent, such as running means: those of the first replica, because
+    nothing makes replicas agree on them. A memory format of parameters, such as channels_last, is
+    not kept. Modules in the working folder are found.
 
     Raises `ConfigError` naming what is missing or of the wrong kind.
     """
@@ -122,7 +131,8 @@ def _find(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed or lie in {folder}"
+            f"model.layers {name!r}: cannot import {module_name!r}: {error}; it must be installed "
+            f"or lie in {folder}"
         ) from error
     except Exception as error:  # whatever a user's own code raises
         raise ConfigError(
@@ -137,7 +147,9 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _told(error: Exception) -> str:
-    """What was raised, in one line, and where in the user's own code, as far as that lies in the working folder."""
+    """What was raised, in one line, and where in the user's own code, as far as that lies in the
+    working folder.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())]
     where = f" (at {own[-1].filename}, line {own[-1].lineno})" if own else ""
@@ -150,29 +162,35 @@ def _checked(name: str, returned: object) -> tuple[list[Any], Loss]:
             found = list(layers)
         case _:
             raise ConfigError(
-                f"model.layers {name!r} must return (list of layers, loss function), got {returned!r:.80}"
+                f"model.layers {name!r} must return (list of layers, loss function), got "
+                f"{returned!r:.80}"
             )
     if not found:
         raise ConfigError(f"model.layers {name!r} returned no layers")
     for index, layer in enumerate(found):
         if not callable(layer):
             raise ConfigError(
-                f"model.layers {name!r}: layer {index} must be an nn.Module or a function making one, got {layer!r:.80}"
+                f"model.layers {name!r}: layer {index} must be an nn.Module or a function making "
+                f"one, got {layer!r:.80}"
             )
     _check_nothing_is_shared(name, found)
     return found, loss
 
 
 def _check_nothing_is_shared(name: str, layers: Iterable[Any]) -> None:
-    """Layers may be on different ranks: one parameter in two of them would become two, without a word."""
+    """Layers may be on different ranks: one parameter in two of them would become two, without a
+    word.
+    """
     owners: dict[nn.Parameter, str] = {}
     for index, layer in enumerate(layers):
         for inside, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
             here = f"layers.{index}.{inside}"
             if (other := owners.setdefault(parameter, here)) != here:
                 raise ConfigError(
-                    f"model.layers {name!r}: {other} and {here} are one parameter, and layers share none, because they "
-                    "may lie on different ranks; give each its own, or make one layer of all that share it"
+                    f"model.layers {name!r}: {other} and {here} are one parameter, and layers "
+                    "share none, because they "
+                    "may lie on different ranks; give each its own, or make one layer of all that "
+                    "share it"
                 )
 
 

@@ -1,8 +1,10 @@
-"""Selective recomputation: keep everything but the attention cores, which are run again (Korthikanti et al. 2022).
+"""Selective recomputation: keep everything but the attention cores, which are run again
+(Korthikanti et al. 2022).
 
     q, k, v ──softmax(q k^T) v──> y        held: q, k, v and y; made again in backward: whatever lies between
 
-Between lie the [T, T] matrices wherever a fused kernel does not spare them: with dropout on a CPU, for one.
+Between lie the [T, T] matrices wherever a fused kernel does not spare them: with dropout on a CPU,
+for one.
 """
 
 from functools import partial
@@ -20,7 +22,8 @@ def attention_cores(layer: nn.Module) -> list[nn.Module]:
 
 
 def recompute_attention(layer: nn.Module, *, compiled: bool = False) -> None:
-    """Let the attention cores inside `layer` run again in backward, in place, with the random numbers they drew.
+    """Let the attention cores inside `layer` run again in backward, in place, with the random
+    numbers they drew.
 
     What is compiled takes torch's own way of setting them, which is for one thread.
     """

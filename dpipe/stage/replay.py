@@ -1,4 +1,6 @@
-"""A stage whose compute is a wait of given length: real bytes, no arithmetic, to measure the engine alone."""
+"""A stage whose compute is a wait of given length: real bytes, no arithmetic, to measure the engine
+alone.
+"""
 
 import os
 import time
@@ -18,9 +20,10 @@ _EARLY_S = 150e-6  # a sleep may end so much late
 class ReplayStage:
     """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
 
-    It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to agree on. `input_share` of
-    `backward_s` makes the input gradient, the rest the weight gradients. Where several ranks share the stage, they wait
-    for each other in `exchange`: `num_exchanges` times in each forward and each input gradient.
+    It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to agree on.
+    `input_share` of `backward_s` makes the input gradient, the rest the weight gradients. Where
+    several ranks share the stage, they wait for each other in `exchange`: `num_exchanges` times in
+    each forward and each input gradient.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class ReplayStage:
 
 
 def wait(seconds: float) -> None:
-    """Return `seconds` from now, to a few us: sleep until shortly before, then offer the core to others."""
+    """Return `seconds` from now, to a few us: sleep until shortly before, then offer the core to
+    others.
+    """
     deadline = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - _EARLY_S))
     while time.perf_counter() < deadline:

@@ -1,10 +1,12 @@
-"""Between stages of T ranks each: a rank sends its part of the activation, not all of it (Narayanan et al. 2021).
+"""Between stages of T ranks each: a rank sends its part of the activation, not all of it (Narayanan
+et al. 2021).
 
     stage s, rank 0  [a b] ──a──> rank 0  [a] ──gather──> [a b]  stage s + 1
              rank 1  [a b] ──b──> rank 1  [b] ──gather──> [a b]
 
-All ranks of a stage hold the same activation: so it crosses the network once, and is put together on the machine behind
-it. The gradient comes back in the same way. What is no floating-point number is small, and goes whole.
+All ranks of a stage hold the same activation: so it crosses the network once, and is put together
+on the machine behind it. The gradient comes back in the same way. What is no floating-point number
+is small, and goes whole.
 """
 
 import torch
@@ -17,7 +19,9 @@ _WIDTH = -1  # the dimension that is cut
 
 
 class Scattered:
-    """A stage as the executor sees it: what it is given by another stage, and gives to one, are this rank's parts."""
+    """A stage as the executor sees it: what it is given by another stage, and gives to one, are
+    this rank's parts.
+    """
 
     def __init__(self, stage: Stage, group: TensorGroup, *, first: bool, last: bool) -> None:
         self._stage, self._group, self._first, self._last = stage, group, first, last

@@ -1,7 +1,7 @@
 """Random numbers that are a function of what they are drawn for, not of what was drawn before.
 
-The key is (seed, step, micro-batch, layer).
-So a layer drops the same values in any cut, under any schedule, and again when its forward pass is recomputed.
+The key is (seed, step, micro-batch, layer). So a layer drops the same values in any cut, under any
+schedule, and again when its forward pass is recomputed.
 """
 
 import hashlib
@@ -20,7 +20,9 @@ _DRAWING = (
 
 @contextmanager
 def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Draw as `key` says inside, and leave the caller's generators where they were. Must not be nested."""
+    """Draw as `key` says inside, and leave the caller's generators where they were. Must not be
+    nested.
+    """
     generators = _generators(torch.device(device))
     number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     with _LOCK:
@@ -37,7 +39,9 @@ def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Let other threads draw while this one waits for them inside `seeded`; outside of it, nothing."""
+    """Let other threads draw while this one waits for them inside `seeded`; outside of it,
+    nothing.
+    """
     generators = getattr(_DRAWING, "generators", ())
     if not generators:
         yield
@@ -52,8 +56,10 @@ def paused() -> Iterator[None]:
 
 
 def same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch's checkpoint, which would set the generators of a process under threads that draw: what surrounds a
-    function inside `seeded`, and what surrounds it when it runs again, from the same numbers on."""
+    """For torch's checkpoint, which would set the generators of a process under threads that draw:
+    what surrounds a function inside `seeded`, and what surrounds it when it runs again, from the
+    same numbers on.
+    """
     generators = getattr(_DRAWING, "generators", ())
     return nullcontext(), _again(generators, [generator.get_state() for generator in generators])
 

@@ -3,10 +3,11 @@
     forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2           one graph a stage, from a leaf that holds its input
     backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2
 
-What passes between layers is as it would be over a wire, there and back, so that a layer computes the same bits in any
-cut. To recompute all is to keep each layer's input alone, a leaf then, and to make the layer's graph again; a graph is
-also cut where layers pass on several tensors that learn, as only the cut gives zeros to one that the next does not use.
-Nothing here knows of ranks, neighbours or schedules.
+What passes between layers is as it would be over a wire, there and back, so that a layer computes
+the same bits in any cut. To recompute all is to keep each layer's input alone, a leaf then, and to
+make the layer's graph again; a graph is also cut where layers pass on several tensors that learn,
+as only the cut gives zeros to one that the next does not use. Nothing here knows of ranks,
+neighbours or schedules.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,9 @@ _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(slots=True)
 class _Pass:
-    """One graph's part of a micro-batch, between forward and backward; `outputs` is None where it is made again."""
+    """One graph's part of a micro-batch, between forward and backward; `outputs` is None where it
+    is made again.
+    """
 
     run: Callable[[Tensors], Tensors]
     inputs: Tensors
@@ -47,15 +50,17 @@ class _Pass:
 class Stage:
     """`layers` by global index, in order, on `device`; the last stage has the `loss`.
 
-    `recompute` "full" holds only the layers' inputs between forward and backward, "selective" everything but what is
-    inside an attention core, "none" everything. `precision` "bf16" and "fp16" run the layers under autocast;
-    parameters, gradients and what crosses a layer's boundary stay fp32. With `parameters` in half precision the layers
-    compute in it, and it crosses the boundaries; what is learned, and seen from outside, are their fp32 masters.
-    Micro-batch m draws the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
-    replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay torch's own: 3 %
-    faster, and the same to the bit. `compiled` layers cannot split it. `split` says how the layers were cut for the
-    ranks that hold this stage together, where there are several: what lies between their exchanges can be compiled
-    then, and `loss` is the one for such ranks. `timed(name)` is around what half precision adds to the update.
+    `recompute` "full" holds only the layers' inputs between forward and backward, "selective"
+    everything but what is inside an attention core, "none" everything. `precision` "bf16" and
+    "fp16" run the layers under autocast; parameters, gradients and what crosses a layer's boundary
+    stay fp32. With `parameters` in half precision the layers compute in it, and it crosses the
+    boundaries; what is learned, and seen from outside, are their fp32 masters. Micro-batch m draws
+    the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
+    replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay
+    torch's own: 3 % faster, and the same to the bit. `compiled` layers cannot split it. `split`
+    says how the layers were cut for the ranks that hold this stage together, where there are
+    several: what lies between their exchanges can be compiled then, and `loss` is the one for such
+    ranks. `timed(name)` is around what half precision adds to the update.
     """
 
     def __init__(
@@ -103,18 +108,21 @@ class Stage:
         self.begin_step(0)
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
-        """The random numbers of what follows are those of `step`; its loss is multiplied by `loss_scale`."""
+        """The random numbers of what follows are those of `step`; its loss is multiplied by
+        `loss_scale`.
+        """
         self._step, self._loss_factor = step, loss_scale / self._num_microbatches
         self._stale = True
 
     def forward(
         self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
     ) -> Tensors:
-        """Run the layers and stash what their backward needs. `targets` are for the last stage, whose output is the
-        loss: a scalar in fp32, the mean over the micro-batch, not scaled. Outputs carry no graph.
+        """Run the layers and stash what their backward needs. `targets` are for the last stage,
+        whose output is the loss: a scalar in fp32, the mean over the micro-batch, not scaled.
+        Outputs carry no graph.
 
-        Raises `TransferError` where `inputs` are not as they were at the first micro-batch, and `RunError` where the
-        loss is no scalar.
+        Raises `TransferError` where `inputs` are not as they were at the first micro-batch, and
+        `RunError` where the loss is no scalar.
         """
         assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
@@ -140,10 +148,12 @@ class Stage:
         return tuple(output.detach() for output in inputs)
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        """All gradients of one micro-batch: the input's are returned, the parameters' added to `.grad`.
+        """All gradients of one micro-batch: the input's are returned, the parameters' added to
+        `.grad`.
 
-        `grads` are those of the floating-point outputs, in order; none on the last stage. Returns those of the
-        floating-point inputs, in order; none on the first stage, whose inputs are data.
+        `grads` are those of the floating-point outputs, in order; none on the last stage. Returns
+        those of the floating-point inputs, in order; none on the first stage, whose inputs are
+        data.
         """
         input_grads = self._backward(microbatch, grads)
         make(self._weight_gradients.take())
@@ -166,7 +176,9 @@ class Stage:
         self._collect()
 
     def complete(self) -> None:
-        """All gradients of the step are made: add up those of which several ranks have made terms."""
+        """All gradients of the step are made: add up those of which several ranks have made
+        terms.
+        """
         if self.split is not None:
             self.split.add_up(self.named_parameters())
 
@@ -183,7 +195,9 @@ class Stage:
 
     @property
     def held(self) -> int:
-        """Micro-batches that are stashed, whole or for their weight gradients alone; 0 after a step."""
+        """Micro-batches that are stashed, whole or for their weight gradients alone; 0 after a
+        step.
+        """
         return len(self._passes) + len(self._waiting)
 
     def clear(self) -> None:
@@ -194,7 +208,9 @@ class Stage:
         self.zero_grad()
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
-        """Parameters by layer, in order, named for the whole model, such as `layers.3.attention.qkv.weight`."""
+        """Parameters by layer, in order, named for the whole model, such as
+        `layers.3.attention.qkv.weight`.
+        """
         named: Mapping[int, Iterable[tuple[str, nn.Parameter]]] = (
             self._masters.named
             if self._masters is not None
@@ -241,20 +257,25 @@ class Stage:
         return grads
 
     def _backward_graph(self, microbatch: int, graph: _Pass, grads: Tensors) -> Tensors:
-        """A call of its own, so that what this graph has made is freed before the next one's is made again."""
+        """A call of its own, so that what this graph has made is freed before the next one's is
+        made again.
+        """
         outputs = graph.run(graph.inputs) if graph.outputs is None else graph.outputs
         self._differentiate(microbatch, outputs, grads)
         return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
 
     def _run_first(self, index: int, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
-        """A forward pass of a layer that backward runs again. Raises `RunError` where that would be another one."""
+        """A forward pass of a layer that backward runs again. Raises `RunError` where that would be
+        another one.
+        """
         layer = self._layers[index]
         before = _buffers_of(layer)
         with torch.no_grad():
             outputs = run(inputs)
         if _buffers_of(layer) != before:
             raise RunError(
-                f"layer {index} ({type(layer).__name__}) changes its buffers as it runs, and is run twice with "
+                f"layer {index} ({type(layer).__name__}) changes its buffers as it runs, and is "
+                "run twice with "
                 'pipeline.recompute = "full": set it to "none", or let the layer keep its buffers'
             )
         return outputs
@@ -299,7 +320,8 @@ class Stage:
         return outputs
 
     def _learnable(self, loss: torch.Tensor, inputs: Tensors) -> torch.Tensor:
-        """Raises `RunError` for a training step's loss without a graph: it would go on, and teach nobody anything.
+        """Raises `RunError` for a training step's loss without a graph: it would go on, and teach
+        nobody anything.
 
         Where there is nothing to learn, as every parameter is frozen, none is asked for.
         """
@@ -310,7 +332,8 @@ class Stage:
         )
         if any(learner.requires_grad for learner in (*inputs, *parameters)):
             raise RunError(
-                "the loss has no gradient, so that nothing would learn: let the last layers and the model's loss "
+                "the loss has no gradient, so that nothing would learn: let the last layers and "
+                "the model's loss "
                 "function go without .detach(), .item() and torch.no_grad()"
             )
         return loss
@@ -321,7 +344,9 @@ class Stage:
         )
 
     def _canonical(self, outputs: Tensors) -> Tensors:
-        """As they would arrive over a wire, so that a neighbour in the same stage sees the same: contiguous, fp32."""
+        """As they would arrive over a wire, so that a neighbour in the same stage sees the same:
+        contiguous, fp32.
+        """
         return tuple((o.float() if o.dtype is self._half else o).contiguous() for o in outputs)
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
@@ -334,8 +359,10 @@ class Stage:
         expected, got = ([tuple(t.shape) for t in tensors] for tensors in (floating, grads))
         if expected != got:
             raise TransferError(
-                f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {got} came back for outputs of "
-                f"shapes {expected}; the stage behind must return one for each floating-point tensor it was given"
+                f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {got} came "
+                "back for outputs of "
+                f"shapes {expected}; the stage behind must return one for each floating-point "
+                "tensor it was given"
             )
         pairs = [
             (o, g.to(o.device)) for o, g in zip(floating, grads, strict=True) if o.requires_grad
@@ -348,7 +375,8 @@ class Stage:
         self._expected = self._expected or got
         if got != self._expected:
             raise TransferError(
-                f"stage {self.index}, micro-batch {microbatch}: expected {_listed(self._expected)} as at the first "
+                f"stage {self.index}, micro-batch {microbatch}: expected {_listed(self._expected)} "
+                "as at the first "
                 f"micro-batch, got {_listed(got)}; shapes and dtypes must not change during a run"
             )
 
@@ -361,12 +389,14 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
 def _scalar(loss: object) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise RunError(
-            f"the model's loss function returned {type(loss).__name__}; it must return a scalar tensor, the mean over "
+            f"the model's loss function returned {type(loss).__name__}; it must return a scalar "
+            "tensor, the mean over "
             "the micro-batch"
         )
     if loss.dim():
         raise RunError(
-            f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the micro-batch: end the "
+            f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the "
+            "micro-batch: end the "
             "model's loss function with .mean()"
         )
     return loss.float()
@@ -378,12 +408,16 @@ def _buffers_of(layer: nn.Module) -> list[tuple[int, int]]:
 
 
 def _learn_as_one(tensors: Tensors) -> bool:
-    """Whether one of them has a gradient: of several, one that a layer does not use would have none, and not zeros."""
+    """Whether one of them has a gradient: of several, one that a layer does not use would have
+    none, and not zeros.
+    """
     return sum(tensor.is_floating_point() for tensor in tensors) == 1
 
 
 def _go_on(tensors: Tensors) -> None:
-    """Within a graph a gradient is passed on as `_taken_grad` would give it: products may round by their strides."""
+    """Within a graph a gradient is passed on as `_taken_grad` would give it: products may round by
+    their strides.
+    """
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.register_hook(torch.Tensor.contiguous)

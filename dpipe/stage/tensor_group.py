@@ -1,7 +1,8 @@
 """The ranks that hold a stage together, on one machine, and what they exchange while they compute.
 
-All of them run the same program, so each makes the same calls in the same order. What a call returns is the same on
-all of them to the last bit, wherever it is the same in meaning: gloo and NCCL both add each number up in one place.
+All of them run the same program, so each makes the same calls in the same order. What a call
+returns is the same on all of them to the last bit, wherever it is the same in meaning: gloo and
+NCCL both add each number up in one place.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,11 @@ Watch = Callable[
 
 
 class TensorGroup:
-    """One rank's end. `ranks` are the run's ranks in it; with `sequence` they split the sequence between matrices.
+    """One rank's end. `ranks` are the run's ranks in it; with `sequence` they split the sequence
+    between matrices.
 
-    Used by one thread. Raises `PeerLost` naming the group where one of them is gone, or silent for `timeout_s`.
+    Used by one thread. Raises `PeerLost` naming the group where one of them is gone, or silent for
+    `timeout_s`.
     """
 
     def __init__(
@@ -94,12 +97,14 @@ class TensorGroup:
                 self._wait(begin())
         except RuntimeError as error:  # the only kind that torch raises here
             raise PeerLost(
-                f"rank {self.ranks[self.rank]} lost the tensor-parallel group of ranks {self.ranks[0]} to "
+                f"rank {self.ranks[self.rank]} lost the tensor-parallel group of ranks "
+                f"{self.ranks[0]} to "
                 f"{self.ranks[-1]}: {error}"
             ) from error
 
     def _wait(self, work: Any) -> None:
-        """Look up now and then whether the run has failed elsewhere: what gloo waits for cannot be interrupted.
+        """Look up now and then whether the run has failed elsewhere: what gloo waits for cannot be
+        interrupted.
 
         NCCL's is aborted, and its `wait` only puts the current stream behind the exchange.
         """

@@ -8,13 +8,15 @@
         forward          all-gather                                                   reduce-scatter
         backward         reduce-scatter                                               all-gather
 
-Between the matrices, where tensor parallelism computes the same norms and dropout on every rank, sequence parallelism
-gives each rank a part of the positions (Korthikanti et al. 2022). The bytes exchanged are the same.
+Between the matrices, where tensor parallelism computes the same norms and dropout on every rank,
+sequence parallelism gives each rank a part of the positions (Korthikanti et al. 2022). The bytes
+exchanged are the same.
 
-torch's `parallelize_module` does not serve here: its DTensors live in the default group of a process, and ranks may be
-threads of one; they draw other dropout masks for each T; and weight gradients that wait (`linear.py`) need the factors
-of a product, which a DTensor hides. What is left is small: layers stay as they are, and a layer's `tensor_plan` says
-which of its modules become which of the classes below, with names and order of the parameters kept.
+torch's `parallelize_module` does not serve here: its DTensors live in the default group of a
+process, and ranks may be threads of one; they draw other dropout masks for each T; and weight
+gradients that wait (`linear.py`) need the factors of a product, which a DTensor hides. What is left
+is small: layers stay as they are, and a layer's `tensor_plan` says which of its modules become
+which of the classes below, with names and order of the parameters kept.
 
 B batch · S sequence · D width
 """
@@ -56,7 +58,9 @@ def _through(x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
 
 
 def enter(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N803 - shape suffix
-    """In front of a matrix of which each rank has some columns: the whole of x, and the sum of all its gradients."""
+    """In front of a matrix of which each rank has some columns: the whole of x, and the sum of all
+    its gradients.
+    """
     if group.sequence:
         return _through(
             x_BSD,
@@ -80,7 +84,9 @@ def leave(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N80
 def split_dropout(
     x: torch.Tensor, probability: float, group: TensorGroup, dim: int
 ) -> torch.Tensor:
-    """Dropout on a part, along `dim`, of what one process would have: it draws for all of it and takes its part."""
+    """Dropout on a part, along `dim`, of what one process would have: it draws for all of it and
+    takes its part.
+    """
     whole = list(x.shape)
     whole[dim] *= group.size
     noise = group.part(F.dropout(x.new_ones(whole), probability, inplace=True), dim)
@@ -107,7 +113,9 @@ def _kept_in_part(
 
 
 class Piece:
-    """A module whose parameters `cut` are split along a dimension, `parts` of them each for itself (q, k and v)."""
+    """A module whose parameters `cut` are split along a dimension, `parts` of them each for itself
+    (q, k and v).
+    """
 
     cut: ClassVar[Mapping[str, int]] = {}
     parts: ClassVar[int] = 1
@@ -117,8 +125,8 @@ class Piece:
 def leave_uncompiled(layer: nn.Module) -> None:
     """Keep the pieces of `layer` out of what `torch.compile` traces, in place.
 
-    It does not trace the calls of a process group, nor hooks on what is kept for backward; and its random numbers are
-    not those that one process draws.
+    It does not trace the calls of a process group, nor hooks on what is kept for backward; and its
+    random numbers are not those that one process draws.
     """
     for module in layer.modules():
         if isinstance(module, Piece):
@@ -128,8 +136,8 @@ def leave_uncompiled(layer: nn.Module) -> None:
 class ColumnLinear(Piece, Linear):
     """Some of the outputs: weight [out / T, in].
 
-    Where the sequence is split backward needs the whole input again: it keeps this rank's positions alone, and gathers
-    them once more (Korthikanti et al. 2022, section 4.2.2).
+    Where the sequence is split backward needs the whole input again: it keeps this rank's positions
+    alone, and gathers them once more (Korthikanti et al. 2022, section 4.2.2).
     """
 
     cut: ClassVar = {"weight": 0, "bias": 0}
@@ -155,7 +163,9 @@ class QkvLinear(ColumnLinear):
 
 
 class RowLinear(Piece, Linear):
-    """Some of the inputs: weight [out, in / T]. The bias is whole, and is added once, to the sum."""
+    """Some of the inputs: weight [out, in / T]. The bias is whole, and is added once, to the
+    sum.
+    """
 
     cut: ClassVar = {"weight": 1}
 
@@ -165,8 +175,9 @@ class RowLinear(Piece, Linear):
 
 
 class FirstPositionLinear(Piece, Linear):
-    """Whole, and reads [B, D] of position 0, which rank 0 alone has where the sequence is split: then its output is
-    everybody's, and so are the gradients that it alone makes."""
+    """Whole, and reads [B, D] of position 0, which rank 0 alone has where the sequence is split:
+    then its output is everybody's, and so are the gradients that it alone makes.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = super().forward(input)
@@ -180,7 +191,9 @@ class FirstPositionLinear(Piece, Linear):
 
 
 class VocabularyEmbedding(Piece, nn.Embedding):
-    """Some of the words: weight [V / T, D]. The others are zeros here, and come from the rank that has them."""
+    """Some of the words: weight [V / T, D]. The others are zeros here, and come from the rank that
+    has them.
+    """
 
     cut: ClassVar = {"weight": 0}
 
@@ -209,7 +222,8 @@ class SequenceDropout(Piece, nn.Dropout):
 
 @dataclass(frozen=True)
 class Shard:
-    """Where one rank's part of a parameter lies in the whole of `shape`, cut along `dim` in each of its `parts`.
+    """Where one rank's part of a parameter lies in the whole of `shape`, cut along `dim` in each of
+    its `parts`.
 
     rows of q k v, T = 2      whole   [ q0 q1 | k0 k1 | v0 v1 ]      rank 0   [ q0 k0 v0 ]      rank 1   [ q1 k1 v1 ]
     """
@@ -240,8 +254,9 @@ class Shard:
 class Split:
     """How the parameters of a stage lie on the ranks of `group`.
 
-    Those in `shards`, by their name in the whole model, are cut; each rank has the others whole. Where the sequence is
-    split the gradient of those is a sum over positions, of which each rank has some terms.
+    Those in `shards`, by their name in the whole model, are cut; each rank has the others whole.
+    Where the sequence is split the gradient of those is a sum over positions, of which each rank
+    has some terms.
     """
 
     def __init__(self, group: TensorGroup, layers: Mapping[int, nn.Module]) -> None:
@@ -254,7 +269,9 @@ class Split:
         }
 
     def add_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Once all gradients of a step are made: the sums of those that have terms on every rank."""
+        """Once all gradients of a step are made: the sums of those that have terms on every
+        rank.
+        """
         if not self.group.sequence:
             return
         gradients = [p.grad for name, p in named if name not in self.shards and p.grad is not None]
@@ -276,7 +293,9 @@ class Split:
 
 
 def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
-    """Do what the layer's `tensor_plan` says; yields how each parameter was cut, by its name in the layer."""
+    """Do what the layer's `tensor_plan` says; yields how each parameter was cut, by its name in the
+    layer.
+    """
     plan: Mapping[str, type[Piece]] = layer.tensor_plan  # type: ignore[assignment]
     for place, kind in plan.items():
         piece: Any = layer.get_submodule(place)

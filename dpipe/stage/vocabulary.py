@@ -1,4 +1,5 @@
-"""Cross entropy where each of T ranks has the logits of some of the words (Shoeybi et al. 2019, section 3).
+"""Cross entropy where each of T ranks has the logits of some of the words (Shoeybi et al. 2019,
+section 3).
 
     loss = log(sum of exp(logits - peak)) - (logit of the target - peak)        three numbers a token are exchanged,
                                                                                 and never the logits
@@ -21,7 +22,9 @@ _IGNORED = -100  # as torch's cross_entropy has it: a target that asks for nothi
 def split_cross_entropy(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup
 ) -> torch.Tensor:
-    """The mean over targets that are not ignored, in nats, the same on all ranks; `logits_NV` are this rank's V / T."""
+    """The mean over targets that are not ignored, in nats, the same on all ranks; `logits_NV` are
+    this rank's V / T.
+    """
     loss: torch.Tensor = _CrossEntropy.apply(logits_NV, targets_N, group)  # type: ignore[no-untyped-call]
     return loss
 

@@ -1,4 +1,5 @@
-"""Checkpoints: safetensors by layer-global names, so that a run may go on in any cut. Local folders and fsspec URLs.
+"""Checkpoints: safetensors by layer-global names, so that a run may go on in any cut. Local folders
+and fsspec URLs.
 
     URL/step-00000100/
         model-00000-1f0c..9a.safetensors       one of each a rank; the digest of the content is in the name,
@@ -8,8 +9,9 @@
     rank 0   write, sync, rename files ──┐ gather: what each wrote ┌── write, sync, rename index.json, remove old steps
     rank 1   write, sync, rename files ──┘                         └── the same
 
-The index is the commit mark: it is there only when every file is. Each rank writes it, because on several machines each
-may have a folder of its own; on one machine all write the same. Nothing is unpickled.
+The index is the commit mark: it is there only when every file is. Each rank writes it, because on
+several machines each may have a folder of its own; on one machine all write the same. Nothing is
+unpickled.
 """
 
 import hashlib
@@ -85,14 +87,17 @@ def save(
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     remedy: str = "make room, or set run.checkpoint_url",
 ) -> None:
-    """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and the same `state`.
+    """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and
+    the same `state`.
 
-    `layouts` are those of the tensors of the optimizer that are rows of several ranks' parts (`shards.py`).
+    `layouts` are those of the tensors of the optimizer that are rows of several ranks' parts
+    (`shards.py`).
 
-    `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The newest `keep` stay;
-    newer steps than `step` are of a course that was given up, and go. Whatever fails, earlier checkpoints stay whole.
-    `buffers` are saved with `tensors`. Raises `RunError`, which ends in the `remedy`, where it cannot be written, and
-    `NumericError` where one of `tensors` is not finite: nobody can go on from such a one.
+    `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The
+    newest `keep` stay; newer steps than `step` are of a course that was given up, and go. Whatever
+    fails, earlier checkpoints stay whole. `buffers` are saved with `tensors`. Raises `RunError`,
+    which ends in the `remedy`, where it cannot be written, and `NumericError` where one of
+    `tensors` is not finite: nobody can go on from such a one.
     """
     store, part = _Store(url, remedy), dict[str, Any]()
     part["bad"] = next(
@@ -123,10 +128,12 @@ def load(
     step: int | None = None,
     fallback: bool = False,
 ) -> Loaded:
-    """The tensors asked for, by name or by a test of the name, from the newest checkpoint or that of `step`.
+    """The tensors asked for, by name or by a test of the name, from the newest checkpoint or that
+    of `step`.
 
-    Only files that hold some of them are read, and each is checked against its digest. Raises `CheckpointError` naming
-    what is missing or damaged; with `fallback` the one before is tried then.
+    Only files that hold some of them are read, and each is checked against its digest. Raises
+    `CheckpointError` naming what is missing or damaged; with `fallback` the one before is tried
+    then.
     """
     store = _Store(url)
     steps = store.steps() if step is None else [step]
@@ -147,7 +154,9 @@ def load(
 
 
 def check_url(url: str) -> None:
-    """Raises `CheckpointError` where no checkpoint could be written to `url`, as far as can be told without writing."""
+    """Raises `CheckpointError` where no checkpoint could be written to `url`, as far as can be told
+    without writing.
+    """
     store = _Store(url)
     if store.is_local:
         there = next(
@@ -233,7 +242,9 @@ class _Store:
         return bytes(self._fs.cat_file(path))
 
     def remove(self, step: int) -> None:
-        """The index first, so that what is half gone is no checkpoint. Other ranks may be at it as well."""
+        """The index first, so that what is half gone is no checkpoint. Other ranks may be at it as
+        well.
+        """
         for path in (self.path(step, _INDEX), self.path(step)):
             try:
                 self._fs.rm(path, recursive=True)
@@ -249,7 +260,9 @@ class _Store:
             yield Path(folder)
 
     def _place(self, temporary: Path, path: str) -> None:
-        """An object store makes a file visible when it is whole; a local one by renaming what has been synced."""
+        """An object store makes a file visible when it is whole; a local one by renaming what has
+        been synced.
+        """
         if not self.is_local:
             self._fs.put_file(str(temporary), path)
             return
@@ -276,7 +289,8 @@ def _refuse(parts: Sequence[dict[str, Any]], step: int) -> None:
     for rank, part in enumerate(parts):
         if part["bad"] is not None:
             raise NumericError(
-                f"{part['bad']} on rank {rank} is not finite before step {step}, which was not saved; lower "
+                f"{part['bad']} on rank {rank} is not finite before step {step}, which was not "
+                "saved; lower "
                 "train.learning_rate, clip with train.clip_norm, or resume from the last checkpoint"
             )
 
@@ -286,7 +300,9 @@ def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, A
 
 
 def _prune(store: _Store, step: int, keep: int) -> None:
-    """A faster rank may be writing a later step already, which has no index yet: that one is left alone."""
+    """A faster rank may be writing a later step already, which has no index yet: that one is left
+    alone.
+    """
     committed = store.steps()
     kept = [s for s in committed if s <= step][-keep:]
     unfinished = {s for s in store.folders() if s < step} - set(committed)
@@ -312,7 +328,9 @@ def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]
 
 
 def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
-    """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12; raises `CheckpointError` where one is missing between."""
+    """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12; raises `CheckpointError` where one is
+    missing between.
+    """
     into, parts = Tensors(f"the checkpoint {where}"), dict[str, dict[int, torch.Tensor]]()
     for name, tensor in tensors.items():
         if (match := _SLICE.fullmatch(name)) is None:

@@ -20,8 +20,9 @@ LOG = logging.getLogger("dpipe")
 
 
 def refuse_folder(config: Config, resume: bool) -> None:
-    """Raises `ConfigError` where the run's folder holds another run, `CheckpointError` where a run that is to be
-    resumed has no checkpoint."""
+    """Raises `ConfigError` where the run's folder holds another run, `CheckpointError` where a run
+    that is to be resumed has no checkpoint.
+    """
     folder, url = Path(config.run.folder), checkpoint_url(config)
     if resume and latest(url) is None:
         raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
@@ -37,7 +38,8 @@ def refuse_folder(config: Config, resume: bool) -> None:
 def open_folder(config: Config, resume: bool) -> Path:
     """The run's folder. Nothing is overwritten, nor made for a run that is not there.
 
-    Raises as `refuse_folder` does, and `ConfigError` where the run is under way or the folder cannot be written.
+    Raises as `refuse_folder` does, and `ConfigError` where the run is under way or the folder
+    cannot be written.
     """
     refuse_folder(config, resume)
     folder = Path(config.run.folder)
@@ -57,9 +59,11 @@ def _run_held(folder: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """`path`, made if need be, is for no other process of this machine, nor of one that shares the file system.
+    """`path`, made if need be, is for no other process of this machine, nor of one that shares the
+    file system.
 
-    Raises `ConfigError` with `refusal` where one has it. It ends with the process, however that ends.
+    Raises `ConfigError` with `refusal` where one has it. It ends with the process, however that
+    ends.
     """
     with path.open("ab") as file:
         try:
@@ -79,7 +83,9 @@ def absent(folder: Path) -> list[Path]:
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
-    """Remove what `open_folder` and rank 0's log made for a run that did not begin, in a folder that was not there."""
+    """Remove what `open_folder` and rank 0's log made for a run that did not begin, in a folder
+    that was not there.
+    """
     if folder in made and not (folder / "config.json").exists():
         (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
         for path in (folder / "logs", folder / "trace", *made):
@@ -89,7 +95,9 @@ def take_back(folder: Path, made: list[Path]) -> None:
 
 @contextmanager
 def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
-    """The run's folder, which rank 0 opens; one that was made for ranks which then could not meet is removed again."""
+    """The run's folder, which rank 0 opens; one that was made for ranks which then could not meet
+    is removed again.
+    """
     folder = Path(config.run.folder)
     made = absent(folder) if rank == 0 else []
     if rank == 0:
@@ -103,7 +111,9 @@ def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
 
 
 def checkpoint_url(config: Config, folder: Path | None = None) -> str:
-    """Where a run's checkpoints are: where it was told, else in its folder (which may have moved to `folder`)."""
+    """Where a run's checkpoints are: where it was told, else in its folder (which may have moved to
+    `folder`).
+    """
     return config.run.checkpoint_url or str((folder or Path(config.run.folder)) / "checkpoints")
 
 
@@ -117,7 +127,9 @@ def needing_room(path: Path) -> Iterator[None]:
 
 
 def save_configuration(folder: Path, config: Config) -> None:
-    """What all ranks agreed on, for the commands that come back to the run; no addresses, no token."""
+    """What all ranks agreed on, for the commands that come back to the run; no addresses, no
+    token.
+    """
     path = folder / "config.json"
     whole = path.with_suffix(".tmp")  # a run that goes on writes it again, and must not lose it
     with needing_room(path):
@@ -147,7 +159,9 @@ def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
 
 @contextmanager
 def logging_to(folder: Path, rank: int) -> Iterator[None]:
-    """Rank 0 logs into the folder, because its terminal shows the run live; the others to their standard error."""
+    """Rank 0 logs into the folder, because its terminal shows the run live; the others to their
+    standard error.
+    """
     log = logging.getLogger("dpipe")
     errors = logging.StreamHandler()
     errors.setLevel(logging.WARNING if rank == 0 else logging.INFO)

@@ -1,4 +1,5 @@
-"""Checkpoints of stages that T ranks hold together: parameters whole, by the names of any run; moments in parts.
+"""Checkpoints of stages that T ranks hold together: parameters whole, by the names of any run;
+moments in parts.
 
     parameter  rank 0 [a b]   rank 1 [c d]   gathered, and written whole by one of them, each its share of the names
     moments    rank 0 [a b]   rank 1 [c d]   written where they are, as NAME[0:2] and NAME[2:4] of the row [a b c d];
@@ -24,7 +25,9 @@ _RANGE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
 
 def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
-    """This rank's share of the parameters, whole. All ranks of its replica that hold the stages together call it."""
+    """This rank's share of the parameters, whole. All ranks of its replica that hold the stages
+    together call it.
+    """
     found: dict[str, torch.Tensor] = {}
     for stage in stages.values():
         split = _split_of(stage)
@@ -36,7 +39,9 @@ def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Ten
 
 
 def first_buffers(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
-    """Those that a checkpoint has, on the one rank that writes them; copies, because layers may share one."""
+    """Those that a checkpoint has, on the one rank that writes them; copies, because layers may
+    share one.
+    """
     if here.dp_rank or here.tp_rank:
         return {}
     return {
@@ -49,7 +54,8 @@ def first_buffers(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor
 def as_slices(
     stages: Stages, moments: Mapping[str, torch.Tensor], here: ParallelRanks
 ) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
-    """`moments` under the names of their places in rows of all ranks, and how each row lies in its whole.
+    """`moments` under the names of their places in rows of all ranks, and how each row lies in its
+    whole.
 
     Of what every rank has whole the first one's are taken.
     """

@@ -1,4 +1,5 @@
-"""Timelines as a trace that Perfetto and chrome://tracing open: measured, and the prediction beside it.
+"""Timelines as a trace that Perfetto and chrome://tracing open: measured, and the prediction beside
+it.
 
     process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor
              rank 0, predicted   the same lanes; drawn at the first measured step
@@ -39,7 +40,9 @@ def chrome_trace(
 
 
 def _names(rows: Sequence[tuple[int, int]]) -> Iterator[Event]:
-    """What the viewer calls each process and lane, and where it puts them: a prediction under its measurement."""
+    """What the viewer calls each process and lane, and where it puts them: a prediction under its
+    measurement.
+    """
     for pid in sorted({pid for pid, _ in rows}):
         name = f"rank {pid // 2}" + (", predicted" if pid % 2 else "")
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
@@ -85,7 +88,9 @@ class _Track:
                 yield from self._arrow(span, receive) if receive else ()
 
     def _row(self, span: Span) -> int:
-        """Which replica, and in it which of the ranks that hold a stage together: messages stay within."""
+        """Which replica, and in it which of the ranks that hold a stage together: messages stay
+        within.
+        """
         replica = span.rank * self.timeline.num_replicas // self.timeline.num_ranks
         return replica * self.timeline.tensor_size + span.rank % self.timeline.tensor_size
 

@@ -12,13 +12,15 @@ from dpipe.schedule.exchange import Role
 
 @dataclass(frozen=True)
 class Cost:
-    """What each stage takes, one value a stage (microseconds), and what each hop carries, one value a hop (bytes).
+    """What each stage takes, one value a stage (microseconds), and what each hop carries, one value
+    a hop (bytes).
 
-    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule splits it. Hop s is
-    between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes` come back (default: as many).
-    `update_us` is the optimizer's step (default: nothing). Where there are replicas, the whole gradient of a stage is
-    `reduce_bytes` on the wire, and what is agreed on `gather_bytes` (defaults: nothing; as many).
-    Raises `ConfigError` where the lengths do not fit each other.
+    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule
+    splits it. Hop s is between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes`
+    come back (default: as many). `update_us` is the optimizer's step (default: nothing). Where
+    there are replicas, the whole gradient of a stage is `reduce_bytes` on the wire, and what is
+    agreed on `gather_bytes` (defaults: nothing; as many). Raises `ConfigError` where the lengths do
+    not fit each other.
     """
 
     forward_us: tuple[float, ...]
@@ -46,7 +48,8 @@ class Cost:
     def _expect(self, name: str, length: int) -> None:
         if len(getattr(self, name)) != length:
             raise ConfigError(
-                f"{name} must have {length} values for {self.num_stages} stages, got {getattr(self, name)}"
+                f"{name} must have {length} values for {self.num_stages} stages, got "
+                f"{getattr(self, name)}"
             )
 
     @classmethod
@@ -59,7 +62,9 @@ class Cost:
         input_share: float = 0.5,
         update_us: float = 0.0,
     ) -> Self:
-        """Every stage and every hop alike; `input_share` of the backward pass makes the input gradient."""
+        """Every stage and every hop alike; `input_share` of the backward pass makes the input
+        gradient.
+        """
         return cls(
             forward_us=(forward_us,) * num_stages,
             backward_us=(backward_us,) * num_stages,

@@ -1,12 +1,13 @@
-"""Several replicas of a pipeline in a simulation: each stage's exchange, message by message, on the ranks' egress.
+"""Several replicas of a pipeline in a simulation: each stage's exchange, message by message, on the
+ranks' egress.
 
     rank 1  compute [1B6][1B7]                      rank 5 (stage 1 of replica 1 of pipelines of 4)
             send          [1SEND_B7]
             reduce        [a][b]  [c]   to rank 5   arrives the link's delay later, and lets the next message go
 
-Where all replicas are alike, and so are their links, one of them is simulated: what it would send to the replica k
-further on it gets, at the same moment, from the one k before. `tests/timeline/test_replicas.py` holds it against the
-simulation of all.
+Where all replicas are alike, and so are their links, one of them is simulated: what it would send
+to the replica k further on it gets, at the same moment, from the one k before.
+`tests/timeline/test_replicas.py` holds it against the simulation of all.
 """
 
 from collections import Counter, deque
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 class Replicas:
     """How the replicas of each stage agree; rank r * P + p is pipeline rank p, of P, in replica r.
 
-    `servers` are the ranks of each stage's server, where the exchange has one: ranks of the pipelines or, from R * P
-    on, others. `delayed`: a step uses the gradient of the step before, which is exchanged from the step's start.
-    Raises `ScheduleError` where the servers do not fit the exchange.
+    `servers` are the ranks of each stage's server, where the exchange has one: ranks of the
+    pipelines or, from R * P on, others. `delayed`: a step uses the gradient of the step before,
+    which is exchanged from the step's start. Raises `ScheduleError` where the servers do not fit
+    the exchange.
     """
 
     exchange: Exchange
@@ -51,7 +53,9 @@ class Replicas:
         return self.exchange.num_replicas
 
     def alike(self, network: Network, per_replica: int) -> bool:
-        """Whether every replica would take the same time for the same, so that one stands for all."""
+        """Whether every replica would take the same time for the same, so that one stands for
+        all.
+        """
         if not self.exchange.symmetric:
             return False
         ranks = range(per_replica)
@@ -113,10 +117,12 @@ class _Leg:
 
 
 class Exchanges:
-    """The exchanges of all stages while a schedule unfolds. With `mirrored` replica 0 alone is simulated.
+    """The exchanges of all stages while a schedule unfolds. With `mirrored` replica 0 alone is
+    simulated.
 
-    A rank's exchanges go one after another, in the order in which they began; each lets what its rank has sent to the
-    pipeline's neighbours leave first: they wait for it, whereas the gradients are wanted at the end of the step.
+    A rank's exchanges go one after another, in the order in which they began; each lets what its
+    rank has sent to the pipeline's neighbours leave first: they wait for it, whereas the gradients
+    are wanted at the end of the step.
     """
 
     def __init__(self, simulation: "Simulation", replicas: Replicas, *, mirrored: bool) -> None:
@@ -184,7 +190,9 @@ class Exchanges:
         self._enqueue(self._leg(stage, self._end(rank), rank, roles, done))
 
     def _half_done(self, rank: int, stage: int) -> None:
-        """With a delay a step waits for this gradient to be made and for the one before to be exchanged."""
+        """With a delay a step waits for this gradient to be made and for the one before to be
+        exchanged.
+        """
         key = Action(stage, Op.REDUCE_GRAD, rank)
         self._reduced[key] += 1
         if self._reduced[key] == 2:
@@ -234,7 +242,9 @@ class Exchanges:
             self._close(leg)
 
     def _next(self, leg: _Leg) -> int | None:
-        """Which message goes next: they keep their order, but a stale server answers each replica by itself."""
+        """Which message goes next: they keep their order, but a stale server answers each replica
+        by itself.
+        """
         arrived, waits = self._arrived[leg.stage, leg.end], self._exchange.waits
         left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
         return next((index for index in left if arrived >= waits[leg.messages[index]]), None)

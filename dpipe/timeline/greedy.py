@@ -1,8 +1,10 @@
-"""A split backward pass that follows the clock of a network: each rank does what has arrived, when it has arrived.
+"""A split backward pass that follows the clock of a network: each rank does what has arrived, when
+it has arrived.
 
-`generate.zero_bubble` counts slots and takes every hop for free, so on a slow link its ranks wait for messages that
-are under way. Here the simulator says what is there, and delays, bandwidths and uneven stages shape the order. Two
-stages whose F, I and W take as long as a hop (`draw()` shows order, not time):
+`generate.zero_bubble` counts slots and takes every hop for free, so on a slow link its ranks wait
+for messages that are under way. Here the simulator says what is there, and delays, bandwidths and
+uneven stages shape the order. Two stages whose F, I and W take as long as a hop (`draw()` shows
+order, not time):
 
     zero_bubble    rank 0 | 0F0 0F1  .  0I0 0F2 0I1 0F3 0I2 0W0 0I3 0W1 0W2 0W3
                    rank 1 |  .  1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3      takes 17
@@ -29,7 +31,9 @@ def greedy(
     in_flight: int | None = None,
     memory_limit: int | None = None,
 ) -> Schedule:
-    """The compute-only schedule that `SplitProgram`'s rule makes on `network`; parameters as in `zero_bubble`."""
+    """The compute-only schedule that `SplitProgram`'s rule makes on `network`; parameters as in
+    `zero_bubble`.
+    """
     return _Greedy(num_stages, num_microbatches, cost, network, in_flight, memory_limit).make()
 
 

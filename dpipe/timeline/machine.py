@@ -31,7 +31,8 @@ class Clock:
 
 
 class Cores:
-    """The cores of one host: as many threads as there are cores run at full speed, more of them share it.
+    """The cores of one host: as many threads as there are cores run at full speed, more of them
+    share it.
 
     A thread does one thing after the other.
     """
@@ -82,7 +83,9 @@ class Cores:
 
 
 class _Both:
-    """Goes on when a message's bytes are through and a core has seen to them, whichever is later."""
+    """Goes on when a message's bytes are through and a core has seen to them, whichever is
+    later.
+    """
 
     def __init__(self, over: Since) -> None:
         self._over = over
@@ -103,7 +106,8 @@ class _Both:
 
 
 class Sender:
-    """The egress of one rank on the simulation's clock, and the work that messages are for the hosts of both ends.
+    """The egress of one rank on the simulation's clock, and the work that messages are for the
+    hosts of both ends.
 
     wire             [----- bytes -----]               at the same time: a message has left when
     core, sender     [-- work --]                      both are over, and it has come when the
@@ -121,7 +125,9 @@ class Sender:
         )
 
     def send(self, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
-        """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is at `target`."""
+        """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
+        at `target`.
+        """
         delay_us = self._network.link(self._rank, target).delay_us
         came = self._with_work(target, ("from", self._rank), num_bytes, delay_us, arrived)
 
@@ -136,7 +142,9 @@ class Sender:
     def _with_work(
         self, rank: int, thread: Hashable, num_bytes: int, after_us: float, over: Since
     ) -> Since:
-        """`over`, to be told that the bytes are through, but not before `rank` has done its work on them."""
+        """`over`, to be told that the bytes are through, but not before `rank` has done its work on
+        them.
+        """
         cores = self._cores.get(rank)
         if cores is None or not cores.host.moving_us(num_bytes):
             return over

@@ -1,12 +1,14 @@
-"""How much a rank holds at the worst moment of a step: a schedule walked action by action, as `simulate` does for time.
+"""How much a rank holds at the worst moment of a step: a schedule walked action by action, as
+`simulate` does for time.
 
     F     layers first to last: each leaves what its backward needs, and needs some working memory while it runs
     B     layers last to first: each works, gives back what it had left, and has made its parameters' gradients
     I     as B, but what the weight gradients need stays until W
     STEP  the optimizer works
 
-What the schedule holds is read from its programs, so it is its own peak in flight, and no formula for one schedule.
-Not counted: what the process needs anyway, and what links buffer (`transport.buffer_bytes` bounds it).
+What the schedule holds is read from its programs, so it is its own peak in flight, and no formula
+for one schedule. Not counted: what the process needs anyway, and what links buffer
+(`transport.buffer_bytes` bounds it).
 """
 
 from collections.abc import Sequence
@@ -19,17 +21,19 @@ from dpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes` from I to W; what
-    defers nothing does in I what it does in B.
+    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes`
+    from I to W; what defers nothing does in I what it does in B.
 
-    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more in the first of a
-    step, whose gradients stay as they are made), of I, of W (`first_weight_bytes` in the first, beside the gradients),
-    and of the optimizer. `given_bytes`, of a stage's end, is the gradient that it is given in B and I, and holds until
-    it is done, as it does its output; that a layer has both while it works is in the layer's working memory, and a
-    layer that `keeps_given` has the gradient among what it defers. `within` is the layer where another one of its stage
-    is behind it, if that differs. `exchange_bytes` are what replicas agree with, always. `rounded_bytes` are the copies
-    of its parameters in half precision that it computes with, beside their masters, and as much again the gradients of
-    those, from when they are made until the backward pass is done and they are added to the masters'.
+    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more
+    in the first of a step, whose gradients stay as they are made), of I, of W (`first_weight_bytes`
+    in the first, beside the gradients), and of the optimizer. `given_bytes`, of a stage's end, is
+    the gradient that it is given in B and I, and holds until it is done, as it does its output;
+    that a layer has both while it works is in the layer's working memory, and a layer that
+    `keeps_given` has the gradient among what it defers. `within` is the layer where another one of
+    its stage is behind it, if that differs. `exchange_bytes` are what replicas agree with, always.
+    `rounded_bytes` are the copies of its parameters in half precision that it computes with, beside
+    their masters, and as much again the gradients of those, from when they are made until the
+    backward pass is done and they are added to the masters'.
     """
 
     parameter_bytes: int = 0
@@ -82,8 +86,8 @@ def peak_memory(
 ) -> tuple[RankMemory, ...]:
     """By rank, the moment of a step at which it holds most; `stages[s]` are the layers of stage s.
 
-    Gradients appear with the first backward of a step, unless `keeps_gradients` says that they have buffers of their
-    own. Raises `ScheduleError` where the stages are not as many as the schedule's.
+    Gradients appear with the first backward of a step, unless `keeps_gradients` says that they have
+    buffers of their own. Raises `ScheduleError` where the stages are not as many as the schedule's.
     """
     if len(stages) != schedule.num_stages:
         raise ScheduleError(
@@ -164,7 +168,9 @@ class _Walk:
             self._make_gradients(action.stage, place, layer)
 
     def _make_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
-        """Whether they are the first of the step; of parameters in half precision they stay beside the masters'."""
+        """Whether they are the first of the step; of parameters in half precision they stay beside
+        the masters'.
+        """
         if not layer.rounded_bytes:
             return self._have_gradients(stage, place, layer)
         self._hold(layer.rounded_bytes)
@@ -180,7 +186,9 @@ class _Walk:
         self._rounded.clear()
 
     def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
-        """Allocate them where this is the first micro-batch of a step to give it any; whether it was."""
+        """Allocate them where this is the first micro-batch of a step to give it any; whether it
+        was.
+        """
         if self._keeps_gradients or (stage, place) in self._made:
             return False
         self._made.add((stage, place))

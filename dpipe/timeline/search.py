@@ -1,7 +1,9 @@
-"""Schedule "auto": the generator and the parameters that the simulator finds fastest on a given network.
+"""Schedule "auto": the generator and the parameters that the simulator finds fastest on a given
+network.
 
-Besides the generators there is `greedy`, which follows the network's clock. On the published networks (12 stages, 64
-micro-batches) it reaches what compute and egress allow: tests/timeline/test_greedy.py.
+Besides the generators there is `greedy`, which follows the network's clock. On the published
+networks (12 stages, 64 micro-batches) it reaches what compute and egress allow:
+tests/timeline/test_greedy.py.
 """
 
 import math
@@ -36,13 +38,15 @@ def search(
     held_bytes: Callable[[Schedule], int] | None = None,
     most_bytes: float = math.inf,
 ) -> Schedule:
-    """The compute-only schedule with the shortest simulated step; among equals the one that holds least.
+    """The compute-only schedule with the shortest simulated step; among equals the one that holds
+    least.
 
-    With `replicas` the step has their exchange in it, so that one is found which leaves the network free for it.
-    `memory_limit` is the most activations (stage x micro-batch) that any rank may hold. Where `held_bytes` says what a
-    schedule takes, it takes at most `most_bytes`; where none does, the result is the one that takes least. Its name
-    says what was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where
-    `memory_limit` is too low, saying what would do.
+    With `replicas` the step has their exchange in it, so that one is found which leaves the network
+    free for it. `memory_limit` is the most activations (stage x micro-batch) that any rank may
+    hold. Where `held_bytes` says what a schedule takes, it takes at most `most_bytes`; where none
+    does, the result is the one that takes least. Its name says what was chosen. Deterministic, so
+    that every rank of a run finds the same. Raises `ScheduleError` where `memory_limit` is too low,
+    saying what would do.
     """
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
@@ -62,7 +66,9 @@ def search(
 def _best(
     candidates: Sequence[Schedule], cost: Cost, network: Network, replicas: Replicas | None
 ) -> Schedule:
-    """The last ones are tried first: they follow the network's clock, and the others soon fall behind them."""
+    """The last ones are tried first: they follow the network's clock, and the others soon fall
+    behind them.
+    """
     best: tuple[float, int, int] = (math.inf, 0, 0)
     for number, candidate in reversed([*enumerate(candidates)]):
         held = max(peak_in_flight(candidate))
@@ -100,7 +106,9 @@ class _Race(Simulation):
             return math.inf
 
     def _exchange_us(self, rank: int, program: Sequence[Action]) -> float:
-        """How long the gradient of a rank's stage is on its way at least. Several stages hide each other's exchange."""
+        """How long the gradient of a rank's stage is on its way at least. Several stages hide each
+        other's exchange.
+        """
         stages = {action.stage for action in program}
         if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
             return 0.0
@@ -125,7 +133,9 @@ def first_fit(
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
 ) -> Schedule:
-    """Some schedule that `search` would weigh, at once: it raises what `search` would, before the time is spent."""
+    """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
+    time is spent.
+    """
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     shallowest = max(least, min(num_stages, limit))
     candidates = _candidates(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
@@ -144,7 +154,8 @@ def _bounds(
     least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
     if limit < least:
         raise ScheduleError(
-            f"no schedule of {num_stages} stages, {stages_per_rank} a rank, and {num_microbatches} micro-batches holds"
+            f"no schedule of {num_stages} stages, {stages_per_rank} a rank, and {num_microbatches} "
+            "micro-batches holds"
             f" at most {limit} activations a rank; raise the memory limit to {least}"
             + (", or put fewer stages on a rank" if stages_per_rank > 1 else "")
         )
@@ -189,7 +200,9 @@ def _greedy_candidates(
 
 
 def _held(depth: int, limit: int) -> list[int]:
-    """How many micro-batches a rank with `depth` in flight may hold: weight gradients soon, later, or at the end."""
+    """How many micro-batches a rank with `depth` in flight may hold: weight gradients soon, later,
+    or at the end.
+    """
     return sorted({min(limit, depth), min(limit, 2 * depth), limit})
 
 

@@ -1,18 +1,27 @@
-"""When a schedule would happen on a given network: the same timeline that a run writes, before there is a run.
+"""When a schedule would happen on a given network: the same timeline that a run writes, before
+there is a run.
 
 The model, event by event:
 
-- A rank runs its program in order, one compute action at a time; it waits where `Schedule.requires()` is not met.
-- Sends and receives do not hold it up. The messages of one directed link go one after another, in program order.
-- A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are full duplex.
-- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface (`Egress`).
-- A message does not wait for its receive to be posted. It costs neither end anything, unless their host says so.
-- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and with messages.
-- Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress (`replicas.py`).
+- A rank runs its program in order, one compute action at a time; it waits where
+  `Schedule.requires()` is not met.
+- Sends and receives do not hold it up. The messages of one directed link go one after another, in
+  program order.
+- A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are
+  full duplex.
+- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface
+  (`Egress`).
+- A message does not wait for its receive to be posted. It costs neither end anything, unless their
+  host says so.
+- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
+  with messages.
+- Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
+  (`replicas.py`).
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
             send         [0SEND_F0]                 recv        :[1RECV_F0]
-                                                                 ^ the link's delay after the send began
+                                                                 ^ the link's delay after the send
+                                                                 began
 """
 
 from collections.abc import Sequence
@@ -40,8 +49,9 @@ def simulate(
 ) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
 
-    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to oneself. With `replicas`
-    every one of them runs the schedule, and their stages agree at REDUCE_GRAD.
+    `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
+    oneself. With `replicas` every one of them runs the schedule, and their stages agree at
+    REDUCE_GRAD.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """

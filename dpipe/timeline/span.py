@@ -8,7 +8,8 @@ from dpipe.schedule.action import Action
 
 
 class Lane(StrEnum):
-    """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has nothing to run.
+    """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has
+    nothing to run.
 
     TENSOR is what the ranks that hold a stage together exchange, most of it inside COMPUTE.
     """
@@ -25,8 +26,9 @@ class Lane(StrEnum):
 class Span(NamedTuple):
     """`action` on `lane` of `rank` from `start_us` to `end_us`, microseconds since the step began.
 
-    `cpu_us` is the processor time that a measured span of compute took: less than its duration where ranks share cores.
-    A REDUCE span is one message of the exchange that its action stands for, to `peer`: a rank, or a server by its name.
+    `cpu_us` is the processor time that a measured span of compute took: less than its duration
+    where ranks share cores. A REDUCE span is one message of the exchange that its action stands
+    for, to `peer`: a rank, or a server by its name.
     """
 
     rank: int

@@ -18,10 +18,11 @@ Ends = tuple[int, int | str]  # (from rank, to rank), or to a parameter server b
 class Summary:
     """One step in numbers; tuples have one value a rank.
 
-    `bubble` is the share of the step in which a rank neither computes nor updates, `waiting` the share in which it
-    waits for a peer. `overlap` is the share of a rank's sending time in which it also computes: what the plan hides of
-    the network; a rank that sends nothing has nothing to hide, and has 1. Sending is to neighbours in the pipeline and
-    to other replicas; `reduce_bytes` are the latter alone. `peak_in_flight` comes from the schedule.
+    `bubble` is the share of the step in which a rank neither computes nor updates, `waiting` the
+    share in which it waits for a peer. `overlap` is the share of a rank's sending time in which it
+    also computes: what the plan hides of the network; a rank that sends nothing has nothing to
+    hide, and has 1. Sending is to neighbours in the pipeline and to other replicas; `reduce_bytes`
+    are the latter alone. `peak_in_flight` comes from the schedule.
     """
 
     step_us: float
@@ -70,7 +71,9 @@ class Comparison:
 
 
 def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
-    """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time passes."""
+    """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time
+    passes.
+    """
     if timeline.duration_us <= 0:
         raise ValueError(
             "a timeline in which no time passes has no summary; was anything recorded?"

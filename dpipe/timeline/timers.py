@@ -7,11 +7,12 @@
     optimizer: -unscale-and-check-inf | -clip-main-grad         | -inner-step
                norms, what is finite  | what all ranks agree on | scaled by that, the step itself
 
-A `recv` is the time in which a rank has nothing to do but wait; a `send` is bytes moving, mostly beside compute, so the
-timers of a step do not add up to it. backward-send-forward-recv is the wait for an activation behind a backward pass,
-where Megatron sends and receives in one call; here the gradient leaves meanwhile. Gradients in half precision are added
-to the masters' behind each backward pass, and masters rounded before the first forward: those two parts of the
-optimizer are in -compute as well.
+A `recv` is the time in which a rank has nothing to do but wait; a `send` is bytes moving, mostly
+beside compute, so the timers of a step do not add up to it. backward-send-forward-recv is the wait
+for an activation behind a backward pass, where Megatron sends and receives in one call; here the
+gradient leaves meanwhile. Gradients in half precision are added to the masters' behind each
+backward pass, and masters rounded before the first forward: those two parts of the optimizer are in
+-compute as well.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,5 @@
-"""How the two ends of a TCP connection come to know each other, before anything else is read from it.
+"""How the two ends of a TCP connection come to know each other, before anything else is read from
+it.
 
     rank 1 (dials)                                     rank 2
     hello, challenge 1  ---------------------------->
@@ -6,8 +7,9 @@
     HMAC(token, "dials" | challenges | hello)  ----->  right? and is it a rank that is waited for?
     right?              <----------------------------  HMAC(token, "answers" | challenges | hello), or why not
 
-The token never crosses, and a proof is good for one connection only. The one who dials proves itself first: a stranger
-learns nothing. Without TLS this keeps strangers out, but not one who sits on the way and changes bytes afterwards.
+The token never crosses, and a proof is good for one connection only. The one who dials proves
+itself first: a stranger learns nothing. Without TLS this keeps strangers out, but not one who sits
+on the way and changes bytes afterwards.
 """
 
 import hmac
@@ -35,7 +37,9 @@ class Caller:
 
 
 def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None:
-    """Greet as the end that dialled. `JoinError` where the other end refuses, `TransferError` if it is no dpipe."""
+    """Greet as the end that dialled. `JoinError` where the other end refuses, `TransferError` if it
+    is no dpipe.
+    """
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(hello=hello, challenge=ours), deadline)
     theirs = _challenge(_receive(sock, deadline))
@@ -48,7 +52,9 @@ def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None
 
 
 def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
-    """Hear out who dialled; raises `TransferError` for a stranger, who is told so if it greets at all."""
+    """Hear out who dialled; raises `TransferError` for a stranger, who is told so if it greets at
+    all.
+    """
     greeting = _receive(sock, deadline)
     theirs, hello = _challenge(greeting), greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -70,7 +76,9 @@ def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
 
 
 def _proof(token: str, role: str, first: bytes, second: bytes, hello: Hello) -> bytes:
-    """`first` is the challenge of the end that dialled. The lengths of all parts but the last are fixed by `role`."""
+    """`first` is the challenge of the end that dialled. The lengths of all parts but the last are
+    fixed by `role`.
+    """
     message = b"|".join(
         (b"dpipe", role.encode(), first + second, hello.SerializeToString(deterministic=True))
     )
@@ -109,7 +117,9 @@ def _read(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 
 def set_deadline(sock: socket.socket, deadline: float) -> None:
-    """Give `sock` what is left: one that sends a byte now and then does not gain time. Raises `TimeoutError`."""
+    """Give `sock` what is left: one that sends a byte now and then does not gain time. Raises
+    `TimeoutError`.
+    """
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

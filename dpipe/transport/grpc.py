@@ -1,11 +1,13 @@
-"""Ranks as processes and machines: each link is one or more gRPC streams, each a TCP connection of its own.
+"""Ranks as processes and machines: each link is one or more gRPC streams, each a TCP connection of
+its own.
 
     rank 1 (lower: dials)                        rank 2
     send --> queue 0 --> stream 0 =============> reader 0 --> stripe 0 of the tensor --.
          `-> queue 1 --> stream 1 =============> reader 1 --> stripe 1 of the tensor ----> recv
     recv <-- both readers <===================== both streams <-- both queues <-- send
 
-HTTP/2, so that it passes the proxies and inspection that real networks have. Where there are none, tcp.py is faster.
+HTTP/2, so that it passes the proxies and inspection that real networks have. Where there are none,
+tcp.py is faster.
 """
 
 import ctypes
@@ -43,7 +45,9 @@ class _Connection(Connection):
         self._call: Any = None
 
     def start(self, call: Any, messages: Iterator[bytes], hello: bytes | None) -> None:
-        """Read `messages` in a thread of its own; `call` can cancel them; `hello` is what the dialled end echoes."""
+        """Read `messages` in a thread of its own; `call` can cancel them; `hello` is what the
+        dialled end echoes.
+        """
         self._call = call
         self._reader = Thread(
             target=self._read, args=(messages, hello), name=f"dpipe-read-{self.name}", daemon=True
@@ -60,7 +64,9 @@ class _Connection(Connection):
             self._reader.join(timeout_s)
 
     def outgoing(self) -> Iterator[bytes]:
-        """What gRPC pulls and sends, message by message: it comes back for more when the network takes more."""
+        """What gRPC pulls and sends, message by message: it comes back for more when the network
+        takes more.
+        """
         while (sending := self.next_sending()) is not None:
             try:
                 sending.begin()
@@ -105,11 +111,13 @@ class _Connection(Connection):
         while filled < len(stripe) or chunk:
             if chunk is None:
                 raise PeerLost(
-                    f"rank {self.end.rank} lost {self.end.peer_name}: it closed the link within a tensor"
+                    f"rank {self.end.rank} lost {self.end.peer_name}: it closed the link within a "
+                    "tensor"
                 )
             if not 0 < len(chunk) <= len(stripe) - filled:
                 raise TransferError(
-                    f"{self.end.peer_name} sent {len(chunk)} bytes where {len(stripe) - filled} are due"
+                    f"{self.end.peer_name} sent {len(chunk)} bytes where {len(stripe) - filled} "
+                    "are due"
                 )
             stripe[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
@@ -164,8 +172,9 @@ class GrpcTransport(Mesh[_Connection]):
 
 
 def _keep_memory() -> None:
-    """Have this process's malloc keep what is freed, where it is glibc's: gRPC takes new memory for each message twice
-    at either end, and a fresh page costs as much as its bytes."""
+    """Have this process's malloc keep what is freed, where it is glibc's: gRPC takes new memory for
+    each message twice at either end, and a fresh page costs as much as its bytes.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for parameter, num_bytes in _MALLOC.items():
         if mallopt is not None:
@@ -182,7 +191,9 @@ def _hello_of(context: grpc.ServicerContext) -> Hello:
 
 
 def _reason(error: grpc.RpcError, opened: bool) -> str:
-    """What the end of a stream means. Only the end that dialled is told more than that it is over."""
+    """What the end of a stream means. Only the end that dialled is told more than that it is
+    over.
+    """
     if not isinstance(error, grpc.Call):
         return "the connection broke"
     match error.code():

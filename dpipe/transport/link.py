@@ -1,11 +1,13 @@
-"""One rank's end of the two links with a peer, whatever carries the bytes: what is expected, arrived, and went wrong.
+"""One rank's end of the two links with a peer, whatever carries the bytes: what is expected,
+arrived, and went wrong.
 
     recv(like, tag)          --post()-->    receiving[n]   <--arrive()--  header n, then stripes of its bytes
     recv(...).wait()         <------------- complete when posted, agreed on and every stripe is in
 
-Whichever comes first makes entry n and the other finds it, so receives may be posted before or after the bytes come.
-Bytes go straight into the tensor that `wait()` returns. What has arrived and nobody has posted a receive for is bounded
-by `buffer_bytes`: beyond it the thread that reads waits, and the transport below holds the sender back.
+Whichever comes first makes entry n and the other finds it, so receives may be posted before or
+after the bytes come. Bytes go straight into the tensor that `wait()` returns. What has arrived and
+nobody has posted a receive for is bounded by `buffer_bytes`: beyond it the thread that reads waits,
+and the transport below holds the sender back.
 """
 
 import time
@@ -25,7 +27,9 @@ _WAKE_S = 5.0  # a thread that may wait for as long as the peer likes looks arou
 
 
 class _Transfer:
-    """What a send and a receive have in common: stripes that move, then done. Guarded by `end.changed`."""
+    """What a send and a receive have in common: stripes that move, then done. Guarded by
+    `end.changed`.
+    """
 
     def __init__(self, end: "LinkEnd", num_stripes: int) -> None:
         self.end = end
@@ -57,7 +61,8 @@ class _Transfer:
 
 
 class Sending(_Transfer):
-    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is handed over.
+    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is
+    handed over.
 
     Its bytes are looked at by the thread that sends them: the one that queues it has to compute.
     """
@@ -138,15 +143,18 @@ class Receiving(_Transfer):
         if want is None or got is None or want == got:
             return None
         return TransferError(
-            f"rank {self.end.rank} expected {want.tag} {want.spec} from {self.end.peer_name}, but {got.tag} {got.spec} "
-            "arrived; both ends must run the same plan, in the same order, with the same wire format"
+            f"rank {self.end.rank} expected {want.tag} {want.spec} from {self.end.peer_name}, but "
+            f"{got.tag} {got.spec} "
+            "arrived; both ends must run the same plan, in the same order, with the same wire "
+            "format"
         )
 
 
 class LinkEnd:
     """The state that two directed links share at one rank: they live and die together.
 
-    `on_broken` is called once, when the first error arrives: it must end whatever carries the bytes.
+    `on_broken` is called once, when the first error arrives: it must end whatever carries the
+    bytes.
     """
 
     def __init__(
@@ -180,7 +188,9 @@ class LinkEnd:
         self._receiving: dict[int, Receiving] = {}
 
     def send(self, tensor: torch.Tensor, tag: str, enqueue: Callable[[Sending], None]) -> Sending:
-        """Number `tensor` and hand it to `enqueue`, which must not block, in the order of the numbers."""
+        """Number `tensor` and hand it to `enqueue`, which must not block, in the order of the
+        numbers.
+        """
         fetched, ready = self.staging.fetch(tensor)
         with self.changed:
             self._raise_if_broken()
@@ -192,7 +202,9 @@ class LinkEnd:
         return sending
 
     def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
-        """Expect the next tensor. One that has arrived is handed over even if the peer is lost meanwhile."""
+        """Expect the next tensor. One that has arrived is handed over even if the peer is lost
+        meanwhile.
+        """
         with self.changed:
             receiving = self._entry(self._num_posted)
             if not receiving.done():
@@ -208,10 +220,11 @@ class LinkEnd:
         return receiving
 
     def arrive(self, header: Header) -> Receiving | None:
-        """The tensor that the bytes after `header` belong to; None once this end is closing and wants none.
+        """The tensor that the bytes after `header` belong to; None once this end is closing and
+        wants none.
 
-        Blocks while the tensor is neither expected nor fits the buffer. Raises what broke the link, and
-        `TransferError` where the header is not what was expected.
+        Blocks while the tensor is neither expected nor fits the buffer. Raises what broke the link,
+        and `TransferError` where the header is not what was expected.
         """
         with self.changed:
             receiving = self._entry(header.sequence)
@@ -248,15 +261,19 @@ class LinkEnd:
         if not in_time:
             self.break_off(
                 TransferTimeout(
-                    f"rank {self.rank} has waited {self._timeout_s:g} s {what} {self.peer_name}; the peer is slower or "
-                    "the network worse than timeouts.transfer allows, or the peer waits for something else"
+                    f"rank {self.rank} has waited {self._timeout_s:g} s {what} {self.peer_name}; "
+                    "the peer is slower or "
+                    "the network worse than timeouts.transfer allows, or the peer waits for "
+                    "something else"
                 )
             )
         if self._failed or not transfer.done():
             self._raise_if_broken()
 
     def await_device(self, ready: Mark, tag: str) -> None:
-        """Wait until the device has come to `ready`; breaks the link off and raises where it does not."""
+        """Wait until the device has come to `ready`; breaks the link off and raises where it does
+        not.
+        """
         try:
             self.staging.block(ready, self._timeout_s)
         except TimeoutError as late:
@@ -267,7 +284,9 @@ class LinkEnd:
             raise error from None
 
     def break_off(self, error: Exception, *, failed: bool = False) -> None:
-        """End the link: every wait that is not done raises `error`, and where it `failed`, every wait does."""
+        """End the link: every wait that is not done raises `error`, and where it `failed`, every
+        wait does.
+        """
         with self.changed:
             first = self.error is None
             if first or failed:
@@ -288,14 +307,18 @@ class LinkEnd:
         self.break_off(PeerLost(f"rank {self.rank} has closed its link with {self.peer_name}"))
 
     def end_stream(self) -> None:
-        """One of the streams that carry stripes came to its end in order; the peer is gone when the last one has."""
+        """One of the streams that carry stripes came to its end in order; the peer is gone when the
+        last one has.
+        """
         with self.changed:
             self._num_open -= 1
         if not self._num_open:
             self.lose("it closed the link")
 
     def drain(self, timeout_s: float) -> None:
-        """Take nothing more in, and wait until every send is handed over, the link is broken, or the time is up."""
+        """Take nothing more in, and wait until every send is handed over, the link is broken, or
+        the time is up.
+        """
         with self.changed:
             self.closing = True
             self.changed.notify_all()

@@ -1,4 +1,6 @@
-"""Ranks as threads of one process, for tests: no bytes leave it, everything else behaves as on a network."""
+"""Ranks as threads of one process, for tests: no bytes leave it, everything else behaves as on a
+network.
+"""
 
 from functools import partial
 
@@ -11,7 +13,9 @@ from dpipe.wire.spec import TensorSpec
 
 
 class LocalHub:
-    """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the other."""
+    """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the
+    other.
+    """
 
     def __init__(
         self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
@@ -59,7 +63,9 @@ class LocalTransport:
 
 
 def _deliver(sending: Sending, end: LinkEnd) -> None:
-    """Bring the bytes to the other end; sends of several threads may come here in any order, they are numbered."""
+    """Bring the bytes to the other end; sends of several threads may come here in any order, they
+    are numbered.
+    """
     sending.begin()
     assert sending.view is not None
     try:

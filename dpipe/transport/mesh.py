@@ -1,9 +1,11 @@
-"""All the links of one rank, whatever carries their bytes: who dials, who is refused, how links open and how they end.
+"""All the links of one rank, whatever carries their bytes: who dials, who is refused, how links
+open and how they end.
 
     send --> Link --> connection 0 --> stripe 0 of every tensor      recv <-- LinkEnd <-- each connection's reader
                  `--> connection 1 --> stripe 1 of every tensor
 
-A connection carries both directions, so one end that can be reached is enough. What is on it: transport.proto.
+A connection carries both directions, so one end that can be reached is enough. What is on it:
+transport.proto.
 """
 
 import time
@@ -26,7 +28,8 @@ from dpipe.wire.v1.transport_pb2 import Hello
 PROTOCOL = 2  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
-    "check that it runs, that its node.advertise and node.port are right, that no firewall blocks the way, and that "
+    "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "
+    "the way, and that "
     "both ends use TLS with certificates of one authority (node.tls_*), or neither"
 )
 CLOSE_S = 5.0  # for the last sends to leave and the peer to take note
@@ -35,7 +38,9 @@ WAKE_S = 5.0  # a thread that may wait for as long as a run takes looks around t
 
 
 class Connection(ABC):
-    """One of the streams of a link: a queue of tensors, of each of which the stripe `index` goes out."""
+    """One of the streams of a link: a queue of tensors, of each of which the stripe `index` goes
+    out.
+    """
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
         self.end = end
@@ -78,7 +83,9 @@ class Connection(ABC):
                     return None
 
     def chunks(self, sending: Sending) -> Iterator[memoryview]:
-        """The stripe that goes out here, in one or more pieces; each is counted as sent when the next is asked for."""
+        """The stripe that goes out here, in one or more pieces; each is counted as sent when the
+        next is asked for.
+        """
         assert sending.view is not None
         stripe = self._stripe(sending.view)
         for start in range(0, max(1, len(stripe)), self._chunk_bytes):
@@ -87,7 +94,9 @@ class Connection(ABC):
             self.bytes_sent += len(chunk)
 
     def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
-        """The tensor after `header` and where its stripe belongs; None once this end is closing and wants none."""
+        """The tensor after `header` and where its stripe belongs; None once this end is closing and
+        wants none.
+        """
         if header.sequence != sequence:
             raise TransferError(
                 f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs"
@@ -133,7 +142,8 @@ class Link(Generic[ConnectionT]):
 
 
 class Mesh(ABC, Generic[ConnectionT]):
-    """A transport between processes. Made in two steps, since addresses are known only when all ranks listen:
+    """A transport between processes. Made in two steps, since addresses are known only when all
+    ranks listen:
 
     transport = TcpTransport(rank)                    listens on transport.port
     transport.connect(addresses, peers)               opens and checks every link
@@ -157,7 +167,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         connect_timeout_s: float = 20.0,
         streams: Streams = HOST,
     ) -> None:
-        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold unclaimed."""
+        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold
+        unclaimed.
+        """
         self.rank = rank
         self._num_connections = connections
         self._chunk_bytes = chunk_bytes
@@ -179,11 +191,15 @@ class Mesh(ABC, Generic[ConnectionT]):
 
     @abstractmethod
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        """Let peers dial, from now on and with `security` both ways; returns the port, a free one for 0."""
+        """Let peers dial, from now on and with `security` both ways; returns the port, a free one
+        for 0.
+        """
 
     @abstractmethod
     def _dial(self, connection: ConnectionT, address: str, hello: Hello, deadline: float) -> None:
-        """Begin to open a stream to `address`, and return at once; what goes wrong breaks the link."""
+        """Begin to open a stream to `address`, and return at once; what goes wrong breaks the
+        link.
+        """
 
     @abstractmethod
     def _stop(self, deadline: float) -> None:
@@ -192,9 +208,10 @@ class Mesh(ABC, Generic[ConnectionT]):
     def connect(self, addresses: Mapping[int, str | None], peers: Collection[int]) -> None:
         """Open and check every link with `peers`, in both directions.
 
-        The lower rank dials the higher one, unless that has no address (it is behind a NAT): then the other way round.
-        All ranks call this at about the same time. Raises `JoinError` naming each peer that cannot be reached, its
-        address, and what to check; or what this rank was told to `fail` with, before or meanwhile.
+        The lower rank dials the higher one, unless that has no address (it is behind a NAT): then
+        the other way round. All ranks call this at about the same time. Raises `JoinError` naming
+        each peer that cannot be reached, its address, and what to check; or what this rank was told
+        to `fail` with, before or meanwhile.
         """
         dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
         with self._failing:
@@ -232,14 +249,18 @@ class Mesh(ABC, Generic[ConnectionT]):
         return sum(connection.bytes_sent for connection in self._links[peer].connections)
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`, `connect` too; peers get `PeerLost`. Close all the same."""
+        """Every pending and later wait raises `error`, `connect` too; peers get `PeerLost`. Close
+        all the same.
+        """
         with self._failing:  # from here on there are all links, or there will be none
             self._failed = error
         for link in self._links.values():
             link.end.break_off(error, failed=True)
 
     def close(self) -> None:
-        """Let queued sends leave, for at most 5 s where the links are whole, then end every stream and thread."""
+        """Let queued sends leave, for at most 5 s where the links are whole, then end every stream
+        and thread.
+        """
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -247,7 +268,8 @@ class Mesh(ABC, Generic[ConnectionT]):
                 self._close(time.monotonic() + CLOSE_S)
 
     def claim(self, hello: Hello) -> ConnectionT | str:
-        """The connection that a stream with this `hello` is, now taken; or why it is none that this rank waits for.
+        """The connection that a stream with this `hello` is, now taken; or why it is none that this
+        rank waits for.
 
         Waits until it is known who may dial.
         """
@@ -319,7 +341,8 @@ class Mesh(ABC, Generic[ConnectionT]):
         if dials(self.rank, peer, addresses):
             return f"{end.peer_name} did not answer within {self._connect_timeout_s:g} s: {CHECK}"
         return (
-            f"{end.peer_name} has not dialled {addresses[self.rank]} within {self._connect_timeout_s:g} s: see what it "
+            f"{end.peer_name} has not dialled {addresses[self.rank]} within "
+            f"{self._connect_timeout_s:g} s: see what it "
             "says; that address (node.advertise, node.port) must be reachable from there"
         )
 
@@ -329,7 +352,8 @@ def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:
     lower, higher = sorted((rank, peer))
     if addresses[lower] is None and addresses[higher] is None:
         raise JoinError(
-            f"rank {lower} and rank {higher} cannot meet: neither has an address that the other can reach; "
+            f"rank {lower} and rank {higher} cannot meet: neither has an address that the other "
+            "can reach; "
             "set node.advertise on one of them"
         )
     dialler = lower if addresses[higher] is not None else higher

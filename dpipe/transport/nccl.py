@@ -1,16 +1,19 @@
-"""From GPU to GPU by NCCL (through cupy): for machines with a fast network between them, or one machine with NVLink.
+"""From GPU to GPU by NCCL (through cupy): for machines with a fast network between them, or one
+machine with NVLink.
 
     rank 1                                              rank 2
     link 1->2   --wait(made)--[send]--*  ===========>   *--[recv]--    link 1->2
     link 2->1   --[recv]--*              <===========   --[send]--     link 2->1
 
-Each directed link is a communicator of two ranks and a stream of its own, so that one link never waits for another, and
-a receive that is posted early holds up nothing but its link. NCCL has no tags: what is sent and what is expected agree
-because both ends run one checked schedule. A pair of ranks needs two GPUs.
+Each directed link is a communicator of two ranks and a stream of its own, so that one link never
+waits for another, and a receive that is posted early holds up nothing but its link. NCCL has no
+tags: what is sent and what is expected agree because both ends run one checked schedule. A pair of
+ranks needs two GPUs.
 
-The host only queues. A thread looks around for what went wrong meanwhile: a peer that is gone or too late has its links
-aborted, so that what the device waits for there ends, and whoever settles or waits next gets the error. NCCL notices
-the death of a peer over a network; within a machine it may not, and the coordinator's word ends the wait.
+The host only queues. A thread looks around for what went wrong meanwhile: a peer that is gone or
+too late has its links aborted, so that what the device waits for there ends, and whoever settles or
+waits next gets the error. NCCL notices the death of a peer over a network; within a machine it may
+not, and the coordinator's word ends the wait.
 """
 
 import time
@@ -41,11 +44,13 @@ def load_nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise ConfigError(
-            f'transport.kind = "nccl" needs cupy ({error}): pip install "dpipe[cuda]", or take transport.kind = "tcp"'
+            f'transport.kind = "nccl" needs cupy ({error}): pip install "dpipe[cuda]", or take '
+            'transport.kind = "tcp"'
         ) from None
     if not nccl.available:
         raise ConfigError(
-            'transport.kind = "nccl": cupy finds no NCCL library; install one, such as pip install nvidia-nccl-cu13'
+            'transport.kind = "nccl": cupy finds no NCCL library; install one, such as pip install '
+            "nvidia-nccl-cu13"
         )
     return nccl
 
@@ -66,7 +71,8 @@ class _Transfer:
 
     def done(self) -> bool:
         streams = self.link.streams
-        # What is aborted comes to its end as well, so that after an error nothing more counts as done.
+        # What is aborted comes to its end as well, so that after an error nothing more counts as
+        # done.
         if self._moved is None and self.link.error is None and streams.done(self.end):
             self._moved = Moved(streams.ns(self._start), streams.ns(self.end), self._num_bytes)
         return self._moved is not None
@@ -90,7 +96,9 @@ class _Receiving(_Transfer):
     tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """The current stream waits, not the host: what it is given next sees the tensor, if `settle` says so."""
+        """The current stream waits, not the host: what it is given next sees the tensor, if
+        `settle` says so.
+        """
         self.waited_since = time.monotonic()
         if self.link.failed or not self.done():
             self.link.raise_if_broken()
@@ -141,7 +149,9 @@ class _Link:
             raise self.error
 
     def look(self) -> Exception | None:
-        """What has gone wrong since the last look: NCCL's word, or a transfer that is waited for in vain."""
+        """What has gone wrong since the last look: NCCL's word, or a transfer that is waited for in
+        vain.
+        """
         now = time.monotonic()
         while self.flying and self.flying[0].done():
             self.flying.popleft()
@@ -158,7 +168,8 @@ class _Link:
         if now - max(head.waited_since, self._head_since) < self._timeout_s:
             return None
         return TransferTimeout(
-            f"rank {self.rank} has waited {self._timeout_s:g} s {head.what} rank {self.peer}; the peer is slower or "
+            f"rank {self.rank} has waited {self._timeout_s:g} s {head.what} rank {self.peer}; the "
+            "peer is slower or "
             "the network worse than timeouts.transfer allows, or the peer waits for something else"
         )
 
@@ -183,7 +194,9 @@ class _Link:
             self._end(self.communicator.destroy if idle else self.communicator.abort)
 
     def _end(self, how: Callable[[], None]) -> None:
-        """Behind a call that is under way; not for ever, as one that the device's full queue holds up ends by this."""
+        """Behind a call that is under way; not for ever, as one that the device's full queue holds
+        up ends by this.
+        """
         waited = self._calling.acquire(timeout=_CLOSE_S)
         try:
             how()
@@ -202,8 +215,8 @@ class NcclTransport:
     transport = NcclTransport(rank, streams)
     transport.connect({rank: offer of every rank})     what `transport.offer(peers)` gave on each
 
-    The second step opens each link and sends a byte through it. All ranks take the links in the same order, so that
-    none waits for one that waits for another.
+    The second step opens each link and sends a byte through it. All ranks take the links in the
+    same order, so that none waits for one that waits for another.
     """
 
     port = 0  # nothing listens: NCCL finds its own way
@@ -245,8 +258,9 @@ class NcclTransport:
         return {peer: list(unique_id) for peer, unique_id in ids.items()}
 
     def connect(self, offers: Mapping[int, Offer]) -> None:
-        """Open and check every link from and to this rank. Raises `JoinError` naming the peer that does not answer, or
-        what this rank was told to `fail` with, before or meanwhile."""
+        """Open and check every link from and to this rank. Raises `JoinError` naming the peer that
+        does not answer, or what this rank was told to `fail` with, before or meanwhile.
+        """
         self._raise_if_failed()
         pairs = sorted((source, target) for source, offer in offers.items() for target in offer)
         mine = [pair for pair in pairs if self.rank in pair]
@@ -265,8 +279,10 @@ class NcclTransport:
             (peer,) = set(self._opening) - {self.rank}
             why = errors[0] if errors else f"no answer within {self._connect_timeout_s:g} s"
             raise JoinError(
-                f"rank {self.rank} cannot open its NCCL link with rank {peer}: {why}; each rank needs a GPU of its own "
-                "and a network that NCCL can use (NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO says more); "
+                f"rank {self.rank} cannot open its NCCL link with rank {peer}: {why}; each rank "
+                "needs a GPU of its own "
+                "and a network that NCCL can use (NCCL_SOCKET_IFNAME names the interface, "
+                "NCCL_DEBUG=INFO says more); "
                 'between regions take transport.kind = "tcp" or "grpc"'
             )
         self._watcher.start()
@@ -304,7 +320,9 @@ class NcclTransport:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, sends and receives take their memory and their places on streams, but move nothing: zeros arrive."""
+        """Inside, sends and receives take their memory and their places on streams, but move
+        nothing: zeros arrive.
+        """
         self._rehearses = True
         try:
             yield
@@ -312,7 +330,9 @@ class NcclTransport:
             self._rehearses = False
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`, `connect` too; over a network NCCL lets the peers know."""
+        """Every pending and later wait raises `error`, `connect` too; over a network NCCL lets the
+        peers know.
+        """
         with self._failing:  # from here on there are no more links
             self._failed = error
         self._opened.set()
@@ -366,7 +386,9 @@ class NcclTransport:
             self._opened.set()
 
     def _keep(self, source: int, target: int, link: _Link) -> None:
-        """Take a link that is open among the others; end it and raise where this rank has failed meanwhile."""
+        """Take a link that is open among the others; end it and raise where this rank has failed
+        meanwhile.
+        """
         with self._failing:
             if self._failed is None:
                 self._links[source, target] = link
@@ -379,7 +401,9 @@ class NcclTransport:
             raise self._failed
 
     def _check(self, link: _Link, end: int) -> None:
-        """One byte through the link: NCCL opens the way at the first use, and that must not be in the first step."""
+        """One byte through the link: NCCL opens the way at the first use, and that must not be in
+        the first step.
+        """
         with self._streams.on(link.stream):
             byte = torch.zeros(1, dtype=torch.uint8, device=self._streams.device)
             move = link.communicator.send if end == _SOURCE else link.communicator.recv

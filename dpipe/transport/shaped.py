@@ -1,14 +1,16 @@
-"""Any transport, as slow and as far as a network profile says: for users without root, where `tc` cannot be had.
+"""Any transport, as slow and as far as a network profile says: for users without root, where `tc`
+cannot be had.
 
     send(a) send(b)
        [  slot a  ][  slot b  ]              one at a time, on all links of the rank: they share its egress
                   `--- delay ----> inner.send(a)
                               `--- delay ----> inner.send(b)
 
-The sender holds a tensor for its slot and the delay, then hands it to the transport below, which must be faster than
-what is imitated: its own time comes on top. Slots follow one another on paper (`topology.Egress`, the simulator's), so
-a thread that wakes late makes one tensor late, and not all behind it. What a GPU makes is copied to the host as it is
-sent, and its slot begins when it is there: the caller's streams are not this thread's.
+The sender holds a tensor for its slot and the delay, then hands it to the transport below, which
+must be faster than what is imitated: its own time comes on top. Slots follow one another on paper
+(`topology.Egress`, the simulator's), so a thread that wakes late makes one tensor late, and not all
+behind it. What a GPU makes is copied to the host as it is sent, and its slot begins when it is
+there: the caller's streams are not this thread's.
 """
 
 import heapq
@@ -39,8 +41,10 @@ Item = TypeVar("Item")
 
 
 class Flight(Generic[Item]):
-    """What one rank has under way: first in its slot, then for the link's delay. It has no clock, as `Egress` has none:
-    called with the time, it says what has arrived by then, to the microsecond that the simulator says."""
+    """What one rank has under way: first in its slot, then for the link's delay. It has no clock,
+    as `Egress` has none: called with the time, it says what has arrived by then, to the microsecond
+    that the simulator says.
+    """
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._rank = network, rank
@@ -61,7 +65,9 @@ class Flight(Generic[Item]):
 
     @property
     def due_us(self) -> float:
-        """When something changes next: a slot ends or an item arrives. Infinity where nothing is under way."""
+        """When something changes next: a slot ends or an item arrives. Infinity where nothing is
+        under way.
+        """
         slot_us = math.inf if self._egress.due_us is None else self._egress.due_us
         return min(slot_us, self._flying[0][0] if self._flying else math.inf)
 
@@ -127,7 +133,9 @@ class ShapedTransport:
         self._inner.fail(error)
 
     def close(self) -> None:
-        """Let what was sent arrive, for at most 5 s where the links are whole, then close the transport below."""
+        """Let what was sent arrive, for at most 5 s where the links are whole, then close the
+        transport below.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: not self._num_held or self._broken or self._failed, _CLOSE_S
@@ -148,7 +156,9 @@ class ShapedTransport:
 
     @contextmanager
     def watching(self, peer: int) -> Iterator[None]:
-        """Remember an error of the link with `peer`: a tensor that is held must not wait for its slot in vain."""
+        """Remember an error of the link with `peer`: a tensor that is held must not wait for its
+        slot in vain.
+        """
         try:
             yield
         except Exception as error:
@@ -181,7 +191,9 @@ class ShapedTransport:
         return None
 
     def _offer_ready(self, now_us: float) -> None:
-        """Let what is in host memory queue for its slot; a tensor that is not holds up its own link, and no other."""
+        """Let what is in host memory queue for its slot; a tensor that is not holds up its own
+        link, and no other.
+        """
         held_up: set[int] = set()
         for held in tuple(self._unready):
             if held.peer not in held_up and self._staging.done(held.ready):
@@ -192,8 +204,9 @@ class ShapedTransport:
 
 
 class _Held:
-    """A tensor on its way out, in host memory from `ready` on: held by the shaper, then a transfer of the transport
-    below."""
+    """A tensor on its way out, in host memory from `ready` on: held by the shaper, then a transfer
+    of the transport below.
+    """
 
     def __init__(
         self, shaper: ShapedTransport, tensor: torch.Tensor, ready: Mark, peer: int, tag: str
@@ -220,8 +233,10 @@ class _Held:
             error = None if self.inner else shaper.error_of(self.peer)
         if not in_time:
             error = TransferTimeout(
-                f"rank {shaper.rank} has waited {shaper.timeout_s:g} s for its shaped network to take {self.tag} to "
-                f"rank {self.peer}; the profile's bandwidth is too low for timeouts.transfer, or too much is sent"
+                f"rank {shaper.rank} has waited {shaper.timeout_s:g} s for its shaped network to "
+                f"take {self.tag} to "
+                f"rank {self.peer}; the profile's bandwidth is too low for timeouts.transfer, or "
+                "too much is sent"
             )
             shaper.fail(error)
         if error is not None:
@@ -271,6 +286,8 @@ def _refuse_what_needs_tc(network: Network) -> None:
     links = [*network.links.values(), *([network.default] if network.default else [])]
     if any(link.jitter_ms or link.loss_percent for link in links):
         raise ProfileError(
-            f"network {network.name!r} has jitter or loss, and the shaped transport imitates delay and rate alone; "
-            "take them out of the profile, or shape the interface itself: python -m netem apply (needs root)"
+            f"network {network.name!r} has jitter or loss, and the shaped transport imitates delay "
+            "and rate alone; "
+            "take them out of the profile, or shape the interface itself: python -m netem apply "
+            "(needs root)"
         )

@@ -6,8 +6,9 @@
     GPU      receive stream                 `--[copy to the device]--*
     GPU      compute stream                                          `--wait--[1F5]
 
-Pinned memory is torch's: what is freed serves the next tensor of that size, once the copies that use it are over.
-On a CPU nothing is copied: a network reads and writes the tensors themselves. What is freed serves the next one too.
+Pinned memory is torch's: what is freed serves the next tensor of that size, once the copies that
+use it are over. On a CPU nothing is copied: a network reads and writes the tensors themselves. What
+is freed serves the next one too.
 """
 
 import weakref
@@ -31,7 +32,9 @@ class Staging:
         self._spare: dict[int, deque[torch.Tensor]] = {}  # by size
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """Contiguous host memory that holds `tensor`, usable on the current stream, from the mark on."""
+        """Contiguous host memory that holds `tensor`, usable on the current stream, from the mark
+        on.
+        """
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return tensor.contiguous(), None
@@ -66,11 +69,15 @@ class Staging:
         return landed
 
     def move(self, arrived: torch.Tensor, mark: Mark, into: torch.Tensor) -> None:
-        """Copy what came in memory of `empty`, and has landed where there is a mark, to where it belongs."""
+        """Copy what came in memory of `empty`, and has landed where there is a mark, to where it
+        belongs.
+        """
         into.copy_(arrived if mark is None else self.use(arrived, mark))
 
     def _lend(self, num_bytes: int) -> torch.Tensor:
-        """Memory that comes back when the last tensor that sees it is gone: fresh pages cost as much as their bytes."""
+        """Memory that comes back when the last tensor that sees it is gone: fresh pages cost as
+        much as their bytes.
+        """
         most = max(1, _SPARE_BYTES // num_bytes)
         spare = self._spare.setdefault(
             num_bytes, deque(maxlen=most)

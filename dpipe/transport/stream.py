@@ -1,4 +1,6 @@
-"""A TCP connection that carries tensors, plain or TLS: one thread reads it while another writes it."""
+"""A TCP connection that carries tensors, plain or TLS: one thread reads it while another writes
+it.
+"""
 
 import select
 import socket
@@ -30,7 +32,9 @@ _KEEPALIVE = {
 
 
 class Stream:
-    """Bytes over an open socket. What goes wrong is an `OSError`, also when the peer ends before it is due."""
+    """Bytes over an open socket. What goes wrong is an `OSError`, also when the peer ends before it
+    is due.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -65,7 +69,9 @@ class Stream:
         _shutdown(self._socket, socket.SHUT_WR)
 
     def shut(self) -> None:
-        """End both directions at once: a thread that waits here or at the other end is woken. From any thread."""
+        """End both directions at once: a thread that waits here or at the other end is woken. From
+        any thread.
+        """
         shut(self._socket)
 
     def close(self) -> None:
@@ -88,7 +94,9 @@ class Stream:
 
 
 class TlsStream(Stream):
-    """TLS. OpenSSL allows one thread at a time in a connection, so neither may wait for the network inside it."""
+    """TLS. OpenSSL allows one thread at a time in a connection, so neither may wait for the network
+    inside it.
+    """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         super().__init__(sock)
@@ -121,7 +129,9 @@ class TlsStream(Stream):
 
 
 class Tls:
-    """What both ends of a TLS connection need, made once: each shows a certificate, and asks the other for one."""
+    """What both ends of a TLS connection need, made once: each shows a certificate, and asks the
+    other for one.
+    """
 
     def __init__(self, security: Security) -> None:
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, security)
@@ -142,7 +152,9 @@ def stream_over(sock: socket.socket) -> Stream:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and find out when the other host is gone. The sizes of buffers are best left to the kernel."""
+    """Send at once, and find out when the other host is gone. The sizes of buffers are best left to
+    the kernel.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

@@ -1,12 +1,14 @@
-"""Ranks as processes and machines over plain TCP, or TLS: the fastest way where nothing asks for HTTP/2.
+"""Ranks as processes and machines over plain TCP, or TLS: the fastest way where nothing asks for
+HTTP/2.
 
     rank 1 (lower: dials)                                       rank 2
     send --> queue 0 --> writer 0 --> socket 0 ===============> reader 0 --> stripe 0 of the tensor --.
          `-> queue 1 --> writer 1 --> socket 1 ===============> reader 1 --> stripe 1 of the tensor ----> recv
     recv <-- both readers <---------- both sockets <=========== both writers <-- both queues <-- send
 
-Bytes go from the tensor's memory into the kernel, and from there into the memory of the tensor that `recv` gives:
-Python copies none. Each connection has two threads; before it is open, `greeting` has one.
+Bytes go from the tensor's memory into the kernel, and from there into the memory of the tensor that
+`recv` gives: Python copies none. Each connection has two threads; before it is open, `greeting` has
+one.
 """
 
 import itertools
@@ -262,7 +264,8 @@ def _open_listener(bind: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise JoinError(
-            f"cannot listen on {bind}:{port}: {error.strerror}; set node.bind and node.port to what is free here"
+            f"cannot listen on {bind}:{port}: {error.strerror}; set node.bind and node.port to "
+            "what is free here"
         ) from None
     listener.settimeout(_ACCEPT_S)
     return listener

@@ -1,4 +1,5 @@
-"""Codecs: what a floating-point tensor looks like on the wire. The sizes are those of `wire/format.py`.
+"""Codecs: what a floating-point tensor looks like on the wire. The sizes are those of
+`wire/format.py`.
 
     name   on the wire                                            |x - decode(encode(x))| at most
     none   as it is                                               0
@@ -7,8 +8,9 @@
     int8   a fp32 scale for each block of INT8_BLOCK values,      max|block| / 254
            then the values as int8, in one uint8 tensor
 
-The bounds leave out the rounding of the tensor's own dtype. Tensors of other dtypes (token ids, masks) always cross
-as they are. A codec hides no overflow: what is inf or nan before it is not finite after it.
+The bounds leave out the rounding of the tensor's own dtype. Tensors of other dtypes (token ids,
+masks) always cross as they are. A codec hides no overflow: what is inf or nan before it is not
+finite after it.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ _SMALLEST_SCALE = torch.finfo(
 
 class Codec(Protocol):
     def encode(self, tensor: Tensor) -> Tensor:
-        """The contiguous tensor to put on the wire, on the same device; `tensor` itself where nothing changes."""
+        """The contiguous tensor to put on the wire, on the same device; `tensor` itself where
+        nothing changes.
+        """
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         """The tensor of shape and dtype `like` that `wire` stands for."""
@@ -69,7 +73,8 @@ class _Int8:
         [ scale 0 | scale 1 | ... | q q q ... q (block 0) | q q ... (block 1) | ... ]      x ~ scale * q
           4 bytes   4 bytes          1 byte each; the last block may be short
 
-    A block that holds an inf or a nan becomes nan as a whole; one below 1e-36 throughout becomes zeros.
+    A block that holds an inf or a nan becomes nan as a whole; one below 1e-36 throughout becomes
+    zeros.
     """
 
     def encode(self, tensor: Tensor) -> Tensor:

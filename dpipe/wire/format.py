@@ -4,7 +4,9 @@ INT8_BLOCK = 256  # values that share one fp32 scale
 
 
 def wire_bytes(name: str, num_values: int, value_bytes: int = 4) -> int:
-    """Bytes that `num_values` floating-point values of `value_bytes` each take on the wire in format `name`."""
+    """Bytes that `num_values` floating-point values of `value_bytes` each take on the wire in
+    format `name`.
+    """
     match name:
         case "none":
             return num_values * value_bytes

@@ -1,4 +1,6 @@
-"""A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is checked."""
+"""A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is
+checked.
+"""
 
 from typing import Any, NamedTuple, Self
 
@@ -47,7 +49,9 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises `TransferError` on bytes that are no header, or one whose size does not fit its shape."""
+        """Raises `TransferError` on bytes that are no header, or one whose size does not fit its
+        shape.
+        """
         try:
             header = TensorHeader.FromString(message)
         except DecodeError:
@@ -60,12 +64,14 @@ class Header(NamedTuple):
             or not all(0 <= size < 1 << 48 for size in header.shape)
         ):
             raise TransferError(
-                f"a header announces an impossible tensor: {header.dtype!r} {list(header.shape)[:16]}"
+                f"a header announces an impossible tensor: {header.dtype!r} "
+                f"{list(header.shape)[:16]}"
             )
         spec = TensorSpec(tuple(header.shape), _DTYPES[header.dtype])
         if header.num_bytes != spec.num_bytes:
             raise TransferError(
-                f"a header announces {header.num_bytes} bytes for {spec}, which takes {spec.num_bytes}"
+                f"a header announces {header.num_bytes} bytes for {spec}, which takes "
+                f"{spec.num_bytes}"
             )
         return cls(header.sequence, header.tag, spec)
 
@@ -76,7 +82,9 @@ def framed(message: bytes) -> bytes:
 
 
 def framed_size(prefix: bytes) -> int:
-    """The size of the message behind `prefix`; raises `TransferError` for one that nobody here would send."""
+    """The size of the message behind `prefix`; raises `TransferError` for one that nobody here
+    would send.
+    """
     size = int.from_bytes(prefix, "big")
     if size > MAX_FRAMED_BYTES:
         raise TransferError(
@@ -86,7 +94,9 @@ def framed_size(prefix: bytes) -> int:
 
 
 def unframed(data: bytes) -> tuple[bytes, memoryview]:
-    """The message at the start of `data`, and what follows it; raises `TransferError` where there is none."""
+    """The message at the start of `data`, and what follows it; raises `TransferError` where there
+    is none.
+    """
     end = PREFIX_BYTES + framed_size(data[:PREFIX_BYTES])
     if len(data) < end:
         raise TransferError(
@@ -96,14 +106,18 @@ def unframed(data: bytes) -> tuple[bytes, memoryview]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of `dtype` on the wire; raises `TransferError` for one that cannot be sent, such as a quantized one."""
+    """The name of `dtype` on the wire; raises `TransferError` for one that cannot be sent, such as
+    a quantized one.
+    """
     if dtype not in _NAMES:
         raise TransferError(f"a tensor of {dtype} cannot be sent; one of {', '.join(_DTYPES)}")
     return _NAMES[dtype]
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared and not copied; the view keeps the memory alive."""
+    """The bytes of a contiguous CPU tensor, shared and not copied; the view keeps the memory
+    alive.
+    """
     assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

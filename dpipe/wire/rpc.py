@@ -1,7 +1,9 @@
-"""How every gRPC server and channel of a run is opened: token, mutual TLS, keep-alive, bounded messages.
+"""How every gRPC server and channel of a run is opened: token, mutual TLS, keep-alive, bounded
+messages.
 
-A run shares one token and, where TLS is on, one authority: each process shows a certificate that the authority
-signed for the name `dpipe` (instances come and go, their addresses with them), and asks the other side for one.
+A run shares one token and, where TLS is on, one authority: each process shows a certificate that
+the authority signed for the name `dpipe` (instances come and go, their addresses with them), and
+asks the other side for one.
 """
 
 import hmac
@@ -24,8 +26,8 @@ _TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
 
 _OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
-# gRPC 1.85 moves bytes faster by its older event loop, and that one faster by poll than by epoll (`dpipe bench
-# transport`). It looks when the first channel opens.
+# gRPC 1.85 moves bytes faster by its older event loop, and that one faster by poll than by epoll
+# (`dpipe bench transport`). It looks when the first channel opens.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 os.environ.setdefault("GRPC_POLL_STRATEGY", "poll")
 
@@ -57,7 +59,9 @@ class Security:
 
     @classmethod
     def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
-        """Read the PEM files; raises `JoinError` naming one that cannot be read, or does not go with the others."""
+        """Read the PEM files; raises `JoinError` naming one that cannot be read, or does not go
+        with the others.
+        """
         loaded = cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
         if cert and key and ca:
             _check(cert, key, ca)
@@ -78,7 +82,9 @@ def _read(path: str) -> bytes:
 
 
 def _check(cert: str, key: str, ca: str) -> None:
-    """What others would refuse, or what gRPC takes for a port in use: said here, where the files are known."""
+    """What others would refuse, or what gRPC takes for a port in use: said here, where the files
+    are known.
+    """
     own, other = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         own.load_cert_chain(cert, key, password="")  # else it would ask at the terminal
@@ -105,7 +111,8 @@ def _check(cert: str, key: str, ca: str) -> None:
                 f"node.tls_cert {cert}, or node.tls_ca {ca}: {error.verify_message}"
             ) from None
     except ssl.SSLError:
-        pass  # whatever else is between them, gRPC has to judge: it is stricter here, and laxer there
+        # whatever else is between them, gRPC has to judge: it is stricter here, and laxer there
+        pass
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
@@ -123,7 +130,8 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 def open_channel(
     address: str, security: Security, *, own_connection: bool = False, bulk: bool = False
 ) -> grpc.Channel:
-    """A channel to `host:port`. Channels to one address share a TCP connection unless `own_connection`.
+    """A channel to `host:port`. Channels to one address share a TCP connection unless
+    `own_connection`.
 
     `bulk`: for tensors, at the price of megabytes a connection.
     """
@@ -147,7 +155,8 @@ class _CheckToken(grpc.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        # A handler of single requests would wait for a first message, which a stream may never send.
+        # A handler of single requests would wait for a first message, which a stream may never
+        # send.
         self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             _refuse
         )
@@ -174,9 +183,11 @@ def serve(
     *,
     bulk: bool = False,
 ) -> tuple[grpc.Server, int]:
-    """Start a server; returns it with its port (a free one for port 0). Raises `JoinError` where it cannot bind.
+    """Start a server; returns it with its port (a free one for port 0). Raises `JoinError` where it
+    cannot bind.
 
-    A streaming call holds one of `max_workers` threads for as long as it lives. `bulk`: as `open_channel`.
+    A streaming call holds one of `max_workers` threads for as long as it lives. `bulk`: as
+    `open_channel`.
     """
     options = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
     options.append(

@@ -1,4 +1,5 @@
-"""Many machines over SSH, and where to rent them; `scripts/cluster` and `scripts/aws` are its two executables.
+"""Many machines over SSH, and where to rent them; `scripts/cluster` and `scripts/aws` are its two
+executables.
 
 hosts.py     the hosts file: which machines, which ranks run where
 ssh.py       OpenSSH's client as a function call; the same on all machines at once

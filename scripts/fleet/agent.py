@@ -1,4 +1,5 @@
-"""The other end of `scripts/cluster`: runs on each machine, from the project's files there. Standard library alone.
+"""The other end of `scripts/cluster`: runs on each machine, from the project's files there.
+Standard library alone.
 
     ssh HOST .venv/bin/python src/scripts/fleet/agent.py VERB        one line of JSON in, JSON out
 
@@ -76,7 +77,9 @@ class Rank:
         return self.file("log").stat().st_size if self.file("log").exists() else 0
 
     def state(self) -> dict[str, Any]:
-        """`running`, `ended` with an exit code, or `lost`: gone without one, as when the machine was started anew."""
+        """`running`, `ended` with an exit code, or `lost`: gone without one, as when the machine
+        was started anew.
+        """
         alive = self.pid or self.holder  # before the exit code: the holder writes it and goes
         code = self.exit_code
         state = "ended" if code is not None else "running" if alive else "lost"
@@ -105,7 +108,9 @@ def current() -> str | None:
 
 
 def status(spec: dict[str, Any]) -> dict[str, Any]:
-    """What is installed, and the state of the ranks of a run (the newest) with the end of what each has printed."""
+    """What is installed, and the state of the ranks of a run (the newest) with the end of what each
+    has printed.
+    """
     run = spec["run"] or current()
     return {
         "commit": (FOLDER / "commit").read_text(encoding="utf-8").strip()
@@ -120,7 +125,9 @@ def status(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tail(rank: Rank, lines: int) -> dict[str, Any]:
-    """The last line of a log, and the offset of the last `lines` within the last megabyte; of all with 0."""
+    """The last line of a log, and the offset of the last `lines` within the last megabyte; of all
+    with 0.
+    """
     if not rank.log_bytes:
         return {"last": "", "offset": 0}
     with rank.file("log").open("rb") as log:
@@ -195,7 +202,8 @@ def hold(spec: dict[str, Any]) -> None:
 
 
 def follow(spec: dict[str, Any]) -> None:
-    """Print each rank's log from an offset on, a line of JSON each, and its state once it has ended.
+    """Print each rank's log from an offset on, a line of JSON each, and its state once it has
+    ended.
 
     {"rank": 2, "line": "...", "offset": 812}     offset: where the next line begins
     {"rank": 2, "state": "ended", "code": 0}      nothing comes after it
@@ -220,7 +228,9 @@ def follow(spec: dict[str, Any]) -> None:
 
 
 def _lines(rank: Rank, offset: int, *, whole: bool) -> Iterator[tuple[str, int]]:
-    """The lines from `offset` on, each with where the next begins; one that is not whole yet can be left for later."""
+    """The lines from `offset` on, each with where the next begins; one that is not whole yet can be
+    left for later.
+    """
     if not rank.file("log").exists():
         return
     with rank.file("log").open("rb") as log:
@@ -235,7 +245,8 @@ def _lines(rank: Rank, offset: int, *, whole: bool) -> Iterator[tuple[str, int]]
 def stop(spec: dict[str, Any]) -> dict[str, Any]:
     """Send a signal to the ranks that are alive, wait for them, and tell which are alive still.
 
-    A request goes to the rank alone, a kill to whatever it started, too: each rank is a process group.
+    A request goes to the rank alone, a kill to whatever it started, too: each rank is a process
+    group.
     """
     number = signal.Signals[spec["signal"]]
     alive = [rank for rank in ranks_of(spec["run"] or current() or "-") if rank.pid]
@@ -251,7 +262,9 @@ def stop(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack(spec: dict[str, Any]) -> None:
-    """A run's files as a tar on standard output: what its ranks printed, its folder, an index of its checkpoints."""
+    """A run's files as a tar on standard output: what its ranks printed, its folder, an index of
+    its checkpoints.
+    """
     run = spec["run"]
     folder = _folder_of(run)
     with tarfile.open(mode="w|gz", fileobj=sys.stdout.buffer) as tar:
@@ -275,7 +288,9 @@ def _folder_of(run: str) -> Path:
 
 
 def shape(spec: dict[str, Any]) -> dict[str, Any]:
-    """Put a profile on the device that leads to `toward`; taken off again where `keep` does not come in time."""
+    """Put a profile on the device that leads to `toward`; taken off again where `keep` does not
+    come in time.
+    """
     profile = FOLDER / spec["name"]
     profile.write_text(spec["profile"], encoding="utf-8")
     device = spec["device"] or _device_toward(spec["toward"])
@@ -294,7 +309,8 @@ def keep(spec: dict[str, Any]) -> dict[str, Any]:
     shaped = _read(SHAPED)
     if shaped is None:
         raise Refused(
-            "the profile has been taken off again, because nobody reached this machine through it in time"
+            "the profile has been taken off again, because nobody reached this machine through it "
+            "in time"
         )
     _write(SHAPED, {**shaped, "kept": True})
     return {}

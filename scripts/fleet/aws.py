@@ -1,4 +1,6 @@
-"""The commands of `scripts/aws`: a hosts file for scripts/cluster out of EC2 instances, and their end."""
+"""The commands of `scripts/aws`: a hosts file for scripts/cluster out of EC2 instances, and their
+end.
+"""
 
 import ipaddress
 import json
@@ -53,7 +55,9 @@ class Boto:
 
 
 class DryRun:
-    """Prints the calls, makes none, and answers as if all went well; `there` are the instances of a region."""
+    """Prints the calls, makes none, and answers as if all went well; `there` are the instances of a
+    region.
+    """
 
     def __init__(self, there: Sequence[str] = ()) -> None:
         self._there = {"": list(there)}
@@ -170,8 +174,8 @@ def up(
 ) -> None:
     """Launch instances, wait until SSH answers, write the hosts file.
 
-    All of them or none: where one region fails, the others' are terminated. Between the nodes everything is open, from
-    elsewhere SSH alone.
+    All of them or none: where one region fails, the others' are terminated. Between the nodes
+    everything is open, from elsewhere SSH alone.
     """
     if number < len(regions):
         raise AwsRefused(
@@ -202,7 +206,8 @@ def status(tag: str, regions: Sequence[str], dry_run: bool, endpoint_url: str | 
     for region in regions or all_regions(calls):
         for instance in ec2.find(tag, region, calls):
             click.echo(
-                f"{region}  {instance.id}  {instance.state:<8}  {instance.public or '-'}  {instance.private or '-'}"
+                f"{region}  {instance.id}  {instance.state:<8}  {instance.public or '-'}  "
+                f"{instance.private or '-'}"
             )
 
 
@@ -216,11 +221,14 @@ def down(tag: str, regions: Sequence[str], dry_run: bool, endpoint_url: str | No
 
 
 def images(image: str, regions: Sequence[str]) -> dict[str, str]:
-    """The image of each region. Raises `AwsRefused` where one has none, or has an AMI that is another region's."""
+    """The image of each region. Raises `AwsRefused` where one has none, or has an AMI that is
+    another region's.
+    """
     if "=" not in image:
         if image.startswith("ami-") and len(regions) > 1:
             raise AwsRefused(
-                f"{image} is there in one region only; give --image R=AMI,R2=AMI2; nothing was launched"
+                f"{image} is there in one region only; give --image R=AMI,R2=AMI2; nothing was "
+                "launched"
             )
         return dict.fromkeys(regions, image)
     known = dict(part.split("=", 1) for part in image.split(",") if "=" in part)
@@ -236,7 +244,9 @@ def all_regions(calls: Calls) -> list[str]:
 def hosts_toml(
     order: Order, instances: Sequence[Instance], user: str, key: Path, path: Path
 ) -> str:
-    """Addresses of one region are private ones. Of host keys a file of its own: clouds give an address away again."""
+    """Addresses of one region are private ones. Of host keys a file of its own: clouds give an
+    address away again.
+    """
     within = len(order.images) == 1
     lines = [
         f"# Made by scripts/aws up; scripts/aws down --tag {order.tag} ends these machines.",

@@ -1,4 +1,6 @@
-"""The commands of `scripts/cluster`: each parses, then calls one or two functions of the files beside this one."""
+"""The commands of `scripts/cluster`: each parses, then calls one or two functions of the files
+beside this one.
+"""
 
 import io
 import shlex
@@ -30,7 +32,9 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class _Commands(click.Group):
-    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for what has failed."""
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for
+    what has failed.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -82,7 +86,8 @@ def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> No
     release = install.Release.of(REPOSITORY, commit)
     if changed := install.uncommitted(REPOSITORY):
         _say(
-            f"note: {len(changed)} files differ from their last commit; what is installed is {release.commit:.12}"
+            f"note: {len(changed)} files differ from their last commit; what is installed is "
+            f"{release.commit:.12}"
         )
     with _progress() as progress:
         tasks = {machine: progress.add_task(machine.host.name, what="") for machine in machines}
@@ -98,7 +103,9 @@ def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> No
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @_on_machines
 def put(hosts: Hosts, machines: list[Machine], paths: tuple[Path, ...]) -> None:
-    """Copy files or folders beside the project's on every host, where a configuration's relative paths begin."""
+    """Copy files or folders beside the project's on every host, where a configuration's relative
+    paths begin.
+    """
     install.require_installed(machines)
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
@@ -141,8 +148,9 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
 def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **given: Any) -> None:
     """Train: one process a slot, in the order of the hosts file, and follow them all.
 
-    The exit code is the run's. Ctrl-C asks all ranks for a checkpoint and ends them, a second one kills them. A run
-    goes on when this command dies or its connections are lost: `logs -f` takes it up again.
+    The exit code is the run's. Ctrl-C asks all ranks for a checkpoint and ends them, a second one
+    kills them. A run goes on when this command dies or its connections are lost: `logs -f` takes it
+    up again.
     """
     what = job.Job.of(config, hosts=hosts, **given)
     used = machines[: len({seat.host for seat in what.seats})]
@@ -159,7 +167,9 @@ def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **giv
 @main.command()
 @_on_machines
 def status(hosts: Hosts, machines: list[Machine]) -> None:
-    """What is installed on each host, and how its ranks are; exit code 1 where a host does not answer."""
+    """What is installed on each host, and how its ranks are; exit code 1 where a host does not
+    answer.
+    """
     table = Table(
         *("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None
     )
@@ -245,10 +255,11 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
 )
 @_on_machines
 def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> None:
-    """Shape every host's egress by PROFILE (a file; host i of the hosts file is node i), or `clear` them all.
+    """Shape every host's egress by PROFILE (a file; host i of the hosts file is node i), or `clear`
+    them all.
 
-    A run may be going meanwhile. It stays on until `netem clear` or `down`; a host that cannot be reached any more
-    through its new shape takes it off within a minute.
+    A run may be going meanwhile. It stays on until `netem clear` or `down`; a host that cannot be
+    reached any more through its new shape takes it off within a minute.
     """
     install.require_installed(machines)
     if profile == "clear":

@@ -1,4 +1,5 @@
-"""What a run has left on its machines, brought into one folder that `dpipe trace` and `dpipe generate` read.
+"""What a run has left on its machines, brought into one folder that `dpipe trace` and `dpipe
+generate` read.
 
 INTO/RUN/
     metrics.jsonl  config.json  trace/  logs/  tensorboard/       the run's own folder, of rank 0's machine
@@ -33,7 +34,8 @@ def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpo
     ]
     if name is None or not having:
         raise HostRefused(
-            f"no host knows of {f'a run {name}' if name else 'any run'}; scripts/cluster status shows the newest"
+            f"no host knows of {f'a run {name}' if name else 'any run'}; scripts/cluster status "
+            "shows the newest"
         )
     folder = into / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,8 @@ def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
 
 
 def write(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Put a file below `folder`; links and devices are left out. tarfile's own filter is not in Debian 12's Python.
+    """Put a file below `folder`; links and devices are left out. tarfile's own filter is not in
+    Debian 12's Python.
 
     Raises `TarError` for one that belongs elsewhere.
     """

@@ -1,11 +1,12 @@
-"""Instances by the dozen, in several regions: launched whole or not at all, found and ended by their tag.
+"""Instances by the dozen, in several regions: launched whole or not at all, found and ended by
+their tag.
 
     look (image, key, tag) in every region ──► group and instances, region by region ──► addresses ──► open between them
        │ something is wrong                       │ something fails, or Ctrl-C
        └─► nothing was launched                   └─► all is terminated; what cannot be is named
 
-In one region the nodes talk over private addresses. Across regions they talk over public ones, and each region's group
-lets in those addresses alone.
+In one region the nodes talk over private addresses. Across regions they talk over public ones, and
+each region's group lets in those addresses alone.
 """
 
 import socket
@@ -55,7 +56,9 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """What to launch. `images` has an AMI, or the path of an SSM parameter that names one, for each region."""
+    """What to launch. `images` has an AMI, or the path of an SSM parameter that names one, for each
+    region.
+    """
 
     tag: str
     count: int
@@ -68,7 +71,9 @@ class Order:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Instances a region, in order: neighbours in the pipeline are in the same one where they can be."""
+        """Instances a region, in order: neighbours in the pipeline are in the same one where they
+        can be.
+        """
         each, more = divmod(self.count, len(self.images))
         return {region: each + (number < more) for number, region in enumerate(self.images)}
 
@@ -95,7 +100,9 @@ def up(
     answers: Callable[[str], bool],
     timeout_s: float = READY_S,
 ) -> list[Instance]:
-    """Launch, wait until SSH `answers`, open the nodes to each other. Raises `AwsRefused` before, `AwsError` after."""
+    """Launch, wait until SSH `answers`, open the nodes to each other. Raises `AwsRefused` before,
+    `AwsError` after.
+    """
     seen = {region: look(order, region, calls) for region in order.images}
     launched: dict[str, list[str]] = {}
     try:
@@ -119,7 +126,9 @@ def up(
 
 
 def look(order: Order, region: str, calls: Calls) -> tuple[str, str]:
-    """The image and its root device. Raises `AwsRefused` where image or key are not there, or the tag is taken."""
+    """The image and its root device. Raises `AwsRefused` where image or key are not there, or the
+    tag is taken.
+    """
     image = order.images[region]
     try:
         if image.startswith("/"):
@@ -133,7 +142,8 @@ def look(order: Order, region: str, calls: Calls) -> tuple[str, str]:
         raise AwsRefused(f"{region}: there is no image {image}; nothing was launched")
     if taken:
         raise AwsRefused(
-            f"{region}: {len(taken)} instances have the tag {TAG}={order.tag}; scripts/aws down --tag {order.tag} ends "
+            f"{region}: {len(taken)} instances have the tag {TAG}={order.tag}; scripts/aws down "
+            f"--tag {order.tag} ends "
             f"them, or choose another --tag; nothing was launched"
         )
     return image, str(found[0]["RootDeviceName"])
@@ -153,7 +163,8 @@ def down(
     launched: Mapping[str, Sequence[str]] | None = None,
     timeout_s: float = READY_S,
 ) -> None:
-    """Terminate the tag's instances and remove its groups. Raises `AwsError` that says what is left.
+    """Terminate the tag's instances and remove its groups. Raises `AwsError` that says what is
+    left.
 
     `launched` are instances so new that a search by their tag may not find them yet.
     """

@@ -115,8 +115,10 @@ class Hosts:
         every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         if len(every) < num_ranks:
             raise HostsError(
-                f"{num_ranks} ranks need as many slots; {self.path} has {len(every)} on {len(self.hosts)} hosts: "
-                f"add hosts or slots, or give the run fewer ranks (pipeline.stages, data_parallel.replicas)"
+                f"{num_ranks} ranks need as many slots; {self.path} has {len(every)} on "
+                f"{len(self.hosts)} hosts: "
+                "add hosts or slots, or give the run fewer ranks (pipeline.stages, "
+                "data_parallel.replicas)"
             )
         return [HostRank(rank, slot, host) for rank, (host, slot) in enumerate(every[:num_ranks])]
 
@@ -167,7 +169,8 @@ def _check(path: Path, hosts: Sequence[Host]) -> None:
     }.items():
         if twice := sorted({value for value in values if values.count(value) > 1}):
             raise HostsError(
-                f"hosts file {path}: two hosts have the same {what}, {twice[0]}; slots = 2 gives one two ranks"
+                f"hosts file {path}: two hosts have the same {what}, {twice[0]}; slots = 2 gives "
+                "one two ranks"
             )
     if hosts[0].reached_at == "none":
         raise HostsError(

@@ -48,7 +48,8 @@ _SETUP = """set -eu
 (cd {source} && PYTHON={python} timeout {limit:g} scripts/setup {extras})
 """
 
-# An environment that somebody else keeps: dpipe runs from its files, so only their generated part is made.
+# An environment that somebody else keeps: dpipe runs from its files, so only their generated part
+# is made.
 _SETUP_IN = """set -eu
 python=$(realpath --no-symlinks {interpreter})
 "$python" -c 'import grpc_tools' 2>/dev/null || {{
@@ -106,7 +107,9 @@ def _git(repository: Path, *words: str) -> bytes:
 def install(
     machines: Sequence[Machine], release: Release, *, say: Say, limit_s: float = SETUP_S
 ) -> None:
-    """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or is busy."""
+    """Raises `HostRefused` before anything is changed, where a machine does not answer, cannot, or
+    is busy.
+    """
     found = dict(zip(machines, each(machines, lambda machine: _check(machine, say)), strict=True))
 
     def settle(machine: Machine) -> None:
@@ -129,7 +132,9 @@ def installed(machine: Machine) -> str | None:
 
 
 def require_installed(machines: Sequence[Machine]) -> None:
-    """Raises `HostRefused` where machines do not answer, have nothing, or have different commits."""
+    """Raises `HostRefused` where machines do not answer, have nothing, or have different
+    commits.
+    """
     commits = dict(zip(machines, each(machines, installed), strict=True))
     if missing := [machine.host.name for machine, commit in commits.items() if commit is None]:
         raise HostRefused(f"nothing is installed on {', '.join(missing)}; run scripts/cluster up")
@@ -166,7 +171,8 @@ def _check(machine: Machine, say: Say) -> str | None:
         status: dict[str, Any] = machine.agent("status", run=None, lines=1)
         if any(rank["state"] == "running" for rank in status["ranks"].values()):
             raise HostRefused(
-                f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops it"
+                f"host {host.name}: run {status['run']} is still going; scripts/cluster down stops "
+                "it"
             )
     return commit
 

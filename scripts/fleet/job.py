@@ -1,7 +1,7 @@
 """A run: checked, then started on all its machines or on none; told to stop; its outcome.
 
-What a rank needs to find its place comes in its environment, as from `dpipe launch`; so does the run's token, which
-must not be on a command line, where every user of a machine can read it.
+What a rank needs to find its place comes in its environment, as from `dpipe launch`; so does the
+run's token, which must not be on a command line, where every user of a machine can read it.
 """
 
 import secrets
@@ -14,7 +14,7 @@ from typing import Any
 
 from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
-from fleet.hosts import Hosts, HostsError, HostRank
+from fleet.hosts import HostRank, Hosts, HostsError
 from fleet.ssh import COMMAND_S, Machine, each
 
 STOP_S = 60.0  # for a step and a checkpoint
@@ -45,11 +45,14 @@ class Job:
         resume: str | None = None,
         fallback: bool = False,
     ) -> "Job":
-        """Raises `ConfigError` for a configuration that cannot be, `HostsError` where it needs more hosts."""
+        """Raises `ConfigError` for a configuration that cannot be, `HostsError` where it needs more
+        hosts.
+        """
         name = resume or name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise HostsError(
-                f"{name!r} names a run and its folder: letters, digits, hyphens, dots and underscores only"
+                f"{name!r} names a run and its folder: letters, digits, hyphens, dots and "
+                "underscores only"
             )
         if not any(text.startswith("run.folder=") for text in overrides):
             overrides = (*overrides, f'run.folder="runs/{name}"')
@@ -74,7 +77,9 @@ class Job:
         }
 
     def argv(self, seat: HostRank) -> list[str]:
-        """Of one rank, after the interpreter. The configuration's own [node] says less than the hosts file."""
+        """Of one rank, after the interpreter. The configuration's own [node] says less than the
+        hosts file.
+        """
         node = ('node.bind="0.0.0.0"', f'node.advertise="{seat.host.reached_at}"')
         given = [word for text in (*node, *self.overrides) for word in ("-o", text)]
         on = ["--resume", self.config.run.folder] if self.resume else []
@@ -92,7 +97,9 @@ class Job:
 
 
 def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]]:
-    """Start every rank; returns where in its log each one's run begins. Where one cannot start, none stays."""
+    """Start every rank; returns where in its log each one's run begins. Where one cannot start,
+    none stays.
+    """
     token = secrets.token_urlsafe(16)
     of_host = {
         host.name: list(seats) for host, seats in groupby(job.seats, key=lambda seat: seat.host)
@@ -110,9 +117,11 @@ def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]
 
 
 def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float = 0.0) -> list[str]:
-    """Signal what is alive of a run (of the newest on each machine), and wait a while for it to end.
+    """Signal what is alive of a run (of the newest on each machine), and wait a while for it to
+    end.
 
-    Returns what is in doubt, a line a machine: one that was not reached, or where a rank outlives the wait.
+    Returns what is in doubt, a line a machine: one that was not reached, or where a rank outlives
+    the wait.
     """
 
     def tell(machine: Machine) -> str | None:

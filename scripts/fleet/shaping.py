@@ -22,7 +22,9 @@ VERIFY_S = 120.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A profile for these machines. `addresses` are empty where the links are alike: tc then needs none."""
+    """A profile for these machines. `addresses` are empty where the links are alike: tc then needs
+    none.
+    """
 
     name: str
     text: str
@@ -30,14 +32,17 @@ class Shape:
 
     @classmethod
     def of(cls, profile: Path, machines: Sequence[Machine]) -> "Shape":
-        """Raises `ProfileError` for a profile that cannot be read or lacks a pair, `HostRefused` for a host by name."""
+        """Raises `ProfileError` for a profile that cannot be read or lacks a pair, `HostRefused`
+        for a host by name.
+        """
         network = load_network(profile)
         network.check(len(machines))
         addresses = tuple(machine.host.reached_at for machine in machines)
         for machine, address in zip(machines, addresses, strict=True):
             if network.links and not _is_address(address):
                 raise HostRefused(
-                    f"host {machine.host.name}: tc tells peers apart by IP address; set advertise to its own"
+                    f"host {machine.host.name}: tc tells peers apart by IP address; set advertise "
+                    "to its own"
                 )
         return cls(
             profile.name, profile.read_text(encoding="utf-8"), addresses if network.links else ()
@@ -88,7 +93,9 @@ def clear_what_answers(machines: Sequence[Machine]) -> list[str]:
 
 
 def verify(machines: Sequence[Machine], shape: Shape) -> list[dict[str, Any]]:
-    """What each machine's link to the next one gives, all at once: rows as text, and whether they are close."""
+    """What each machine's link to the next one gives, all at once: rows as text, and whether they
+    are close.
+    """
     ring = [(node, (node + 1) % len(machines)) for node in range(len(machines))]
 
     def measure(pair: tuple[int, int]) -> Any:
@@ -109,7 +116,8 @@ def verify(machines: Sequence[Machine], shape: Shape) -> list[dict[str, Any]]:
             answering.stdin.flush()
             if not answering.stdout.readline():  # "answering on port ..."
                 raise HostRefused(
-                    f"host {machine.host.name} cannot answer: {answering.communicate()[1].decode().strip()}"
+                    f"host {machine.host.name} cannot answer: "
+                    f"{answering.communicate()[1].decode().strip()}"
                 )
         with ThreadPoolExecutor(len(ring)) as pool:
             return list(pool.map(measure, ring))

@@ -1,8 +1,9 @@
 """OpenSSH's client as a function call, and the same on all machines at once.
 
-The program rather than a library: ~/.ssh/config, agents, bastions and hardware keys work as they do in the user's
-terminal, there is nothing to install, and a connection that hangs is a process that can be killed. The first command
-opens a machine's connection, the others share it (ControlMaster), so a round trip is all that they cost.
+The program rather than a library: ~/.ssh/config, agents, bastions and hardware keys work as they do
+in the user's terminal, there is nothing to install, and a connection that hangs is a process that
+can be killed. The first command opens a machine's connection, the others share it (ControlMaster),
+so a round trip is all that they cost.
 """
 
 import json
@@ -52,7 +53,9 @@ class Machine:
     def run(
         self, command: str, *, stdin: bytes | IO[bytes] = b"", timeout_s: float = COMMAND_S
     ) -> bytes:
-        """What a shell command prints. Raises `Unreachable`, or `HostFailed` with the end of what it said."""
+        """What a shell command prints. Raises `Unreachable`, or `HostFailed` with the end of what
+        it said.
+        """
         with self.process(command) as process:
             try:
                 said, complaint = process.communicate(
@@ -75,7 +78,9 @@ class Machine:
         return answer
 
     def agent_command(self, verb: str) -> str:
-        """Its specification comes on standard input: a command line is seen by every user of the machine."""
+        """Its specification comes on standard input: a command line is seen by every user of the
+        machine.
+        """
         # -S: it needs no packages, and starts in two thirds of the time.
         return shlex.join(
             [self.host.interpreter, "-S", f"{self.host.source}/scripts/fleet/agent.py", verb]
@@ -83,7 +88,9 @@ class Machine:
 
     @contextmanager
     def process(self, command: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A command over pipes, killed at the end of the block. A session of its own keeps Ctrl-C ours."""
+        """A command over pipes, killed at the end of the block. A session of its own keeps Ctrl-C
+        ours.
+        """
         pipe = subprocess.PIPE
         argv = [*self._ssh(), command]
         process = subprocess.Popen(
@@ -105,7 +112,8 @@ class Machine:
         )
         if status == _FAILED:
             raise Unreachable(
-                f"host {self.host.name} does not answer: {complaint.decode(errors='replace').strip()}"
+                f"host {self.host.name} does not answer: "
+                f"{complaint.decode(errors='replace').strip()}"
             )
         if status != 0:
             raise HostFailed(
@@ -162,7 +170,9 @@ def connected(hosts: Sequence[Host]) -> Iterator[list[Machine]]:
 
 
 def each(machines: Sequence[Machine], action: Callable[[Machine], T]) -> list[T]:
-    """Do the same on all machines at once; raises one error with a line for each where it failed."""
+    """Do the same on all machines at once; raises one error with a line for each where it
+    failed.
+    """
     with ThreadPoolExecutor(len(machines)) as pool:
         futures = [pool.submit(action, machine) for machine in machines]
         try:

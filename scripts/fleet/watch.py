@@ -1,10 +1,12 @@
-"""Every rank's log in one view, through lost connections, until all have ended; and what to do when one fails.
+"""Every rank's log in one view, through lost connections, until all have ended; and what to do when
+one fails.
 
     machine 0 ── agent follow ──► thread ─┐
     machine 1 ── agent follow ──► thread ─┼─► one queue ──► the view
     Ctrl-C ────────────────── handler ────┘
 
-A run does not depend on being watched. A thread whose connection is lost opens another and goes on where it was.
+A run does not depend on being watched. A thread whose connection is lost opens another and goes on
+where it was.
 """
 
 import json
@@ -168,8 +170,9 @@ def attend(
 ) -> int:
     """Show a run until it has ended; returns its exit code, the first failing rank's.
 
-    The first signal in `asked` has the ranks stop after this step with a checkpoint, a second one kills them. Where a
-    rank fails, the others hear of it from the coordinator; after a grace they are killed.
+    The first signal in `asked` has the ranks stop after this step with a checkpoint, a second one
+    kills them. Where a rank fails, the others hear of it from the coordinator; after a grace they
+    are killed.
     """
     outcomes: list[Ended] = []
     deadline: float | None = None
@@ -194,7 +197,9 @@ def attend(
 
 
 def conclude(outcomes: Sequence[Ended], say: Say) -> int:
-    """The exit code of a run; where it failed, says how each rank ended, the first failure first."""
+    """The exit code of a run; where it failed, says how each rank ended, the first failure
+    first.
+    """
     failed = [outcome for outcome in outcomes if outcome.code != 0]
     if not failed:
         return 0
@@ -214,7 +219,9 @@ def _obey(machines: Sequence[Machine], run: str, times: int, say: Say) -> None:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """The Ctrl-C and SIGTERM that have come so far. Open it before a run is started: none may leave it unattended."""
+    """The Ctrl-C and SIGTERM that have come so far. Open it before a run is started: none may leave
+    it unattended.
+    """
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
-"""The measurements of Narayanan et al. 2021 (SC21): simulated here, or run through Slurm on a cluster.
+"""The measurements of Narayanan et al. 2021 (SC21): simulated here, or run through Slurm on a
+cluster.
 
 CONFIG.sh        what belongs to a cluster; run_*.sh: one table or figure each
 case.py          a point: a GPT, how it is cut, its batch

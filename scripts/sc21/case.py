@@ -12,7 +12,9 @@ CONTEXT, VOCABULARY = 2048, 51_200
 
 @dataclass(frozen=True)
 class Case:
-    """`series` is its line in the plot, `x` where on it. `published` are TFLOP/s a GPU, as the paper counts them."""
+    """`series` is its line in the plot, `x` where on it. `published` are TFLOP/s a GPU, as the
+    paper counts them.
+    """
 
     series: str
     x: str

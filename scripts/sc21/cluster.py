@@ -1,8 +1,10 @@
-"""Machines of eight A100s as the simulator sees them: Megatron's ranks in its order, tensor, data, pipeline.
+"""Machines of eight A100s as the simulator sees them: Megatron's ranks in its order, tensor, data,
+pipeline.
 
 tensor     all-reduces of the layers (tables/megatron.py), over NVLink; of more than 8 ranks over the machines' cards
 pipeline   dpipe's simulator; a hop holds up both its ends, as Megatron's does, and goes over a card of each GPU where
-           the next stage is another machine's. Scattered, each of the t ranks sends 1/t, and NVLink gathers it
+           the next stage is another machine's. Scattered, each of the t ranks sends 1/t, and NVLink
+           gathers it
 data       a ring over the gradients of a rank, through its share of a machine's cards, after the last backward
 tied       first and last stage add up the gradients of the words' table
 """
@@ -58,8 +60,9 @@ class Cluster:
         return (ring + tied) / 1e9
 
 
-# Nominal figures of a DGX A100 (80 GB): NVLink 300 GB/s and a card of 200 Gbit/s each way for each GPU. The efficiency
-# is fitted on the smallest model of table 1 alone; what the host takes is assumed, and seldom the limit.
+# Nominal figures of a DGX A100 (80 GB): NVLink 300 GB/s and a card of 200 Gbit/s each way for each
+# GPU. The efficiency is fitted on the smallest model of table 1 alone; what the host takes is
+# assumed, and seldom the limit.
 DGX_A100 = Cluster(
     Device(312, 2039, 300, 0.728, *HOST_US), gpus_per_machine=8, card_gigabytes_per_s=25
 )

@@ -1,8 +1,9 @@
 """Table 1 and figures 11 to 18 of Narayanan et al. 2021 as cases, and what the paper says of each.
 
-The sizes are those of the scripts that were published with the paper (Megatron-LM, examples/sc21), of strong scaling
-those of its table 2. Sequences of 2048 tokens, 51,200 words, full recomputation where nothing else is said.
-Figures quoted from the paper are from memory, but for the last row of table 1, which its abstract has.
+The sizes are those of the scripts that were published with the paper (Megatron-LM, examples/sc21),
+of strong scaling those of its table 2. Sequences of 2048 tokens, 51,200 words, full recomputation
+where nothing else is said. Figures quoted from the paper are from memory, but for the last row of
+table 1, which its abstract has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,9 @@ from sc21.rows import Row
 
 @dataclass(frozen=True)
 class Experiment:
-    """`finds` puts into words what the rows say of the paper's `statement`; `y` is the column that is drawn."""
+    """`finds` puts into words what the rows say of the paper's `statement`; `y` is the column that
+    is drawn.
+    """
 
     title: str
     statement: str
@@ -24,7 +27,8 @@ class Experiment:
     y: str = "tflops"
 
 
-# billions of parameters: layers, width, heads, tensor, pipeline, GPUs, micro-batch, batch, stages a rank, TFLOP/s
+# billions of parameters: layers, width, heads, tensor, pipeline, GPUs, micro-batch, batch, stages a
+# rank, TFLOP/s
 _TABLE_1 = {
     "1.7": (24, 2304, 24, 1, 1, 32, 16, 512, 1, 137),
     "3.6": (30, 3072, 32, 2, 1, 64, 16, 512, 1, 138),
@@ -37,7 +41,8 @@ _TABLE_1 = {
     "529.6": (105, 20480, 128, 8, 35, 2520, 1, 2520, 3, 163),
     "1008": (128, 25600, 160, 8, 64, 3072, 1, 3072, 1, 163),
 }
-FITTED = "1.7"  # the row that the efficiency of cluster.py is fitted to: nothing but data parallelism in it
+# the row that the efficiency of cluster.py is fitted to: nothing but data parallelism in it
+FITTED = "1.7"
 
 
 def table_1() -> Iterator[Case]:
@@ -153,7 +158,8 @@ def _recomputation(rows: Sequence[Row]) -> str:
     )
     best, most = (max(row.sequences_per_s for row in line) for line in (fitting, again))
     return (
-        f"recomputing costs up to {-slower * 100:.0f} % where both fit; without it batches up to {fitting[-1].x} fit; "
+        f"recomputing costs up to {-slower * 100:.0f} % where both fit; without it batches up to "
+        f"{fitting[-1].x} fit; "
         f"the best with it is {most / best:.2f} times the best without"
     )
 
@@ -182,14 +188,16 @@ EXPERIMENTS = {
         "billions of parameters",
         table_1,
         _largest_error,
-        "137 to 163 TFLOP/s a GPU; the largest model at 502 PFLOP/s on 3072 GPUs, 52 % of their peak",
+        "137 to 163 TFLOP/s a GPU; the largest model at 502 PFLOP/s on 3072 GPUs, 52 % of their "
+        "peak",
     ),
     "strong_scaling": _of(
         "Strong scaling: the same batch on more GPUs",
         "GPUs",
         strong_scaling,
         _largest_error,
-        "153 to 141 TFLOP/s a GPU (174.6 billion parameters), 171 to 159 (529.6 billion) as GPUs are quadrupled",
+        "153 to 141 TFLOP/s a GPU (174.6 billion parameters), 171 to 159 (529.6 billion) as GPUs "
+        "are quadrupled",
     ),
     "figure_11": _of(
         "Weak scaling of pipeline parallelism",
@@ -238,7 +246,8 @@ EXPERIMENTS = {
         "batch",
         figure_17,
         _recomputation,
-        "up to 33 % slower at small batches, and needed for the large ones, which are up to twice as fast as the best "
+        "up to 33 % slower at small batches, and needed for the large ones, which are up to twice "
+        "as fast as the best "
         "without it",
         y="sequences_per_s",
     ),

@@ -15,8 +15,9 @@ A100_BYTES = 80e9
 class Row:
     """A case as it went, or as it is predicted to.
 
-    `tflops` a GPU count what is recomputed, as the paper does (Narayanan et al. 2021, equation 3), `model_tflops` and
-    `mfu` do not. `memory_gb` is that of the fullest GPU, `fits` whether it has as much; empty where it is not known.
+    `tflops` a GPU count what is recomputed, as the paper does (Narayanan et al. 2021, equation 3),
+    `model_tflops` and `mfu` do not. `memory_gb` is that of the fullest GPU, `fits` whether it has
+    as much; empty where it is not known.
     """
 
     series: str

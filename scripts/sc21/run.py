@@ -1,4 +1,5 @@
-"""Predicts a table or figure of the SC21 paper here, submits its cases to Slurm, or tells what they measured.
+"""Predicts a table or figure of the SC21 paper here, submits its cases to Slurm, or tells what they
+measured.
 
 \b
   --mode sim      predicted on machines of eight A100s, as sc21/cluster.py describes them
@@ -52,7 +53,9 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
 
 
 def submit(name: str, experiment: Experiment, *, dry_run: bool) -> None:
-    """Every case that dpipe can run, or none: configurations are checked before the first is submitted."""
+    """Every case that dpipe can run, or none: configurations are checked before the first is
+    submitted.
+    """
     where = site(os.environ)
     for case in experiment.cases:
         load(CONFIGURATION, overrides(case))

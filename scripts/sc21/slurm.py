@@ -32,7 +32,9 @@ class Site:
 
 
 def site(environment: Mapping[str, str]) -> Site:
-    """Raises `ConfigError` naming every variable of CONFIG.sh that says nothing, or no number where one is needed."""
+    """Raises `ConfigError` naming every variable of CONFIG.sh that says nothing, or no number where
+    one is needed.
+    """
     texts = {
         name: environment.get(name, "").strip()
         for name in (

@@ -8,8 +8,8 @@ measured.py               what scripts/sweep.py measured of those last, beside w
 replayed.py               what it measured on replay stages over networks: tensor parallelism where links are slow
 form.py                   rows as Markdown, CSV or JSON
 
-Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)` and `draw(rows, figure)`; one that can be
-run on GPUs says `published(source)` by layout.
+Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)` and `draw(rows,
+figure)`; one that can be run on GPUs says `published(source)` by layout.
 """
 
 from tables import megatron_memory_time, scaling

@@ -1,4 +1,5 @@
-"""An iteration of Megatron or of PyTorch's Pipe on given machines, simulated: stages, then gradients, then the update.
+"""An iteration of Megatron or of PyTorch's Pipe on given machines, simulated: stages, then
+gradients, then the update.
 
 stage time     layers x (forward, backward) of a layer on tensor parallel ranks, the logits on the last
 pipeline       dpipe's simulator over a link inside the machine
@@ -60,7 +61,9 @@ def iteration_s(job: Job, machine: Machine) -> float:
 
 
 def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: float = 0.0) -> Cost:
-    """A step of each stage; `hop_us` are those for which a hop to or from a neighbour holds up the stage itself."""
+    """A step of each stage; `hop_us` are those for which a hop to or from a neighbour holds up the
+    stage itself.
+    """
     shape, t, stages = job.shape, job.tensor_parallel, job.num_stages
     forward, backward = (
         shape.num_layers / stages * us for us in layer_us(shape, t, job.strategy, device)
@@ -95,7 +98,9 @@ def parameters(shape: Shape) -> int:
 
 
 def _agreement_s(job: Job, machine: Machine) -> float:
-    """A ring carries gradients twice, less a share (Patarasuk & Yuan 2009); gathering parameters is one time more."""
+    """A ring carries gradients twice, less a share (Patarasuk & Yuan 2009); gathering parameters is
+    one time more.
+    """
     d = job.data_parallel
     rounds = 3 if job.gathers_parameters else 2
     model_bytes = parameters(job.shape) * machine.value_bytes

@@ -1,7 +1,8 @@
-"""What scripts/sweep.py has measured of a table's configurations, on whatever GPUs there were: a function of its lines.
+"""What scripts/sweep.py has measured of a table's configurations, on whatever GPUs there were: a
+function of its lines.
 
-Each measured row stands beside what the source published of that very layout, batch and precision, if anything: on its
-GPUs, which are not these.
+Each measured row stands beside what the source published of that very layout, batch and precision,
+if anything: on its GPUs, which are not these.
 """
 
 import math
@@ -41,7 +42,9 @@ _AS_MEASURED = (
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds an iteration on `gpus` devices of that name; `over_ours` is against the best of dpipe on such devices."""
+    """Seconds an iteration on `gpus` devices of that name; `over_ours` is against the best of dpipe
+    on such devices.
+    """
 
     engine: str
     schedule: str
@@ -71,7 +74,9 @@ class Row:
 def measured_rows(
     lines: Iterable[Mapping[str, Any]], published: Mapping[Layout, float | None]
 ) -> list[Row]:
-    """The lines of real runs that say their layout, by layout, those of one layout in the order they were measured."""
+    """The lines of real runs that say their layout, by layout, those of one layout in the order
+    they were measured.
+    """
     real = [line for line in lines if line["mode"] == "real" and "tensor_parallel" in line]
     ours: dict[tuple[str, Layout], float] = {}
     for line in real:

@@ -1,13 +1,15 @@
-"""Megatron-LM as the simulator sees it: what a layer holds and what it takes, by tensor parallelism and strategy.
+"""Megatron-LM as the simulator sees it: what a layer holds and what it takes, by tensor parallelism
+and strategy.
 
-Half precision throughout. A parameter has 2 bytes and 2 of gradient in a buffer of its own, a master copy and two
-moments of 4; in the optimizer's step 4 more, its gradient as fp32.
+Half precision throughout. A parameter has 2 bytes and 2 of gradient in a buffer of its own, a
+master copy and two moments of 4; in the optimizer's step 4 more, its gradient as fp32.
 
     s sequence · b micro-batch · h width · a heads · t tensor parallel     S = s b h values     A = a s^2 b / t scores
 
-What a layer leaves for its backward is Korthikanti et al. 2022, table 2. Working memory, from the order of operations
-of the source: an attention core's backward needs two fp16 gradients of the scores, when the perceptron's part of the
-layer is already given back; the loss needs three fp32 copies of the logits.
+What a layer leaves for its backward is Korthikanti et al. 2022, table 2. Working memory, from the
+order of operations of the source: an attention core's backward needs two fp16 gradients of the
+scores, when the perceptron's part of the layer is already given back; the loss needs three fp32
+copies of the logits.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ _LOGITS_WORKING = 12  # bytes a logit: as they are, less their maximum, their ex
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer and its micro-batch. `vocab_size` is padded to a multiple of 128 t, as the source pads it."""
+    """A transformer and its micro-batch. `vocab_size` is padded to a multiple of 128 t, as the
+    source pads it.
+    """
 
     num_layers: int
     width: int
@@ -56,7 +60,9 @@ class Shape:
 
 
 def layer_parameters(shape: Shape, t: int) -> int:
-    """QKV and the perceptron's entry are cut by columns with their biases, the other two by rows."""
+    """QKV and the perceptron's entry are cut by columns with their biases, the other two by
+    rows.
+    """
     h = shape.width
     return 12 * h**2 // t + 7 * h // t + 6 * h
 
@@ -64,7 +70,9 @@ def layer_parameters(shape: Shape, t: int) -> int:
 def rank_memory(
     shape: Shape, t: int, p: int, strategy: Strategy, microbatches: int | None = None
 ) -> RankMemory:
-    """Of the rank that holds most, under 1F1B over p stages; default: of as many micro-batches as it ever holds."""
+    """Of the rank that holds most, under 1F1B over p stages; default: of as many micro-batches as
+    it ever holds.
+    """
     layer = _layer(shape, t, strategy)
     stage = (layer,) * (shape.num_layers // p)
     stages = [stage] * p
@@ -137,7 +145,8 @@ def _updating(stage: tuple[LayerMemory, ...]) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """Nominal figures of a GPU, the share of them that kernels reach, and what the host takes to issue its work.
+    """Nominal figures of a GPU, the share of them that kernels reach, and what the host takes to
+    issue its work.
 
     The three host figures are fitted, on the four rows that `FITTED` of the table names.
     """
@@ -177,7 +186,9 @@ _CORE_OPERATIONS, _OTHER_OPERATIONS = (
 
 
 def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[float, float]:
-    """Forward and backward of one layer and micro-batch: what the device takes, or the host where that is more."""
+    """Forward and backward of one layer and micro-batch: what the device takes, or the host where
+    that is more.
+    """
     core, rest = _core_us(shape, t, device), _rest_us(shape, t, strategy, device)
     parallel, tensor = strategy.startswith("sequence"), t > 1
     collectives = (

@@ -1,4 +1,6 @@
-"""BERT and GPT-2 345M under Megatron, by sequence length and strategy: peak memory, and time over the baseline's."""
+"""BERT and GPT-2 345M under Megatron, by sequence length and strategy: peak memory, and time over
+the baseline's.
+"""
 
 import csv
 from collections.abc import Sequence
@@ -34,9 +36,11 @@ MODES = ("sim",)
 
 @dataclass(frozen=True)
 class Row:
-    """MiB of the fullest GPU and time over the baseline of the same model, cut and length, in percent.
+    """MiB of the fullest GPU and time over the baseline of the same model, cut and length, in
+    percent.
 
-    `fitted` marks rows whose time was used; of memory none is. Errors: percent of the memory, points of the overhead.
+    `fitted` marks rows whose time was used; of memory none is. Errors: percent of the memory,
+    points of the overhead.
     """
 
     model: str
@@ -70,14 +74,18 @@ def note(rows: Sequence[Row]) -> str:
     ]
     bert, gpt2 = MICRO_BATCH["bert-345m"], MICRO_BATCH["gpt2-345m"]
     return (
-        f"Memory: mean error {sum(memory) / len(memory):.2f} %, largest {max(memory):.2f} %; no row is fitted, but the "
-        f"micro-batch, {bert} of BERT and {gpt2} of GPT-2, is deduced. Time over the baseline: mean error "
+        f"Memory: mean error {sum(memory) / len(memory):.2f} %, largest {max(memory):.2f} %; no "
+        "row is fitted, but the "
+        f"micro-batch, {bert} of BERT and {gpt2} of GPT-2, is deduced. Time over the baseline: "
+        "mean error "
         f"{sum(time) / len(time):.1f} points, largest {max(time):.1f}, fitted rows apart."
     )
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """A column of plots for each model and cut: time above, memory below, over the sequence length."""
+    """A column of plots for each model and cut: time above, memory below, over the sequence
+    length.
+    """
     groups = list(
         dict.fromkeys((row.model, row.tensor_parallel, row.pipeline_parallel) for row in rows)
     )

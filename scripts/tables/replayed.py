@@ -1,6 +1,8 @@
-"""What scripts/sweep.py has measured of a table's layouts on replay stages, over networks: a function of its lines.
+"""What scripts/sweep.py has measured of a table's layouts on replay stages, over networks: a
+function of its lines.
 
-What tensor parallelism costs over a slow link: the same ranks cut by tensor, by pipeline and by both.
+What tensor parallelism costs over a slow link: the same ranks cut by tensor, by pipeline and by
+both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds a step of `tensor_parallel` x `pipeline_parallel` ranks; predicted by the simulator on that network."""
+    """Seconds a step of `tensor_parallel` x `pipeline_parallel` ranks; predicted by the simulator
+    on that network.
+    """
 
     delay_ms: float
     bandwidth_gbps: float
@@ -33,7 +37,9 @@ class Row:
 
 
 def replayed_rows(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The replayed lines that say their layout; `over_pipeline` is against the fastest without tensor parallelism."""
+    """The replayed lines that say their layout; `over_pipeline` is against the fastest without
+    tensor parallelism.
+    """
     replayed = [line for line in lines if line["mode"] == "replay" and "tensor_parallel" in line]
     alone: dict[Any, float] = {}
     for line in replayed:

@@ -1,7 +1,9 @@
-"""GPT-3 XL and BERT 345M on machines of eight GPUs, tensor x pipeline x data parallel: seconds an iteration.
+"""GPT-3 XL and BERT 345M on machines of eight GPUs, tensor x pipeline x data parallel: seconds an
+iteration.
 
-Each stated device has as few fitted figures as there are rows marked `fitted`; every other error is printed as it is.
-The sources scatter by as much as their own neighbouring rows differ, and two values of theirs they doubt themselves.
+Each stated device has as few fitted figures as there are rows marked `fitted`; every other error is
+printed as it is. The sources scatter by as much as their own neighbouring rows differ, and two
+values of theirs they doubt themselves.
 """
 
 import csv
@@ -21,7 +23,8 @@ HOST_US = (
     40.0,
     100.0,
 )  # assumed, and seldom the limit here: an operation, a collective, a checkpoint
-# Nominal, except: efficiency, link and network in fp32 on one row each, efficiency in fp16 on one more.
+# Nominal, except: efficiency, link and network in fp32 on one row each, efficiency in fp16 on one
+# more.
 V100_FP32 = Machine(
     Device(15.7, 450, 13.35, 1.004, *HOST_US), value_bytes=4, network_gigabytes_per_s=1.329
 )
@@ -44,7 +47,9 @@ BERT_FITTED = {"1", "32"}  # GPUs
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds an iteration. `published_s` is empty where the source is blank or the run failed, as `source_says`."""
+    """Seconds an iteration. `published_s` is empty where the source is blank or the run failed, as
+    `source_says`.
+    """
 
     gpus: int
     data_parallel: int
@@ -69,7 +74,8 @@ def note(rows: Sequence[Row]) -> str:
         return "The source has no figure here: what stands above is a prediction alone."
     mean = sum(errors) / len(errors)
     return (
-        f"{len(errors)} rows predicted from {fitted} fitted in this table: mean error {mean:.1f} %, median "
+        f"{len(errors)} rows predicted from {fitted} fitted in this table: mean error {mean:.1f} "
+        "%, median "
         f"{sorted(errors)[len(errors) // 2]:.1f} %, largest {max(errors):.1f} %."
     )
 
@@ -105,7 +111,9 @@ def gpt3xl(
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the source, and what it is taken to be. `told` has the source's seconds and note under those names."""
+    """A row of the source, and what it is taken to be. `told` has the source's seconds and note
+    under those names.
+    """
 
     job: Job
     machine: Machine
@@ -147,7 +155,9 @@ def megatron_cases(source: Path) -> Iterator[Case]:
 
 
 def pipe_cases(source: Path, *, machines: int) -> Iterator[Case]:
-    """PyTorch's Pipe: GPipe, every micro-batch but the last run again in backward; with FSDP over several machines."""
+    """PyTorch's Pipe: GPipe, every micro-batch but the last run again in backward; with FSDP over
+    several machines.
+    """
     for line in _lines(source):
         batch = 64 if machines == 1 else 252
         kind: dict[str, Any] = {"schedule": "gpipe", "gathers_parameters": machines > 1}

@@ -1,4 +1,6 @@
-"""A GPT or a BERT that another engine and ours are given alike: from a file, as the other one's ranks are processes."""
+"""A GPT or a BERT that another engine and ours are given alike: from a file, as the other one's
+ranks are processes.
+"""
 
 from collections.abc import Callable
 from io import StringIO
@@ -17,8 +19,8 @@ from dpipe.run.build import run_rank
 from dpipe.run.environment import Placement
 from dpipe.run.launch import free_port
 
-# Relative: sums in another order, of which Adam makes a whole step where a gradient is all but zero. At bf16 that was
-# seen to be 1e-7 with one set of instructions, and 1.3e-5 with another.
+# Relative: sums in another order, of which Adam makes a whole step where a gradient is all but
+# zero. At bf16 that was seen to be 1e-7 with one set of instructions, and 1.3e-5 with another.
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-4}
 
 FILE = """
@@ -46,7 +48,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def as_bert(job: Path) -> tuple[str, ...]:
-    """What makes a BERT of the job; its embeddings are tied, as a BERT's are. Sentences are of several lengths."""
+    """What makes a BERT of the job; its embeddings are tied, as a BERT's are. Sentences are of
+    several lengths.
+    """
     sentences = [
         f"{who} {verb} {what} ."
         for who in ("it", "the fox")
@@ -67,7 +71,9 @@ def as_bert(job: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def our_losses(job: Path, tmp_path: Path) -> Callable[..., object]:
-    """`our_losses("train.precision=...")`: of one process that trains the whole of it; what rounds otherwise equals."""
+    """`our_losses("train.precision=...")`: of one process that trains the whole of it; what rounds
+    otherwise equals.
+    """
 
     def run(*overrides: str) -> object:
         alone = ("pipeline.stages=1", f"run.folder={tmp_path / 'ours'}")
@@ -81,8 +87,9 @@ def our_losses(job: Path, tmp_path: Path) -> Callable[..., object]:
 
 @pytest.fixture
 def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """`their_rows(fsdp, "pipeline.stages=4")`: of a run of that module's engine. Its ranks are forked from a process
-    that has imported torch, because that is what takes most of their time."""
+    """`their_rows(fsdp, "pipeline.stages=4")`: of a run of that module's engine. Its ranks are
+    forked from a process that has imported torch, because that is what takes most of their time.
+    """
 
     def run(engine: ModuleType, *overrides: str) -> list[dict[str, float]]:
         config = load(job, (*overrides, f"run.folder={tmp_path / 'theirs'}"))

@@ -1,4 +1,6 @@
-"""The loopback link as it is measured: the sums on stamps laid out by hand, and one measurement for real."""
+"""The loopback link as it is measured: the sums on stamps laid out by hand, and one measurement for
+real.
+"""
 
 import pytest
 

@@ -78,7 +78,9 @@ def test_recomputation_has_megatrons_names(job: Path, recompute, granularity, me
     ],
 )
 def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
-    """Two stages of two ranks on two replicas; chunks that are interleaved, with the optimizer distributed."""
+    """Two stages of two ranks on two replicas; chunks that are interleaved, with the optimizer
+    distributed.
+    """
     pytest.importorskip("megatron.core")
     from fakes import cpu_megatron
 
@@ -95,7 +97,9 @@ def test_megatron_itself_learns_what_we_do(overrides, our_losses, their_rows):
     ],
 )
 def test_bert_of_megatron_itself_learns_what_ours_does(overrides, as_bert, our_losses, their_rows):
-    """Two ranks a stage that share the table with the other stage; replicas; chunks that are interleaved."""
+    """Two ranks a stage that share the table with the other stage; replicas; chunks that are
+    interleaved.
+    """
     pytest.importorskip("megatron.core")
     from fakes import cpu_megatron
 

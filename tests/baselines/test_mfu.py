@@ -1,4 +1,6 @@
-"""The plain loop and the engine train the same model: else a time of one says nothing of the other."""
+"""The plain loop and the engine train the same model: else a time of one says nothing of the
+other.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Two ranks as processes: whether torch's engine takes the time that its schedule must take on our waits."""
+"""Two ranks as processes: whether torch's engine takes the time that its schedule must take on our
+waits.
+"""
 
 import sys
 from pathlib import Path

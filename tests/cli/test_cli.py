@@ -84,7 +84,7 @@ def test_answer_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
 
 def test_character_that_a_terminal_has_not_is_replaced() -> None:
     """Such as one of what the model writes."""
-    code = "from dpipe import cli; cli.main.callback(); cli._print('5 \u20ac')"
+    code = "from dpipe.cli import main as cli; cli.main.callback(); cli._print('5 \u20ac')"
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ
@@ -97,7 +97,8 @@ def test_simulate_answers_without_torch(tmp_path: Path) -> None:
     config.write_text("[pipeline]\nstages = 2\n")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        f"from dpipe.cli.main import main; main(['simulate', {str(config)!r}, '--json'], prog_name='dpipe')"
+        f"from dpipe.cli.main import main; main(['simulate', {str(config)!r}, '--json'], "
+        "prog_name='dpipe')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

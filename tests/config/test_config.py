@@ -32,7 +32,8 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
         (
             {"data_parallel": {"kind": "all-reduce", "replicas": 3}},
-            "batch_size 16 is not divisible by train.num_microbatches 4 for each of data_parallel.replicas 3",
+            "batch_size 16 is not divisible by train.num_microbatches 4 for each of "
+            "data_parallel.replicas 3",
         ),
         (
             {"data_parallel": {"replicas": 2}},
@@ -66,7 +67,8 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ),
         (
             {"tensor_parallel": {"size": 4}, "model": {"vocab_size": 50257}},
-            "model.vocab_size 50257 is not divisible by tensor_parallel.size 4; the next that is: 50260",
+            "model.vocab_size 50257 is not divisible by tensor_parallel.size 4; the next that is: "
+            "50260",
         ),
         (
             {"tensor_parallel": {"size": 2, "sequence_parallel": True}, "model": {"context": 15}},
@@ -117,7 +119,8 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
                 "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
                 "train": {"batch_size": 32},
             },
-            "rounds what every rank of a stage has whole differently on each of tensor_parallel.size 2",
+            "rounds what every rank of a stage has whole differently on each of "
+            "tensor_parallel.size 2",
         ),
     ],
 )

@@ -1,11 +1,13 @@
-"""Who may join, who is lost and which cause wins, without a network: what each rank hears, line by line."""
+"""Who may join, who is lost and which cause wins, without a network: what each rank hears, line by
+line.
+"""
 
 import json
 
 import pytest
 
 from dpipe.coordinator.frame import PROTOCOL
-from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Membership, Member, host_of
+from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Member, Membership, host_of
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
 

@@ -1,4 +1,6 @@
-"""Sequences that BERT reads, from a text in which every word says where it is: w3_17 is word 3 of sentence 17."""
+"""Sequences that BERT reads, from a text in which every word says where it is: w3_17 is word 3 of
+sentence 17.
+"""
 
 from pathlib import Path
 

@@ -168,7 +168,9 @@ def test_wide_vocabulary_takes_wide_tokens() -> None:
     [("ab" * 1000, 0.0), ("abac" * 500, 0.5), ("aabb" * 1000, 1.0)],
 )
 def test_bigram_entropy_is_that_of_a_byte_given_the_one_before(text: str, bits: float) -> None:
-    """In the second text `a` is followed by b or c, and each of those by `a`: one bit half of the time."""
+    """In the second text `a` is followed by b or c, and each of those by `a`: one bit half of the
+    time.
+    """
     write("text.txt", text)
     assert math.isclose(corpus().bigram_entropy(), bits, abs_tol=2e-3)
 

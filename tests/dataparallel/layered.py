@@ -17,7 +17,9 @@ RATE = 0.1
 
 @dataclass
 class Layered:
-    """A stage of two layers whose sizes no number of replicas divides, with a vector that does not decay."""
+    """A stage of two layers whose sizes no number of replicas divides, with a vector that does not
+    decay.
+    """
 
     weights: list[tuple[int, str, nn.Parameter]] = field(default_factory=list)
 

@@ -62,7 +62,9 @@ def descend(
 
 @KINDS
 def test_delay_costs_nothing_where_replicas_see_the_same(kind: str) -> None:
-    """Their own gradients are then the mean: each is taken where it would be without a delay, to the last bit."""
+    """Their own gradients are then the mean: each is taken where it would be without a delay, to
+    the last bit.
+    """
     stage = Layered()
     prompt = descend(Single({0: stage}, ADAM), stage, 0, steps=6)
     for places in with_replicas(delayed(kind, 2), 2, partial(descend, steps=6)):
@@ -106,7 +108,9 @@ def test_each_replica_computes_where_its_own_gradient_leads() -> None:
 
 
 def test_sharded_replicas_all_compute_where_the_owners_gradients_lead() -> None:
-    """60 values in three shards of 20: all of the owner's gradient counts in its own shard alone."""
+    """60 values in three shards of 20: all of the owner's gradient counts in its own shard
+    alone.
+    """
     owners = [torch.cat([v.flatten() for v in stepped_alone(replica)]) for replica in range(3)]
     expected = torch.cat([row[20 * r : 20 * (r + 1)] for r, row in enumerate(owners)])
     for place, _ in places_of_the_second_step("sharded", 3):

@@ -92,7 +92,9 @@ def test_rows_of_different_sizes_are_refused_naming_both() -> None:
 
 
 class Dying:
-    """Links that break when `sends` messages have gone out, as those of a process that is killed."""
+    """Links that break when `sends` messages have gone out, as those of a process that is
+    killed.
+    """
 
     def __init__(self, inner: Transport, sends: int) -> None:
         self._inner, self._left = inner, sends

@@ -1,4 +1,6 @@
-"""What every kind promises that steps by the mean gradient: any number of replicas, any wire, a step late or not."""
+"""What every kind promises that steps by the mean gradient: any number of replicas, any wire, a
+step late or not.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -240,7 +242,9 @@ def whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def test_another_kind_and_number_of_replicas_goes_on_from_the_state(
     first: str, then: str, lag: int
 ) -> None:
-    """Three replicas for two steps, then one step of two replicas, each with the same gradient as its three."""
+    """Three replicas for two steps, then one step of two replicas, each with the same gradient as
+    its three.
+    """
 
     def begin(
         kind: DataParallel, stage: Layered, replica: int

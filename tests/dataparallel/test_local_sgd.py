@@ -89,7 +89,9 @@ def test_replicas_go_their_own_way_between_outer_steps() -> None:
 
 def test_outer_step_is_that_of_torchs_sgd_with_nesterovs_momentum() -> None:
     def run(kind: DataParallel, stage: Layered, replica: int) -> list[list[torch.Tensor]]:
-        """Parameters before and after each outer step; replicas have the same gradients, so they move alike."""
+        """Parameters before and after each outer step; replicas have the same gradients, so they
+        move alike.
+        """
         seen = []
         for step in range(3):
             stage.set_gradients(step, 0)
@@ -120,7 +122,8 @@ def test_fragments_take_turns() -> None:
             sent.append(sum(message.moved.num_bytes for message in kind.traffic()))
         return sent
 
-    # matrix 3 of 35 values; vector and matrix 4 of 25: half of each goes out, and half comes back as the mean
+    # matrix 3 of 35 values; vector and matrix 4 of 25: half of each goes out, and half comes back
+    # as the mean
     whole = with_replicas(local_sgd(2, 4), 2, run)
     turns = with_replicas(local_sgd(2, 4, num_fragments=2), 2, run)
     assert whole[0] == [0, 0, 0, 60 * 4, 0, 0]

@@ -28,7 +28,9 @@ def alone(replicas: int) -> Layered:
 
 
 def run(replicas: int, wire: str = "none", dies: int | None = None) -> list[Layered | Exception]:
-    """The stage of each replica after two steps over gloo; replica `dies` leaves before the second."""
+    """The stage of each replica after two steps over gloo; replica `dies` leaves before the
+    second.
+    """
     master = open_store(HOST, 0, 20, master=True)
 
     def replica_main(replica: int) -> Layered:

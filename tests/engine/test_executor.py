@@ -1,4 +1,6 @@
-"""The executor on stages that only add and multiply, so that what it must compute can be written down."""
+"""The executor on stages that only add and multiply, so that what it must compute can be written
+down.
+"""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +28,9 @@ NUMBER = TensorSpec((1,), torch.float32)
 
 @dataclass
 class Doubling:
-    """Doubles what it gets; its gradient is doubled on the way back. Notes what it was asked, in order."""
+    """Doubles what it gets; its gradient is doubled on the way back. Notes what it was asked, in
+    order.
+    """
 
     last: bool = False
     calls: list[str] = field(default_factory=list)

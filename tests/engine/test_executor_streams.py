@@ -1,4 +1,6 @@
-"""What the executor queues on which stream, and that on a GPU it never waits for the device before STEP."""
+"""What the executor queues on which stream, and that on a GPU it never waits for the device before
+STEP.
+"""
 
 from contextlib import contextmanager
 
@@ -104,8 +106,9 @@ class Wires:
 
 
 def test_host_runs_ahead_until_the_step_and_settles_there() -> None:
-    """The middle of three stages: sends wait for what they send alone, compute for what arrives, the host for nothing
-    before it is about to change parameters."""
+    """The middle of three stages: sends wait for what they send alone, compute for what arrives,
+    the host for nothing before it is about to change parameters.
+    """
     streams = Drawing()
     parts = Parts(
         1,
@@ -163,7 +166,9 @@ class WatchedUntilStep(Recorder):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("wire", ["none", "bf16"])
 def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
-    """A training step of a GPT, all but its end under torch's own watch; what is sent goes through host memory."""
+    """A training step of a GPT, all but its end under torch's own watch; what is sent goes through
+    host memory.
+    """
     streams = CudaStreams(torch.device("cuda"))
     model = gpt(
         vocab_size=64, num_layers=2, width=64, num_heads=2, context=32, dropout=0.0, tied=False

@@ -1,4 +1,5 @@
-"""megatron-core itself as an engine on a CPU: its own layers ask for CUDA by name, and are given what is here instead.
+"""megatron-core itself as an engine on a CPU: its own layers ask for CUDA by name, and are given
+what is here instead.
 
 Without dropout: its generators are left out. An engine as `dpipe.baselines.megatron` is one.
 """

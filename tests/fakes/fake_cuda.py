@@ -1,6 +1,8 @@
-"""What `dpipe.streams.CudaStreams` uses of `torch.cuda`, on threads: work that is queued runs later, in order.
+"""What `dpipe.streams.CudaStreams` uses of `torch.cuda`, on threads: work that is queued runs
+later, in order.
 
-The stream that a thread starts with is the program itself: what it is given has run, and to wait is to block.
+The stream that a thread starts with is the program itself: what it is given has run, and to wait is
+to block.
 """
 
 import itertools

@@ -1,7 +1,8 @@
-"""What `dpipe.baselines.megatron` uses of megatron-core 0.16.1, for one rank: its paths, signatures, names and layouts.
+"""What `dpipe.baselines.megatron` uses of megatron-core 0.16.1, for one rank: its paths,
+signatures, names and layouts.
 
-As Megatron does, it keeps q, k and v of a head side by side, gives a loss for each token, scales the mean of a
-micro-batch in place, and leaves learning rate and decay of each group to who steps.
+As Megatron does, it keeps q, k and v of a head side by side, gives a loss for each token, scales
+the mean of a micro-batch in place, and leaves learning rate and decay of each group to who steps.
 """
 
 import sys
@@ -124,7 +125,9 @@ def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class BertModel(nn.Module):
-    """Its attention is masked for positions that lie behind the end, too; a shared table is the embedding's alone."""
+    """Its attention is masked for positions that lie behind the end, too; a shared table is the
+    embedding's alone.
+    """
 
     def __init__(
         self,

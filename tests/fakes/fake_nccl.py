@@ -1,9 +1,12 @@
-"""What `dpipe.transport.nccl` uses of `cupy.cuda.nccl`, between threads. Streams are those of `fake_cuda`.
+"""What `dpipe.transport.nccl` uses of `cupy.cuda.nccl`, between threads. Streams are those of
+`fake_cuda`.
 
-What it refuses, and how, is what cupy 14.2 with NCCL 2.28 did without a GPU; `ids=tuple` is cupy 13.
+What it refuses, and how, is what cupy 14.2 with NCCL 2.28 did without a GPU; `ids=tuple` is cupy
+13.
 
-As NCCL does, a send of up to BUFFER bytes is over before its receiver is there, and a larger one waits for it; a peer
-that is gone is an asynchronous error of its communicator; and what is aborted comes to an end without having moved.
+As NCCL does, a send of up to BUFFER bytes is over before its receiver is there, and a larger one
+waits for it; a peer that is gone is an asynchronous error of its communicator; and what is aborted
+comes to an end without having moved.
 """
 
 import ctypes
@@ -57,7 +60,7 @@ class FakeNccl:
 
     def NcclCommunicator(
         self, ndev: int, commId: bytes | tuple[int, ...], rank: int
-    ) -> "FakeCommunicator":  # noqa: N802, N803 - cupy's
+    ) -> "FakeCommunicator":
         assert ndev == 2
         if type(commId) is not self._ids:
             raise TypeError(f"Argument 'commId' has incorrect type (expected {self._ids.__name__})")
@@ -104,7 +107,8 @@ class FakeCommunicator:
             self._rank in self._channel.ended
         ):  # cupy forgets the communicator, and NCCL is called with none
             raise NcclError(
-                "NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)"
+                "NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for "
+                "details)"
             )
 
     def _send(self, pointer: int, count: int) -> None:
@@ -134,7 +138,9 @@ class FakeCommunicator:
 
 
 class Settling:
-    """A transport whose `wait` settles as well: for tests that look at tensors, as a host does after a step."""
+    """A transport whose `wait` settles as well: for tests that look at tensors, as a host does
+    after a step.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner, self.rank = inner, inner.rank

@@ -53,7 +53,9 @@ def python(host: measure.Host, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_router_carries_coalesced_packets(lab):
-    """Several times what it carries packet by packet; half of that where the router's devices cannot segment."""
+    """Several times what it carries packet by packet; half of that where the router's devices
+    cannot segment.
+    """
 
     def coalesces(lab: Lab) -> bool:
         return lab.carries_gbps > 1.5 * lab.carries_packets * FULL_FRAME_BITS * 1e-9
@@ -65,9 +67,11 @@ def test_router_carries_coalesced_packets(lab):
     "asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps"
 )
 def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, profile, asked):
-    """Delay and rate within 10 %. A delay is kept to the 0.1 ms in which a guest wakes. A rate that is missed is one
-    that the router does not carry, as 10 Gbit/s on two cores: the lab warns of it, measured as it came up or, where
-    the machine has found other work since, measured now; and no rate is exceeded."""
+    """Delay and rate within 10 %. A delay is kept to the 0.1 ms in which a guest wakes. A rate that
+    is missed is one that the router does not carry, as 10 Gbit/s on two cores: the lab warns of it,
+    measured as it came up or, where the machine has found other work since, measured now; and no
+    rate is exceeded.
+    """
     path = profile(text(asked))
 
     def look() -> tuple[list[probe.Row], bool]:
@@ -231,7 +235,8 @@ def test_verify_of_an_unshaped_lab_is_refused(lab, monkeypatch):
     seen = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
     assert (seen.exit_code, seen.output) == (
         2,
-        f"netem: lab '{NAME}' is unshaped: there is nothing to hold it against; lab set PROFILE first\n",
+        f"netem: lab '{NAME}' is unshaped: there is nothing to hold it against; lab set PROFILE "
+        "first\n",
     )
 
 
@@ -248,7 +253,9 @@ def test_router_that_refuses_says_what(lab):
 
 @pytest.fixture
 def other(monkeypatch) -> Iterator[str]:
-    """The name of a second lab, which is not measured as it comes up, and of which nothing is left."""
+    """The name of a second lab, which is not measured as it comes up, and of which nothing is
+    left.
+    """
     monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield OTHER
     labs.down(OTHER)

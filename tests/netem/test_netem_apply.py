@@ -1,4 +1,6 @@
-"""What is run on a device, and what is left on it, with a `tc` of our own. On real devices: test_lab."""
+"""What is run on a device, and what is left on it, with a `tc` of our own. On real devices:
+test_lab.
+"""
 
 import signal
 

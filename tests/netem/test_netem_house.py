@@ -1,4 +1,6 @@
-"""netem stands beside dpipe: it needs root and no torch, and dpipe does not know it (test_architecture)."""
+"""netem stands beside dpipe: it needs root and no torch, and dpipe does not know it
+(test_architecture).
+"""
 
 import ast
 from pathlib import Path

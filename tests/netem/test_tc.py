@@ -31,11 +31,14 @@ def test_links_that_differ_are_classes_by_address():
     assert lines(network, 0, ADDRESSES) == [
         "tc qdisc add dev eth0 root handle d1be: htb default f",
         f"tc class add dev eth0 parent d1be: classid d1be:1 htb rate 10gbit ceil 10gbit {burst}",
-        f"tc class add dev eth0 parent d1be:1 classid d1be:f htb rate 9.26784gbit ceil 10gbit {burst}",
+        "tc class add dev eth0 parent d1be:1 classid d1be:f htb rate 9.26784gbit ceil 10gbit "
+        f"{burst}",
         "tc qdisc add dev eth0 parent d1be:f netem limit 1000 delay 0.1ms rate 10gbit",
-        f"tc class add dev eth0 parent d1be:1 classid d1be:12 htb rate 0.732159gbit ceil 10gbit {burst}",
+        "tc class add dev eth0 parent d1be:1 classid d1be:12 htb rate 0.732159gbit ceil 10gbit "
+        f"{burst}",
         "tc qdisc add dev eth0 parent d1be:12 netem limit 13233 delay 67ms rate 0.79gbit",
-        "tc filter add dev eth0 parent d1be: protocol ip prio 1 u32 match ip dst 10.0.0.3/32 flowid d1be:12",
+        "tc filter add dev eth0 parent d1be: protocol ip prio 1 u32 match ip dst 10.0.0.3/32 "
+        "flowid d1be:12",
     ]
 
 
@@ -64,7 +67,8 @@ def test_all_peers_listed_alike_need_no_classes():
 def test_peers_of_another_family_have_filters_of_their_own():
     network = Network(default=Link(5, 2), links={(0, 1): Link(50, 1)})
     assert lines(network, 0, ["fd00::1", "fd00::2", "fd00::3"])[-1] == (
-        "tc filter add dev eth0 parent d1be: protocol ipv6 prio 2 u32 match ip6 dst fd00::2/128 flowid d1be:11"
+        "tc filter add dev eth0 parent d1be: protocol ipv6 prio 2 u32 match ip6 dst fd00::2/128 "
+        "flowid d1be:11"
     )
 
 

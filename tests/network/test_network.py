@@ -180,7 +180,8 @@ def test_network_without_a_profile_is_loopback():
         ("delay_ms = 1\nbandwidth_gbps = 0", "bandwidth_gbps must be a positive number, got 0"),
         (
             "delay = 1",
-            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, .*, window_bytes",
+            "unknown key 'delay' in the profile; known keys: bandwidth_gbps, delay_ms, jitter_ms, "
+            ".*, window_bytes",
         ),
         (
             "delay_ms = 1\nbandwidth_gbps = 1\nwindow_bytes = 0",

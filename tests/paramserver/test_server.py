@@ -46,7 +46,9 @@ def serving() -> Iterator[ParameterServer]:
 
 @pytest.fixture
 def dial(serving: ParameterServer) -> Iterator[Dial]:
-    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `Worker`'s, or `row`, `rule` and `stage`."""
+    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `Worker`'s, or `row`,
+    `rule` and `stage`.
+    """
     lines: list[ParameterLine] = []
 
     def make(

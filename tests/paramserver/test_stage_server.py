@@ -54,7 +54,9 @@ def test_step_is_committed_when_all_of_it_has_gone_out(shelf: StageServer) -> No
 
 
 def test_step_is_committed_when_its_chunks_went_out_before_a_restart(shelf: StageServer) -> None:
-    """A worker that has them all asks for none: it only waits for the commit, and must not wait for ever."""
+    """A worker that has them all asks for none: it only waits for the commit, and must not wait for
+    ever.
+    """
     shelf.decide(0, 0, Verdict(1e-2, 1.0))
     for chunk in range(2):
         shelf.add(0, 0, chunk, torch.ones(4))

@@ -155,8 +155,8 @@ def reduce_ms(config: Config) -> float:
 
 
 def test_all_reduce_adds_what_the_first_stage_sends() -> None:
-    # Half of it to the other replica and half of the average back, in two parts of which one hides the other's delay;
-    # the second stage is through before.
+    # Half of it to the other replica and half of the average back, in two parts of which one hides
+    # the other's delay; the second stage is through before.
     assert reduce_ms(replicated("all-reduce")) == pytest.approx(40 + 1, abs=0.1)
 
 
@@ -298,7 +298,8 @@ def test_embedded_servers_are_where_the_schedule_places_the_stages(schedule: str
 
 
 def test_parameter_server_sends_back_to_every_replica() -> None:
-    # Its own link carries both stages' parameters to both replicas, 2 x 60 ms; an all-reduce shares that out.
+    # Its own link carries both stages' parameters to both replicas, 2 x 60 ms; an all-reduce shares
+    # that out.
     served = reduce_ms(replicated("parameter-server", address="server:7100"))
     assert served > 80 > reduce_ms(replicated("all-reduce"))
 

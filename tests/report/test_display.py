@@ -56,7 +56,8 @@ def test_output_that_is_full_is_given_up_with_one_warning(
                 display.show(ROW)
         console.print("the end")
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/full cannot be written ([Errno 28] No space left on device): all goes on, and nothing more is shown"
+        "/dev/full cannot be written ([Errno 28] No space left on device): all goes on, and "
+        "nothing more is shown"
     ]
 
 

@@ -1,4 +1,6 @@
-"""BERT in whole runs: as for the GPT, how the work is cut never changes the result, not by one bit."""
+"""BERT in whole runs: as for the GPT, how the work is cut never changes the result, not by one
+bit.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,9 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-# Relative: fp32 sums in another order, of which Adam makes a whole step where a gradient is all but zero. Of one
-# machine 6e-8, of another 1.2e-6; replicas that read the same rows move a loss by 4e-2.
+# Relative: fp32 sums in another order, of which Adam makes a whole step where a gradient is all but
+# zero. Of one machine 6e-8, of another 1.2e-6; replicas that read the same rows move a loss by
+# 4e-2.
 ROUNDING = 1e-5
 
 SUBJECTS, VERBS = (

@@ -87,7 +87,11 @@ def test_placement_names_the_flags_that_are_missing(flags, missing):
 
 def test_placement_brackets_the_ipv6_address_of_torchrun():
     here = placement(TORCHRUN | {"MASTER_ADDR": "fd00::5", "MASTER_PORT": "7000"})
-    assert (here.coordinator, here.coordinator_host, here.port) == ("[fd00::5]:7000", "[fd00::5]", 7000)
+    assert (here.coordinator, here.coordinator_host, here.port) == (
+        "[fd00::5]:7000",
+        "[fd00::5]",
+        7000,
+    )
 
 
 @pytest.mark.parametrize(

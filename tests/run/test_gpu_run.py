@@ -1,4 +1,6 @@
-"""Whole runs on GPUs learn what they do on CPUs. Where there are none, on a stand-in that looks for races too."""
+"""Whole runs on GPUs learn what they do on CPUs. Where there are none, on a stand-in that looks for
+races too.
+"""
 
 import importlib
 from collections.abc import Callable

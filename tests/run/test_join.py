@@ -34,7 +34,9 @@ def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
 
 
 def test_coordinator_of_an_ipv6_address_is_reached_from_one() -> None:
-    """It was "no way to [::1]: Name or service not known"; in brackets, as node.bind and gRPC have it."""
+    """It was "no way to [::1]: Name or service not known"; in brackets, as node.bind and gRPC have
+    it.
+    """
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -1,4 +1,6 @@
-"""Ranks here are short Python programs. What a launcher does with signals is tried on a launcher of its own process."""
+"""Ranks here are short Python programs. What a launcher does with signals is tried on a launcher of
+its own process.
+"""
 
 import contextlib
 import json

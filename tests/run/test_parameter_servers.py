@@ -1,4 +1,6 @@
-"""Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads over real links."""
+"""Runs whose replicas keep their parameters on a server: embedded or apart, whole runs as threads
+over real links.
+"""
 
 import json
 import os
@@ -37,7 +39,8 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+# relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+ROUNDING = 2e-6
 BATCH = 12
 SERVED = '[data_parallel]\nkind = "parameter-server"\n'
 EAGER = {"train__clip_norm": 0.0}
@@ -45,7 +48,9 @@ EAGER = {"train__clip_norm": 0.0}
 
 @pytest.fixture
 def served(tiny: Make, tmp_path: Path) -> Make:
-    """`served(3)`: the batch over so many replicas and a parameter server; `served(1)` is one process without."""
+    """`served(3)`: the batch over so many replicas and a parameter server; `served(1)` is one
+    process without.
+    """
 
     def make(replicas: int, folder: str = "split", **overrides: Any) -> Config:
         settings = {"data_parallel__kind": "parameter-server", "data_parallel__replicas": replicas}
@@ -179,7 +184,9 @@ def test_run_goes_on_with_other_replicas_or_another_kind(
 
 
 def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Losses) -> None:
-    """The server's own parameters are in the checkpoint beside what the workers have; so few steps owe no feedback."""
+    """The server's own parameters are in the checkpoint beside what the workers have; so few steps
+    owe no feedback.
+    """
     steady = {"train__decay": "none", "data_parallel__wire": "bf16"}
     whole = losses(served(2, "whole", train__steps=5, **steady))
     losses(served(2, "part", train__steps=3, **steady))
@@ -281,7 +288,9 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
 def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
     served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one process learns; replicas to the last bit alike, and so what every rank of a stage has whole."""
+    """As one process learns; replicas to the last bit alike, and so what every rank of a stage has
+    whole.
+    """
     rows: dict[tuple[int, int], _Column] = {}
 
     def leave(column: _Column) -> None:
@@ -518,7 +527,9 @@ def test_snapshot_without_room_is_not_said_to_fit_elsewhere(
 
 
 def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
-    """They shared RUN/server: one that was started again took up the stages of all, and then never ended."""
+    """They shared RUN/server: one that was started again took up the stages of all, and then never
+    ended.
+    """
     each = served(2, data_parallel__servers="per-stage")
     folders = [_state_folder(each, "127.0.0.1", port) for port in (7100, 7101)]
     assert len({*folders, _state_folder(served(2), "127.0.0.1", 7100)}) == 3

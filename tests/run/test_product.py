@@ -1,7 +1,8 @@
-"""Every synchronous kind, schedule and number of replicas, over links inside this process, against one process.
+"""Every synchronous kind, schedule and number of replicas, over links inside this process, against
+one process.
 
-What must be equal is the parameters after two steps of the same batch: to fp32 rounding, since the sum over replicas
-groups its terms in another way than the sum over micro-batches.
+What must be equal is the parameters after two steps of the same batch: to fp32 rounding, since the
+sum over replicas groups its terms in another way than the sum over micro-batches.
 """
 
 import threading
@@ -69,9 +70,7 @@ class Rank:
         }
         transport = hub.transport(rank)
         self.kind = data_parallel(config, self.here, self.stages, transport, Alone(), None)
-        boundary = (
-            TensorSpec((BATCH // self.here.dp_size // microbatches, WIDTH), torch.float32),
-        )
+        boundary = (TensorSpec((BATCH // self.here.dp_size // microbatches, WIDTH), torch.float32),)
         self.executor = Executor(
             Parts(
                 self.here.pp_rank,

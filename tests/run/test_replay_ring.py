@@ -1,4 +1,6 @@
-"""Tensor parallelism over a network, replayed: whole runs, ranks as threads behind the shaped transport."""
+"""Tensor parallelism over a network, replayed: whole runs, ranks as threads behind the shaped
+transport.
+"""
 
 from collections.abc import Callable
 from itertools import count

@@ -11,9 +11,9 @@ from dpipe.config.load import Config
 from dpipe.errors import NumericError
 from dpipe.plan.run_plan import draft
 from dpipe.ranks import ParallelRanks
-from dpipe.schedule.links import neighbours
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_steps
+from dpipe.schedule.links import neighbours
 from dpipe.store import checkpoint
 from dpipe.timeline.span import Lane
 
@@ -21,13 +21,16 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-ROUNDING = 2e-6  # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+# relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
+ROUNDING = 2e-6
 BATCH = 12  # sequences, which 2, 3 and 4 replicas share
 
 
 @pytest.fixture
 def split(tiny: Make, tmp_path: Path) -> Make:
-    """`split(3, kind="sharded")`: the batch over so many replicas; over one with as many micro-batches."""
+    """`split(3, kind="sharded")`: the batch over so many replicas; over one with as many
+    micro-batches.
+    """
 
     def make(
         replicas: int, kind: str = "all-reduce", folder: str = "split", **overrides: Any
@@ -187,7 +190,9 @@ def test_run_goes_on_with_other_replicas_and_stages(
     split: Make,
     losses: Losses,
 ) -> None:
-    """Against a run of one arrangement throughout; a checkpoint has the delayed gradients as well."""
+    """Against a run of one arrangement throughout; a checkpoint has the delayed gradients as
+    well.
+    """
     steps = {"train__decay": "none", "data_parallel__delay": delay}
 
     def arranged(arrangement: tuple[str, int, int], folder: str, num_steps: int) -> Config:
@@ -410,7 +415,9 @@ def test_sharded_optimizer_takes_less_memory_and_says_so(split: Make, losses: Lo
 )
 def test_peers_are_the_neighbours(tiny: Make, tied: bool, peers: list[set[int]]) -> None:
     schedule = draft(tiny(pipeline__stages=4, model__tie_embeddings=tied)).forecast.schedule
-    assert [ParallelRanks(rank, pp_size=4).peers(neighbours(schedule, rank)) for rank in range(4)] == peers
+    assert [
+        ParallelRanks(rank, pp_size=4).peers(neighbours(schedule, rank)) for rank in range(4)
+    ] == peers
 
 
 def test_peers_of_a_replica_are_the_neighbours_in_its_row_and_its_column(tiny: Make) -> None:

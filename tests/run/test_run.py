@@ -1,4 +1,6 @@
-"""The promise that holds the rest together: how the work is cut never changes the result, not by one bit."""
+"""The promise that holds the rest together: how the work is cut never changes the result, not by
+one bit.
+"""
 
 import gc
 import json
@@ -537,7 +539,9 @@ def layers():
 def test_buffers_of_any_values_are_saved_and_filled(
     precision: str, tiny: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask of infinities, a view of one row four times, complex numbers; of an older checkpoint there are none."""
+    """A mask of infinities, a view of one row four times, complex numbers; of an older checkpoint
+    there are none.
+    """
     (tmp_path / "buffer_layers.py").write_text(BUFFERS)
     monkeypatch.syspath_prepend(tmp_path)
     config = tiny(

@@ -1,4 +1,5 @@
-"""Replicas over a network shaped in software against the simulator: what an exchange hides behind, and what not.
+"""Replicas over a network shaped in software against the simulator: what an exchange hides behind,
+and what not.
 
 forward and backward of four micro-batches       180 ms
 a gradient's way, out and back, of two replicas  120 ms and the delays

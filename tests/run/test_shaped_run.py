@@ -92,7 +92,9 @@ def simulated(name: str, delay_ms: float, gbps: float) -> tuple[Schedule, Networ
 def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
     name: str, delay_ms: float, gbps: float
 ) -> None:
-    """Exactly, on paper: the shaper's own clockless part, offered what the simulated ranks send when they send it."""
+    """Exactly, on paper: the shaper's own clockless part, offered what the simulated ranks send
+    when they send it.
+    """
     schedule, network, timeline = simulated(name, delay_ms, gbps)
     made_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.COMPUTE}
     arrives_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.RECV}
@@ -116,7 +118,9 @@ def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
 def test_shaped_run_takes_the_simulated_time_and_what_the_machine_is_late(
     name: str, delay_ms: float, gbps: float
 ) -> None:
-    """Never less. More by 3 %, and by a late wake-up for each wait of the longest chain: a machine may be busy."""
+    """Never less. More by 3 %, and by a late wake-up for each wait of the longest chain: a machine
+    may be busy.
+    """
     schedule, network, timeline = simulated(name, delay_ms, gbps)
     predicted_s, chain = timeline.duration_us / 1e6, 3 * (MICROBATCHES + RANKS)
     most_s = 1.03 * predicted_s + chain * LATE_S

@@ -1,4 +1,6 @@
-"""Which parameters a norm counts where, on two ranks that hold a whole GPT with a tied embedding together."""
+"""Which parameters a norm counts where, on two ranks that hold a whole GPT with a tied embedding
+together.
+"""
 
 from typing import Any
 

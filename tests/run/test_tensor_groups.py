@@ -1,4 +1,6 @@
-"""Stages on several ranks against one process on the same batch: whole runs, ranks as threads over real links."""
+"""Stages on several ranks against one process on the same batch: whole runs, ranks as threads over
+real links.
+"""
 
 import threading
 from collections.abc import Callable
@@ -117,7 +119,9 @@ def test_run_goes_on_with_other_ranks_a_stage(
     split: Make,
     losses: Losses,
 ) -> None:
-    """(kind, replicas, stages, ranks a stage, sequence), against a run of one process throughout."""
+    """(kind, replicas, stages, ranks a stage, sequence), against a run of one process
+    throughout.
+    """
 
     always = {"train__decay": "none", "model__dropout": 0.1}
 

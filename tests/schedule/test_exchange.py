@@ -137,7 +137,9 @@ def test_exchange_refuses_sizes_that_make_no_sense(
 def run(
     exchange: Exchange,
 ) -> tuple[tuple[tuple[Message, ...], ...], list[dict[tuple[int, int], set[int]]]]:
-    """Send everything, each end in its order; what arrived where, and whose gradients each end holds of each part."""
+    """Send everything, each end in its order; what arrived where, and whose gradients each end
+    holds of each part.
+    """
     ends = range(len(exchange.programs))
     queues = [list(program) for program in exchange.programs]
     arrived: list[set[Message]] = [set() for _ in ends]

@@ -52,7 +52,8 @@ def test_check_draws_the_grid_and_marks_the_culprit():
         (
             0,
             "0F0 0F1 0I0 0I1 0W1 0W0",
-            "0W1 on rank 0 is out of order: the next weight gradient of stage 0 is for micro-batch 0",
+            "0W1 on rank 0 is out of order: the next weight gradient of stage 0 is for micro-batch "
+            "0",
         ),
         (
             0,
@@ -111,11 +112,12 @@ def test_check_refuses_a_send_before_what_makes_it():
 
 
 def test_check_refuses_ranks_that_wait_for_each_other():
-    # Stage 2 is on rank 0 again: a rank that finishes stage 0 backward before stage 2 forward can never start it.
+    # Stage 2 is on rank 0 again: a rank that finishes stage 0 backward before stage 2 forward can
+    # never start it.
     broken = with_program(interleaved(2, 2, 1), 0, "0F0 0B0 2F0 2B0")
     assert (
-        "rank 0 stops at 0B0, which waits for 1B0 on rank 1; rank 1 stops at 3F0, which waits for 2F0"
-        in refusal(broken)
+        "rank 0 stops at 0B0, which waits for 1B0 on rank 1; rank 1 stops at 3F0, which waits for "
+        "2F0" in refusal(broken)
     )
 
 

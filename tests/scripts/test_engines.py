@@ -1,4 +1,6 @@
-"""Which engine runs a cell, how it spreads a model over ranks, and a sweep on the machine as it is."""
+"""Which engine runs a cell, how it spreads a model over ranks, and a sweep on the machine as it
+is.
+"""
 
 import json
 from pathlib import Path
@@ -240,7 +242,9 @@ def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
 def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(
     engines, tmp_path, monkeypatch
 ):
-    """A loss before training is near that of chance whatever the parameters: half a thousandth is far."""
+    """A loss before training is near that of chance whatever the parameters: half a thousandth is
+    far.
+    """
     monkeypatch.setitem(LOSSES, "megatron", [5.0005, 4.0])
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = (

@@ -1,4 +1,6 @@
-"""The script is tried on a CPU, and held to what a check that is cut short, or goes wrong in parts, must still give."""
+"""The script is tried on a CPU, and held to what a check that is cut short, or goes wrong in parts,
+must still give.
+"""
 
 import json
 import os
@@ -97,7 +99,9 @@ def test_measurement_that_hangs_is_ended_when_its_share_is_over(script, monkeypa
 
 
 def test_failure_is_the_last_word_of_the_process_that_failed(script, monkeypatch) -> None:
-    """What several processes raise begins with an empty line and says who failed before it says why."""
+    """What several processes raise begins with an empty line and says who failed before it says
+    why.
+    """
     module = script("gpu_check")
 
     def fails(case):

@@ -48,7 +48,9 @@ def far(tmp_path) -> Path:
 
 @pytest.fixture
 def carried(link, monkeypatch) -> list[tuple[str, int, float, float]]:
-    """What was asked for. Each way carries 0.1 Gbit/s a connection, and in later turns more, dpipe a tenth less."""
+    """What was asked for. Each way carries 0.1 Gbit/s a connection, and in later turns more, dpipe
+    a tenth less.
+    """
     asked = []
 
     def way(name: str, each_gbps: float):

@@ -83,7 +83,9 @@ def published(table, name: str):
 
 
 def test_bert_on_more_machines_follows_from_two_rows(table, scaling):
-    """All but the run on 16 GPUs, which is six times slower than its neighbours in the source itself."""
+    """All but the run on 16 GPUs, which is six times slower than its neighbours in the source
+    itself.
+    """
     rows = list(
         map(scaling.row_of, scaling.bert_cases(published(table, "megatron_bert345m_scaling")))
     )

@@ -1,4 +1,6 @@
-"""The SC21 paper's measurements: simulated where that is cheap, and as batch jobs that a stand-in for sbatch takes."""
+"""The SC21 paper's measurements: simulated where that is cheap, and as batch jobs that a stand-in
+for sbatch takes.
+"""
 
 import csv
 import json

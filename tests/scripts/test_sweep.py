@@ -308,7 +308,9 @@ def test_network_with_fewer_pairs_than_ranks_is_refused_first(bench):
 
 
 def test_cell_runs_for_real_and_takes_its_time(script, tmp_path, monkeypatch):
-    """Two processes, three steps, 20 ms each way: what is measured is what the simulator says, and a bit."""
+    """Two processes, three steps, 20 ms each way: what is measured is what the simulator says, and
+    a bit.
+    """
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     result = bench.run(networks=["far.toml"], schedules=["gpipe"])
     assert result.exit_code == 0, result.output
@@ -323,7 +325,9 @@ def test_commit_is_left_open_where_there_is_no_git(script, monkeypatch):
 
 @pytest.mark.parametrize("code", [0, 128 + 15], ids=["in good order", "before its ranks heard"])
 def test_run_that_was_stopped_is_no_result_and_ends_the_sweep(script, tmp_path, monkeypatch, code):
-    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step, or die of it while they start."""
+    """Ctrl-C reaches the launcher while a cell runs; its ranks end their step, or die of it while
+    they start.
+    """
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
 
     def stopped(argv_of_rank, num_ranks, **settings):
@@ -358,7 +362,9 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt3xl_gpipe_network", "gpt3xl_replicas"])
 def test_committed_results_are_those_of_their_sweep_file(script, tmp_path, name):
-    """Else a change of the configuration has made a measured cell another one, and the sweep measures all anew."""
+    """Else a change of the configuration has made a measured cell another one, and the sweep
+    measures all anew.
+    """
     sweep = script("sweep")
     known = {
         cell.key

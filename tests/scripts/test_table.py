@@ -54,7 +54,9 @@ def run(table, *words: str | Path) -> Result:
 
 
 def test_prediction_is_within_three_percent_of_what_was_published(table):
-    """The first row is fitted; the other four follow from the profiles, the last one from TCP's window."""
+    """The first row is fitted; the other four follow from the profiles, the last one from TCP's
+    window.
+    """
     rows = [table.with_prediction(row) for row in table.published(NAME)]
     assert [(row.delay_ms, row.bandwidth_gbps) for row in rows] == [*NETWORKS, *NETWORKS[:4]]
     assert [row.data_parallel for row in rows] == [1] * 5 + [4] * 4
@@ -142,7 +144,9 @@ def test_csv_has_the_same_rows(quick, results):
 
 
 def test_csv_keeps_a_comma_inside_its_cell(quick, tmp_path):
-    """A pipeline of another size is "auto, 2 stages" in the results: its cells stood one column too far right."""
+    """A pipeline of another size is "auto, 2 stages" in the results: its cells stood one column too
+    far right.
+    """
     (tmp_path / "r.jsonl").write_text(json.dumps(LINE | {"schedule": "auto, 2 stages"}))
     *_, row = csv.DictReader(
         run(
@@ -176,7 +180,9 @@ def test_markdown_shows_the_error(quick, results):
 def test_measured_line_gets_the_prediction_that_its_own_run_would_have_today(
     script, table, tmp_path
 ):
-    """In a lab at 1/32: packets' headers count, and the window is the kernel's, not a thirty-second of it."""
+    """In a lab at 1/32: packets' headers count, and the window is the kernel's, not a thirty-second
+    of it.
+    """
     sweep = script("sweep")
     given = {
         "name": NAME,

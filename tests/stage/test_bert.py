@@ -76,7 +76,9 @@ def test_start_is_a_uniform_guess_of_words_and_pair() -> None:
 
 
 def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
-    """Two sequences with one masked word and two: three words count alike, whatever the others' logits are."""
+    """Two sequences with one masked word and two: three words count alike, whatever the others'
+    logits are.
+    """
     logits, pair = torch.zeros(2, 3, 4), torch.zeros(2, 2)
     logits[0, 1, 3] = logits[1, 1, 0] = pair[0, 1] = 100.0  # right, wrong, right
     targets = torch.tensor([[1, 3, IGNORED], [0, 2, 1]])
@@ -102,7 +104,9 @@ def test_masked_words_loss_reaches_every_word_of_the_sequence_and_none_behind_it
 
 
 def test_masked_words_are_learned_from_the_words_around_them() -> None:
-    """Each sequence is one word over and over: who reads the others knows it, who does not is at log(WORDS - 1)."""
+    """Each sequence is one word over and over: who reads the others knows it, who does not is at
+    log(WORDS - 1).
+    """
     mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
     made = bert(
         vocab_size=WORDS,

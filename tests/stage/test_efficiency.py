@@ -6,14 +6,18 @@ XL = {"context": 2048, "width": 2048, "num_layers": 24, "vocab_size": 50_304}
 
 
 def test_train_flops_are_those_of_palm() -> None:
-    """6 N + 12 L H Q T a token, N without the embedding's table (Chowdhery et al. 2022, appendix B)."""
+    """6 N + 12 L H Q T a token, N without the embedding's table (Chowdhery et al. 2022, appendix
+    B).
+    """
     parameters = 12 * 24 * 2048**2 + 50_304 * 2048
     a_token = 6 * parameters + 12 * 24 * 2048 * 2048
     assert gpt_train_flops(num_sequences=3, **XL) == pytest.approx(a_token * 3 * 2048)
 
 
 def test_train_flops_are_those_of_megatron_without_recomputation() -> None:
-    """72 B s l h^2 (1 + s / 6h + V / 12 l h): Narayanan et al. 2021, with 3 passes where recomputation makes 4."""
+    """72 B s l h^2 (1 + s / 6h + V / 12 l h): Narayanan et al. 2021, with 3 passes where
+    recomputation makes 4.
+    """
     s, h, layers, vocabulary = 2048, 2048, 24, 50_304
     formula = 72 * 3 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     assert gpt_train_flops(num_sequences=3, **XL) == pytest.approx(formula)

@@ -24,7 +24,9 @@ def batch() -> torch.Tensor:
 def gradients(
     module: nn.Module, x: torch.Tensor, store: WeightGradients | None = None
 ) -> dict[str, torch.Tensor]:
-    """Of two micro-batches; by name, the input's as `x`. What is filed in `store` is made after each."""
+    """Of two micro-batches; by name, the input's as `x`. What is filed in `store` is made after
+    each.
+    """
     leaf = x.clone().requires_grad_()
     for _ in range(2):
         module(leaf).square().sum().backward()
@@ -135,7 +137,9 @@ def test_weight_made_from_other_parameters_is_left_to_autograd() -> None:
 
 
 def test_waiting_weight_gradient_keeps_nothing_but_its_factors() -> None:
-    """A product holds its input through a view; a view of a tensor with a graph would keep that graph alive."""
+    """A product holds its input through a view; a view of a tensor with a graph would keep that
+    graph alive.
+    """
     linear, store = deferring(seeded_linear())
     leaf = batch().requires_grad_()
     linear(leaf * 1.0).sum().backward()

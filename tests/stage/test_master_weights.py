@@ -1,4 +1,6 @@
-"""Parameters in half precision with fp32 masters: what is computed in which, and that nothing else changes."""
+"""Parameters in half precision with fp32 masters: what is computed in which, and that nothing else
+changes.
+"""
 
 from contextlib import nullcontext
 from functools import partialmethod

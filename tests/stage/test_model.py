@@ -76,7 +76,9 @@ constant = 3
 
 @pytest.fixture
 def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A working folder with a module of the user in it; its name is new, because modules are imported once."""
+    """A working folder with a module of the user in it; its name is new, because modules are
+    imported once.
+    """
     name = f"users_model_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(USERS_MODULE)
     (tmp_path / f"{name}_broken.py").write_text("import no_such_package_anywhere\n")

@@ -26,7 +26,9 @@ def a_stage(group: TensorGroup | None) -> Stage:
 
 
 def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
-    """What a rank sends on, evaluates to, and sends back, given its part of the activation and of the gradient."""
+    """What a rank sends on, evaluates to, and sends back, given its part of the activation and of
+    the gradient.
+    """
     stage = Scattered(a_stage(group), group, first=False, last=False)
     (mine, gradient) = (group.part(tensor, -1).contiguous() for tensor in (GIVEN, GRADIENT))
     evaluated = stage.evaluate((mine,))

@@ -1,4 +1,6 @@
-"""The promise: how the model is cut, and in which order its parts run, changes no bit of the result."""
+"""The promise: how the model is cut, and in which order its parts run, changes no bit of the
+result.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -342,7 +344,9 @@ def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
 
 
 class Masked(nn.Module):
-    """Takes and gives a tuple: values, an integer mask, and a scale that only the last layer reads."""
+    """Takes and gives a tuple: values, an integer mask, and a scale that only the last layer
+    reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,8 +104,9 @@ def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
     monkeypatch.setattr(
         torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
     )
-    # What traces puts the random numbers of its process back when it is done. Ranks are threads here, and one would do
-    # so under another that draws: a layer that is taken to draw has them for itself.
+    # What traces puts the random numbers of its process back when it is done. Ranks are threads
+    # here, and one would do so under another that draws: a layer that is taken to draw has them for
+    # itself.
     monkeypatch.setattr(Head, "draws", True)
     how = {"recompute": "selective"}
     losses, gradients = trained("gpt", None, 0.1, **how)
@@ -139,7 +140,9 @@ def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
 
 
 def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
-    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block, and not more."""
+    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block,
+    and not more.
+    """
     batch, context, width, size = 4, 64, 16, 4
     unit = batch * context * width * 4
 

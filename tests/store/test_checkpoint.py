@@ -258,8 +258,8 @@ def _after(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Three files are written, in this order: model, optimizer, index. Each is filled, its digest taken, synced with its two
-# folders, and renamed between.
+# Three files are written, in this order: model, optimizer, index. Each is filled, its digest taken,
+# synced with its two folders, and renamed between.
 POINTS = [
     *(("save_file", "checkpoint", n) for n in (0, 1)),
     *(("_digest", "checkpoint", n) for n in (0, 1, 2)),

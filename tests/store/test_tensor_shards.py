@@ -1,4 +1,6 @@
-"""What two ranks that hold a stage together write down, and what each of them takes of what was written."""
+"""What two ranks that hold a stage together write down, and what each of them takes of what was
+written.
+"""
 
 import json
 from pathlib import Path
@@ -30,7 +32,9 @@ def stages() -> dict[int, Any]:
 
 
 def moments(rank: int, halves: bool) -> dict[str, torch.Tensor]:
-    """Of one rank: whole, or in the two parts in which replicas with a shard of the optimizer each keep them."""
+    """Of one rank: whole, or in the two parts in which replicas with a shard of the optimizer each
+    keep them.
+    """
     mine = SHARD.take(WHOLE, rank)
     norm = {f"{NORM}.exp_avg": torch.ones(4)}
     if not halves:

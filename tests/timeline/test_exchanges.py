@@ -25,7 +25,9 @@ def network(delay_us: float = 0.0, gbps: float = 1.0) -> Network:
 
 
 def cost(num_stages: int, reduce_us: int, message_us: int = 0) -> Cost:
-    """A gradient takes `reduce_us` to leave a rank as a whole, a message between stages `message_us`."""
+    """A gradient takes `reduce_us` to leave a rank as a whole, a message between stages
+    `message_us`.
+    """
     one = Cost.uniform(num_stages, 10, 20, message_bytes=message_us * BYTES_PER_US, update_us=1)
     return replace(one, reduce_bytes=(reduce_us * BYTES_PER_US,) * num_stages)
 
@@ -47,7 +49,8 @@ def lines(text: str) -> list[str]:
 
 def test_replicas_exchange_halves_and_step():
     timeline = simulate(gpipe(1, 1), cost(1, 40), network(delay_us=5), replicas=Replicas(direct(2)))
-    # 10 + 20 of compute; half a gradient to the other, which has it 5 later; half of the average back.
+    # 10 + 20 of compute; half a gradient to the other, which has it 5 later; half of the average
+    # back.
     assert [reduced(timeline, rank) for rank in range(2)] == lines("""
         0 to 1 30-50  0 to 1 55-75
         0 to 0 30-50  0 to 0 55-75

@@ -17,7 +17,9 @@ LAYER = LayerMemory(
 
 
 def test_rank_holds_what_its_own_schedule_keeps_in_flight() -> None:
-    """1F1B over three stages: three, two and one micro-batches, when a backward starts with gradients there."""
+    """1F1B over three stages: three, two and one micro-batches, when a backward starts with
+    gradients there.
+    """
     ranks = peak_memory(generate("1f1b", 3, 6), [(LAYER,)] * 3)
     assert [rank.activations for rank in ranks] == [30, 20, 10]
     assert ranks[0] == RankMemory(
@@ -26,7 +28,9 @@ def test_rank_holds_what_its_own_schedule_keeps_in_flight() -> None:
 
 
 def test_first_backward_has_no_gradients_yet() -> None:
-    """gpipe holds most where its first backward starts, unless gradients have buffers of their own."""
+    """gpipe holds most where its first backward starts, unless gradients have buffers of their
+    own.
+    """
     schedule = generate("gpipe", 1, 8)
     first = LayerMemory(gradient_bytes=5, held_bytes=10, backward_bytes=7, first_bytes=1)
     assert peak_memory(schedule, [(first,)])[0] == RankMemory(0, 0, 0, 80, 8)
@@ -102,7 +106,9 @@ def test_stages_that_do_not_fit_the_schedule_are_refused() -> None:
 
 
 def test_gradients_in_half_precision_stay_beside_their_masters_until_the_pass_is_done() -> None:
-    """Worst in the second micro-batch, where the first layer works beside the gradient of the other."""
+    """Worst in the second micro-batch, where the first layer works beside the gradient of the
+    other.
+    """
     layer = LayerMemory(parameter_bytes=8, gradient_bytes=8, rounded_bytes=4, backward_bytes=5)
     assert peak_memory(generate("1f1b", 1, 2), [(layer, layer)])[0] == RankMemory(24, 16, 0, 4, 5)
     split = replace(layer, backward_bytes=0, deferred_bytes=10)

@@ -95,7 +95,8 @@ def test_simulate_gives_a_slow_link_its_own_rate_and_the_rest_to_the_fast_one():
         gradient_bytes=(91 * BYTES_PER_US, 1 * BYTES_PER_US),
     )
     uneven = Network(default=Link(0, 1.0), links={(1, 0): Link(0, 0.1)})
-    # 1SEND_F1 has moved 4 of its 91 when 1SEND_B0 comes and takes 0.1 of the egress; 0.9 are left for it.
+    # 1SEND_F1 has moved 4 of its 91 when 1SEND_B0 comes and takes 0.1 of the egress; 0.9 are left
+    # for it.
     sends = {
         str(s.action): s.duration_us
         for s in simulate(one_f_one_b(3, 2), cost, uneven).on(1, Lane.SEND)
@@ -173,7 +174,9 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Cost, Network]:
 
 
 def critical_path_us(schedule: Schedule, cost: Cost, net: Network) -> float:
-    """The longest chain of dependence: what the step would take if ranks and links had no other work."""
+    """The longest chain of dependence: what the step would take if ranks and links had no other
+    work.
+    """
 
     @cache
     def done_us(action: Action) -> float:

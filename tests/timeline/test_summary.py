@@ -41,7 +41,8 @@ def test_summary_of_a_predicted_step():
     cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=500, update_us=10)
     step = simulate(SCHEDULE, cost, Network(default=Link(0.001, 1.0)))
     summary = summarise(step, SCHEDULE)
-    # rank 0: two F to 20, two B from 60 to 100, the update to 110. rank 1: the same work from 15 to 85.
+    # rank 0: two F to 20, two B from 60 to 100, the update to 110. rank 1: the same work from 15 to
+    # 85.
     assert summary.step_us == 110
     assert summary.bubble == pytest.approx((4 / 11, 4 / 11))
     assert summary.waiting == pytest.approx((40 / 110, 15 / 110))

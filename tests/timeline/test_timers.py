@@ -55,7 +55,8 @@ def test_parts_of_the_optimizer_stand_behind_it() -> None:
     timers = Timers()
     timers.add([span(Lane.UPDATE, "0STEP", 3)], {PARTS[3]: 2.0, PARTS[1]: 1.0})
     assert timers.line() == (
-        "time (ms) | optimizer: 3.0 | optimizer-unscale-and-check-inf: 1.0 | optimizer-inner-step: 2.0"
+        "time (ms) | optimizer: 3.0 | optimizer-unscale-and-check-inf: 1.0 | optimizer-inner-step: "
+        "2.0"
     )
 
 

@@ -1,4 +1,5 @@
-"""What every transport promises, run over each of them: two ranks in this process, rank 0 and rank 1.
+"""What every transport promises, run over each of them: two ranks in this process, rank 0 and rank
+1.
 
 A new transport joins by adding a function to `PAIRS` that returns both ends of a connected pair.
 """

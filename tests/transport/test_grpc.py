@@ -1,4 +1,6 @@
-"""How a gRPC transport refuses strangers and nonsense, over real sockets. What both kinds promise: test_mesh.py."""
+"""How a gRPC transport refuses strangers and nonsense, over real sockets. What both kinds promise:
+test_mesh.py.
+"""
 
 import queue
 
@@ -34,7 +36,9 @@ def first(sequence: int = 0) -> bytes:
 
 
 class Stranger:
-    """A client that is no dpipe: opens a stream with whatever hello, and sends whatever messages."""
+    """A client that is no dpipe: opens a stream with whatever hello, and sends whatever
+    messages.
+    """
 
     def __init__(self, port: int, greeting: bytes | None, security: Security = OPEN) -> None:
         self.messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

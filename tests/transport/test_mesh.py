@@ -1,4 +1,5 @@
-"""What every transport between processes adds: meeting, refusing, holding back, leaving nothing behind, TLS.
+"""What every transport between processes adds: meeting, refusing, holding back, leaving nothing
+behind, TLS.
 
 Over real sockets, and each test over gRPC and over TCP.
 """

@@ -1,4 +1,6 @@
-"""What NCCL's transport promises besides the conformance suite: over a fake of cupy, and what one GPU can show."""
+"""What NCCL's transport promises besides the conformance suite: over a fake of cupy, and what one
+GPU can show.
+"""
 
 import sys
 import time
@@ -54,7 +56,9 @@ def test_each_directed_link_has_a_communicator_of_its_own() -> None:
 
 
 def test_ids_are_given_to_cupy_as_it_gave_them() -> None:
-    """Bytes since cupy 14, a tuple of signed numbers before; in between they were numbers on their way to the peer."""
+    """Bytes since cupy 14, a tuple of signed numbers before; in between they were numbers on their
+    way to the peer.
+    """
     ends, nccl = transports(2, ids=tuple)
     connect(ends)
     assert len(nccl.communicators) == 4

@@ -1,4 +1,6 @@
-"""What shaping adds to a transport: slots, delay, a shared egress, and ends that do not wait for a slot in vain."""
+"""What shaping adds to a transport: slots, delay, a shared egress, and ends that do not wait for a
+slot in vain.
+"""
 
 import threading
 import time
@@ -68,7 +70,9 @@ def arrivals_ms(
 def arrive_about(
     sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport], *expected_ms: float
 ) -> bool:
-    """Never earlier, and no later than a thread of a busy machine may wake; where it was, another look is taken."""
+    """Never earlier, and no later than a thread of a busy machine may wake; where it was, another
+    look is taken.
+    """
 
     def look() -> list[float]:
         arrived = arrivals_ms(sends, ranks)
@@ -137,7 +141,9 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
-    """An event that a device has not come to: until it has, tensors of more than one value are not on the host."""
+    """An event that a device has not come to: until it has, tensors of more than one value are not
+    on the host.
+    """
     event = FakeEvent(enable_timing=True)
     monkeypatch.setattr(Staging, "fetch", lambda staging, t: (t, event if t.numel() > 1 else None))
     return event

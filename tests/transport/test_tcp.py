@@ -1,4 +1,6 @@
-"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is in test_mesh.py."""
+"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is
+in test_mesh.py.
+"""
 
 import socket
 import threading

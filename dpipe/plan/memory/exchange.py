@@ -1,6 +1,8 @@
-"""What keeping replicas in agreement holds on a rank, by kind, beside parameters, gradients and AdamW's moments.
+"""What keeping replicas in agreement holds on a rank, by kind, beside parameters, gradients and
+AdamW's moments.
 
-A row is a stage's parameters as fp32 numbers; P its bytes, R replicas, s the staleness (`dataparallel/` has the code).
+A row is a stage's parameters as fp32 numbers; P its bytes, R replicas, s the staleness
+(`dataparallel/` has the code).
 
                       on every rank                                 with a step's delay besides
     all-reduce        a row to add up in                            another, what is agreed, a gradient: 3 P
@@ -9,8 +11,9 @@ A row is a stage's parameters as fp32 numbers; P its bytes, R replicas, s the st
     parameter server  what came and 1 + s gradients; no moments
       and where it is 6 rows, 8 with a rounding wire, and 1 + s sums
 
-int8 keeps what it has rounded off: P. Direct exchanges have places for pieces that come, `chunk_bytes / R` each. Rows
-are in the host's memory, but for torch's group: where parameters are on a GPU they are not counted.
+int8 keeps what it has rounded off: P. Direct exchanges have places for pieces that come,
+`chunk_bytes / R` each. Rows are in the host's memory, but for torch's group: where parameters are
+on a GPU they are not counted.
 """
 
 from collections.abc import Sequence
@@ -30,9 +33,11 @@ _EXPECTED = 2 * AHEAD  # messages of a link that have a place before they come
 def exchange_bytes(
     config: Config, parameters: Sequence[int], servers: Sequence[int]
 ) -> tuple[int, ...]:
-    """By stage, given each one's bytes of `parameters`. `servers[s]` is the rank of stage s's server, if there are any.
+    """By stage, given each one's bytes of `parameters`. `servers[s]` is the rank of stage s's
+    server, if there are any.
 
-    A server that is a process of its own is on no rank; one for all has what all ranks of a stage hold of it.
+    A server that is a process of its own is on no rank; one for all has what all ranks of a stage
+    hold of it.
     """
     own = [_of_stage(config, size) for size in parameters]
     parts = config.tensor_parallel.size if config.data_parallel.servers == "one" else 1

@@ -25,7 +25,8 @@ def stages_memory(
     servers: Sequence[int] = (),
     output_bytes: Sequence[int] = (),
 ) -> Stages:
-    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in `exchange_bytes`.
+    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in
+    `exchange_bytes`.
 
     `output_bytes` are what each layer gives on; by default what one of a transformer does.
     """
@@ -62,14 +63,17 @@ def most_held(schedule: Schedule, stages: Stages) -> int:
 def refuse_memory_of_replay(config: Config) -> None:
     if config.pipeline.memory_gb is not None:
         raise ConfigError(
-            "pipeline.memory_gb limits what a model holds, and replay stages hold no model; leave it out"
+            "pipeline.memory_gb limits what a model holds, and replay stages hold no model; leave "
+            "it out"
         )
 
 
 def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Config], int]) -> None:
-    """Raises `ConfigError` where a rank is predicted to hold more than `pipeline.memory_gb`, with what would fit.
+    """Raises `ConfigError` where a rank is predicted to hold more than `pipeline.memory_gb`, with
+    what would fit.
 
-    `held(config)` are the bytes that the fullest rank of another configuration of a transformer would hold.
+    `held(config)` are the bytes that the fullest rank of another configuration of a transformer
+    would hold.
     """
     limit = config.pipeline.memory_gb
     if limit is None:
@@ -92,7 +96,8 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
     }
     listed = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in kinds.items())
     raise ConfigError(
-        f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} ({listed}); {advice}"
+        f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} "
+        f"({listed}); {advice}"
     )
 
 

@@ -1,17 +1,20 @@
-"""What the layers of a GPT or a BERT hold, by formula, before anything ran: all that a rank's memory is for. No torch.
+"""What the layers of a GPT or a BERT hold, by formula, before anything ran: all that a rank's
+memory is for. No torch.
 
     x ──norm──qkv──core──output──+──norm──mlp_in──gelu──mlp_out──+──>        u: one activation, B T D fp32 values
       1   1    3     1           1    1     4      4                         held: 16 u (Korthikanti et al. 2022, eq. 1)
 
-Their 34 s b h bytes are 16 values of 2 bytes and two masks of one; here a value has 4 bytes, or 2 under autocast where
-a product reads it, and everywhere beside fp32 masters. A fused attention keeps no [T, T] matrix; one with dropout on a
-CPU keeps three, c bytes each. The working memory was counted on fake tensors, on which tests/engine/test_memory.py
-holds the whole to 2 %.
+Their 34 s b h bytes are 16 values of 2 bytes and two masks of one; here a value has 4 bytes, or 2
+under autocast where a product reads it, and everywhere beside fp32 masters. A fused attention keeps
+no [T, T] matrix; one with dropout on a CPU keeps three, c bytes each. The working memory was
+counted on fake tensors, on which tests/engine/test_memory.py holds the whole to 2 %.
 
-Where R ranks hold a stage together, each has 1 / R of what lies between two matrices (12 u of the 16) and of the
-parameters, and with the sequence split between them 1 / R of all (Korthikanti et al. 2022, section 4).
+Where R ranks hold a stage together, each has 1 / R of what lies between two matrices (12 u of the
+16) and of the parameters, and with the sequence split between them 1 / R of all (Korthikanti et al.
+2022, section 4).
 
-u an activation whole · w a rank's part of it between two matrices · r of the one that layers pass on · c its scores
+u an activation whole · w a rank's part of it between two matrices · r of the one that layers pass
+on · c its scores
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +39,9 @@ _Make = Callable[[TransformerSizes, str, int], LayerMemory]
 
 
 def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMemory, ...]:
-    """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has made."""
+    """Embedding, blocks, head. A layer's `held_bytes` include its input, which the layer before has
+    made.
+    """
     head = _bert_head(sizes, recompute) if sizes.bert else _head(sizes, recompute)
     embedding, block = (_before_others(make, sizes, recompute) for make in (_embedding, _block))
     layers = (embedding, *[block] * sizes.num_layers, head)
@@ -44,7 +49,9 @@ def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMe
 
 
 def with_masters(layer: LayerMemory) -> LayerMemory:
-    """A layer whose parameters have 16 bits, with masters of 32 that have the gradients and the moments."""
+    """A layer whose parameters have 16 bits, with masters of 32 that have the gradients and the
+    moments.
+    """
     return replace(
         layer,
         rounded_bytes=layer.parameter_bytes,
@@ -61,7 +68,9 @@ def with_masters(layer: LayerMemory) -> LayerMemory:
 
 
 def _before_others(make: _Make, sizes: TransformerSizes, recompute: str) -> LayerMemory:
-    """Behind it in one graph, another layer is done with its output, and its gradient is let go of in time."""
+    """Behind it in one graph, another layer is done with its output, and its gradient is let go of
+    in time.
+    """
     within = None if recompute == "full" else make(sizes, recompute, sizes.stream)
     return replace(make(sizes, recompute, 0), within=within)
 
@@ -69,7 +78,9 @@ def _before_others(make: _Make, sizes: TransformerSizes, recompute: str) -> Laye
 def stage_memory(
     layers: Sequence[LayerMemory], cut: Sequence[int], outputs: Sequence[int], recompute: str
 ) -> tuple[tuple[LayerMemory, ...], ...]:
-    """The layers of each stage. `outputs[s]` bytes of stage s's output are held with it, unless it is made again."""
+    """The layers of each stage. `outputs[s]` bytes of stage s's output are held with it, unless it
+    is made again.
+    """
     starts = [sum(cut[:stage]) for stage in range(len(cut))]
     ends = [
         LayerMemory(held_bytes=0 if recompute == "full" else size, given_bytes=size)
@@ -84,9 +95,11 @@ def _stage(layers: Sequence[LayerMemory]) -> tuple[LayerMemory, ...]:
 
 
 def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
-    """The table's gradient is dense, and made for every micro-batch. What is not among a rank's words is zeroed.
+    """The table's gradient is dense, and made for every micro-batch. What is not among a rank's
+    words is zeroed.
 
-    `freed` are its output's bytes where that is not held, and its gradient only until another is made of it.
+    `freed` are its output's bytes where that is not held, and its gradient only until another is
+    made of it.
     """
     u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
     positions = sizes.context * sizes.width * sizes.value_bytes
@@ -120,7 +133,9 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
 
 
 def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
-    """Logits, and their logarithms of probability, both in fp32 whatever the product's precision."""
+    """Logits, and their logarithms of probability, both in fp32 whatever the product's
+    precision.
+    """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
     given = r + sizes.tokens(_INT64)
     rounded = r // 2 + table // 2
@@ -162,13 +177,16 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
 
 
 def _products(sizes: TransformerSizes) -> int:
-    """Both gradients of the logits' product, in 16 bits; split positions are gathered once more, from two copies."""
+    """Both gradients of the logits' product, in 16 bits; split positions are gathered once more,
+    from two copies.
+    """
     gathered = sizes.gathered // 2
     return max(2 * gathered, gathered + (sizes.unit + sizes.table) // 2) - sizes.logits // 2
 
 
 def _logits_made(sizes: TransformerSizes, later: int) -> int:
-    """In F, of a head: the loss at work; or half precision's logits, or the gathered positions, on their way there.
+    """In F, of a head: the loss at work; or half precision's logits, or the gathered positions, on
+    their way there.
 
     `later` are weights of whose 16-bit copies there are none yet.
     """
@@ -200,9 +218,11 @@ def _alone_in_front(sizes: TransformerSizes) -> int:
 
 
 def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
-    """As `_head`, behind a transform and its norm, and beside a pooler: two matrices of `dense` bytes.
+    """As `_head`, behind a transform and its norm, and beside a pooler: two matrices of `dense`
+    bytes.
 
-    In half precision the pooler is done with, and its gradient made, when the logits' product gives back.
+    In half precision the pooler is done with, and its gradient made, when the logits' product gives
+    back.
     """
     u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
     dense, given = sizes.width**2 * sizes.value_bytes, r + sizes.tokens(_INT64)
@@ -250,7 +270,9 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
 
 
 def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
-    """`freed` bytes of its output are not held, nor of its gradient once that of the perceptron has been added."""
+    """`freed` bytes of its output are not held, nor of its gradient once that of the perceptron has
+    been added.
+    """
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     matrices = 12 * sizes.width**2 // sizes.ranks
     largest = 4 * sizes.width**2 * sizes.value_bytes // sizes.ranks
@@ -305,7 +327,8 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
 
 
 def _moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, int, int]:
-    """Of a block in F, B and I, in fp32: at the perceptron's two ends, and where the attention gives back.
+    """Of a block in F, B and I, in fp32: at the perceptron's two ends, and where the attention
+    gives back.
 
     By then what dropout has kept, `dropped` bytes, is gone.
     """
@@ -323,7 +346,9 @@ def _moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, 
 
 
 def _half_moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, int, int]:
-    """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded copy is gone."""
+    """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded
+    copy is gone.
+    """
     u, w, r = sizes.unit, sizes.part, sizes.stream
     gathered = (u - r * sizes.dropout) // 2  # its noise is gone by then
     backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, r if sizes.dropout else 0)
@@ -335,10 +360,11 @@ def _half_moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[
 
 
 def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tuple[int, int, int]:
-    """Of a block in F, B and I, where its attention is not fused: when scores are made, and made again.
+    """Of a block in F, B and I, where its attention is not fused: when scores are made, and made
+    again.
 
-    By then the perceptron has given back, and of half precision the rounded copies of its weights: what is left is
-    less than was held. In I the factors of its weights' gradients stay.
+    By then the perceptron has given back, and of half precision the rounded copies of its weights:
+    what is left is less than was held. In I the factors of its weights' gradients stay.
     """
     u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
     again, made = recompute == "selective", _scores(sizes)
@@ -361,12 +387,16 @@ def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tupl
 
 
 def _other_weights(sizes: TransformerSizes) -> int:
-    """Of the matrices behind a block's attention core, in fp32: their gradients are there before the core's is."""
+    """Of the matrices behind a block's attention core, in fp32: their gradients are there before
+    the core's is.
+    """
     return 9 * sizes.width**2 * sizes.value_bytes // sizes.ranks
 
 
 def _scores(sizes: TransformerSizes) -> int:
-    """Scores and chances of a rank's heads, beside the noise that is drawn for the heads of all; and what is later."""
+    """Scores and chances of a rank's heads, beside the noise that is drawn for the heads of all;
+    and what is later.
+    """
     later = 0 if sizes.bert else sizes.context**2
     return max(2 + 2 * sizes.ranks, 4 + sizes.ranks) * sizes.matrix + later
 

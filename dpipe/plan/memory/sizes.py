@@ -13,12 +13,12 @@ _HALF, _FLOAT = 2, 4
 
 @dataclass(frozen=True)
 class TransformerSizes:
-    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`: autocast to 16 bits;
-    `rounded`: parameters and all that they make have 16 bits, but for logits and chances. `masks`: what dropout keeps
-    has a byte a value, as on a GPU.
+    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`:
+    autocast to 16 bits; `rounded`: parameters and all that they make have 16 bits, but for logits
+    and chances. `masks`: what dropout keeps has a byte a value, as on a GPU.
 
-    `ranks` hold a layer together; with `sequence` they split the positions between the matrices. `bert` adds token
-    types, and a transform in front of the logits.
+    `ranks` hold a layer together; with `sequence` they split the positions between the matrices.
+    `bert` adds token types, and a transform in front of the logits.
     """
 
     batch_size: int
@@ -57,7 +57,9 @@ class TransformerSizes:
 
     @property
     def gathered(self) -> int:
-        """What split positions take when they are put together; nothing where they are not split."""
+        """What split positions take when they are put together; nothing where they are not
+        split.
+        """
         return self.unit if self.sequence else 0
 
     @property
@@ -85,7 +87,9 @@ class TransformerSizes:
 
 
 def sizes_of(config: Config) -> TransformerSizes:
-    """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in split heads."""
+    """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in
+    split heads.
+    """
     model, train, split = config.model, config.train, config.tensor_parallel
     return TransformerSizes(
         config.microbatch_size,

@@ -1,12 +1,15 @@
-"""A stand-in for GPUs where torch is a CPU build: tests marked `gpu` run, and what a GPU would do wrong fails them.
+"""A stand-in for GPUs where torch is a CPU build: tests marked `gpu` run, and what a GPU would do
+wrong fails them.
 
     PYTHONPATH=tests python -m pytest -p fakes.cuda_on_cpu -m "gpu or stand_in"
 
-`device.cpp` makes a CUDA device of host memory and looks for races between streams; `cuda.py` is `torch.cuda` to it,
-and `nccl.py` is `cupy.cuda.nccl` and torch's NCCL group. It stands for this process alone: ranks are threads of it.
-Nothing here takes the time that a GPU would, and nothing runs later than it is queued but what NCCL receives.
+`device.cpp` makes a CUDA device of host memory and looks for races between streams; `cuda.py` is
+`torch.cuda` to it, and `nccl.py` is `cupy.cuda.nccl` and torch's NCCL group. It stands for this
+process alone: ranks are threads of it. Nothing here takes the time that a GPU would, and nothing
+runs later than it is queued but what NCCL receives.
 
-A pytest plugin, because torch must find the device when it is first imported. With a CUDA build of torch it is nothing.
+A pytest plugin, because torch must find the device when it is first imported. With a CUDA build of
+torch it is nothing.
 """
 
 import ctypes

@@ -1,4 +1,6 @@
-"""`torch.cuda` for the stand-in: what dpipe and its tests use of it. Imported once the device is there."""
+"""`torch.cuda` for the stand-in: what dpipe and its tests use of it. Imported once the device is
+there.
+"""
 
 import time
 from collections.abc import Iterator

@@ -1,7 +1,9 @@
-"""NCCL for the stand-in: `cupy.cuda.nccl` between threads of a process, and torch's group, which is gloo's.
+"""NCCL for the stand-in: `cupy.cuda.nccl` between threads of a process, and torch's group, which is
+gloo's.
 
-What is received lands later than it is queued; all else moves at once. The device is told of each use of a tensor.
-`tests/fake_nccl.py` is for the transport by itself: with buffers that fill up, and streams that wait.
+What is received lands later than it is queued; all else moves at once. The device is told of each
+use of a tensor. `tests/fake_nccl.py` is for the transport by itself: with buffers that fill up, and
+streams that wait.
 """
 
 import ctypes
@@ -59,7 +61,9 @@ class NcclError(RuntimeError):
 
 
 class Communicator:
-    """One of two ends. What is sent is over at once; what is received when it is there, or when an end is aborted."""
+    """One of two ends. What is sent is over at once; what is received when it is there, or when an
+    end is aborted.
+    """
 
     _wires: ClassVar[dict[tuple[bytes, int], SimpleQueue[bytes | None]]] = defaultdict(
         SimpleQueue

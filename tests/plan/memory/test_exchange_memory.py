@@ -1,4 +1,6 @@
-"""What is counted for each kind against the tensors that its objects hold while a step is computed."""
+"""What is counted for each kind against the tensors that its objects hold while a step is
+computed.
+"""
 
 import gc
 import threading
@@ -122,7 +124,9 @@ def reachable(top: object, *, but: OneMatrix | None = None) -> int:
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_kind_holds_what_is_counted(settings: dict[str, Any]) -> None:
-    """With a delay a gradient may be on its way into its row, or there already; a shard's own comes later."""
+    """With a delay a gradient may be on its way into its row, or there already; a shard's own comes
+    later.
+    """
     config = configured(**settings)
     (counted,) = exchange_bytes(config, [BYTES], ())
     later = (

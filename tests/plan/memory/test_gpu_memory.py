@@ -1,4 +1,6 @@
-"""Predicted memory beside what a GPU's allocator would have given, counted on the stand-in: a real one rounds more."""
+"""Predicted memory beside what a GPU's allocator would have given, counted on the stand-in: a real
+one rounds more.
+"""
 
 import gc
 from collections.abc import Callable

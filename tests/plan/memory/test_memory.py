@@ -1,4 +1,6 @@
-"""The formulas against torch without the memory: stages on fake tensors, counted by torch's memory tracker."""
+"""The formulas against torch without the memory: stages on fake tensors, counted by torch's memory
+tracker.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,8 @@ from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_parallel import Split
 from dpipe.timeline.memory import RankMemory, peak_memory
 
-# batch, context, width, heads, blocks, vocabulary: the words weigh, the blocks weigh, long text, short text
+# batch, context, width, heads, blocks, vocabulary: the words weigh, the blocks weigh, long text,
+# short text
 SIZES = {
     "demo": (8, 128, 256, 4, 2, 512),
     "wide": (1, 128, 1024, 16, 2, 4096),
@@ -60,7 +63,9 @@ def tracked(stages: dict[int, Stage], *optimizers: torch.optim.Optimizer) -> Ite
 
 
 def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recompute: str) -> int:
-    """Bytes: what torch says that the rank's program holds at its worst moment, the optimizer's step included."""
+    """Bytes: what torch says that the rank's program holds at its worst moment, the optimizer's
+    step included.
+    """
     with FakeTensorMode():
         stages = {
             s: a_stage(schedule, s, sizes, recompute)
@@ -112,7 +117,9 @@ def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: 
 
 @contextmanager
 def stored(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters are made in `dtype`, and stay: those of fake tensors cannot be turned to another."""
+    """Parameters are made in `dtype`, and stay: those of fake tensors cannot be turned to
+    another.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "to", lambda module, dtype: module)
         torch.set_default_dtype(dtype)
@@ -123,7 +130,9 @@ def stored(dtype: torch.dtype) -> Iterator[None]:
 
 
 class OneOf:
-    """The first of the ranks that hold a stage together, as to sizes: the others have what it has."""
+    """The first of the ranks that hold a stage together, as to sizes: the others have what it
+    has.
+    """
 
     rank = 0
 
@@ -189,8 +198,8 @@ def predicted(
     )
 
 
-# Every value of size, schedule, strategy, precision and dropout beside several of the others. "masters" are of
-# parameters in bf16.
+# Every value of size, schedule, strategy, precision and dropout beside several of the others.
+# "masters" are of parameters in bf16.
 CASES = """
     demo  1f1b         none       fp32
     wide  zero-bubble  none       fp32
@@ -248,7 +257,8 @@ def test_prediction_is_within_two_percent_of_torch(case: str) -> None:
     agree(generate(name, num_stages, 3, stages_per_rank=per_rank), sizes, recompute, within=0.02)
 
 
-# Each number of ranks, with and without split positions, beside each strategy, precision and dropout, for each model.
+# Each number of ranks, with and without split positions, beside each strategy, precision and
+# dropout, for each model.
 STAGES = """
     1-rank   selective  bf16  dropout
     2-ranks  none       bf16
@@ -309,7 +319,9 @@ def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
 
 
 def test_layer_is_done_with_before_the_next_is_made_again() -> None:
-    """What the last layer had made again was held while the one before it was: a tenth too much, of four ranks each."""
+    """What the last layer had made again was held while the one before it was: a tenth too much, of
+    four ranks each.
+    """
     schedule, sizes = generate("1f1b", 3, 2), TransformerSizes(2, 512, 128, 8, 4, 1024, ranks=4)
     theirs = peak_by_torch(schedule, 1, sizes, "full")
     assert predicted(schedule, sizes, "full")[1].total == pytest.approx(theirs, rel=0.01)

@@ -1,4 +1,6 @@
-"""Machines to log in to: an OpenSSH server of our own on loopback, and a small project that stands for dpipe's."""
+"""Machines to log in to: an OpenSSH server of our own on loopback, and a small project that stands
+for dpipe's.
+"""
 
 import os
 import shutil
@@ -119,7 +121,8 @@ def keys(tmp_path_factory) -> Keys:
         pytest.skip("DPIPE_NO_LAB=1: no OpenSSH server is started")
     if not shutil.which("sshd"):
         pytest.fail(
-            "these tests need openssh-server: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 to go without"
+            "these tests need openssh-server: run scripts/apt-lab as root, or set DPIPE_NO_LAB=1 "
+            "to go without"
         )
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists, as root
     folder = tmp_path_factory.mktemp("keys")
@@ -153,7 +156,9 @@ def git(repository: Path, *words: str) -> str:
 
 @dataclass
 class Cloud:
-    """Two machines, 127.0.0.1 and 127.0.0.2, that share a disk but not a folder, and what is installed on them."""
+    """Two machines, 127.0.0.1 and 127.0.0.2, that share a disk but not a folder, and what is
+    installed on them.
+    """
 
     sshd: Sshd
     port: int
@@ -168,7 +173,8 @@ class Cloud:
         self, *more: str, slots: int = 1, top: str = "", name: str = "hosts.toml"
     ) -> Path:
         blocks = [
-            f'[[host]]\naddress = "127.0.0.{n + 1}"\nport = {self.port}\nslots = {slots}\nfolder = "{self.folder(n)}"\n'
+            f'[[host]]\naddress = "127.0.0.{n + 1}"\nport = {self.port}\nslots = {slots}\nfolder = '
+            f'"{self.folder(n)}"\n'
             for n in range(2)
         ]
         path = self.root / name
@@ -269,7 +275,9 @@ def installed(sshd, keys, sockets, tmp_path_factory) -> Cloud:
 
 @pytest.fixture
 def cloud(installed) -> Iterator[Cloud]:
-    """Machines on which it is installed, and nothing has run. They are shared: change nothing else."""
+    """Machines on which it is installed, and nothing has run. They are shared: change nothing
+    else.
+    """
     yield installed
     end_all_in(installed.root)
     for number in range(2):
@@ -295,7 +303,9 @@ def command_lines() -> Callable[[], list[list[str]]]:
 
 @pytest.fixture
 def later() -> Iterator[Callable[[Callable[[], bool], Callable[[], object]], None]]:
-    """`later(when, what)`: does something once a condition holds, while the test waits in a command."""
+    """`later(when, what)`: does something once a condition holds, while the test waits in a
+    command.
+    """
     threads: list[threading.Thread] = []
 
     def wait(when: Callable[[], bool], what: Callable[[], object]) -> None:

@@ -1,4 +1,6 @@
-"""Four machines and a laptop in a lab: OpenSSH servers, the kernel's TCP, a router that shapes. A minute, as root."""
+"""Four machines and a laptop in a lab: OpenSSH servers, the kernel's TCP, a router that shapes. A
+minute, as root.
+"""
 
 import json
 import os
@@ -43,7 +45,8 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
     * 60
 )
-# Where the kernel has no sch_netem, a host's tc is that of the router, in which its egress is the device shape<i>.
+# Where the kernel has no sch_netem, a host's tc is that of the router, in which its egress is the
+# device shape<i>.
 TC = f"""#!{sys.executable}
 import fcntl, os, shlex, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -61,7 +64,9 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible"), pytest.mark.
 
 @dataclass
 class Laptop:
-    """A fifth host of the lab, from which `scripts/cluster` is used; `repository` is a copy of the working tree."""
+    """A fifth host of the lab, from which `scripts/cluster` is used; `repository` is a copy of the
+    working tree.
+    """
 
     lab: Lab
     repository: Path
@@ -148,7 +153,9 @@ def tc_of(folder: Path, number: int) -> Path:
 
 
 def read_until(process: "subprocess.Popen[str]", words: str) -> list[str]:
-    """What a command has printed until a line with `words`. A command that ends before has failed."""
+    """What a command has printed until a line with `words`. A command that ends before has
+    failed.
+    """
     seen = []
     for line in process.stdout:
         seen.append(line.rstrip())

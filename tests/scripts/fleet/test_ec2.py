@@ -1,4 +1,6 @@
-"""Instances on moto's server, which answers as EC2 does: launched whole or not at all, and ended by their tag."""
+"""Instances on moto's server, which answers as EC2 does: launched whole or not at all, and ended by
+their tag.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""fleet stands beside dpipe: no torch on the user's side, nothing but the standard library on the machines'."""
+"""fleet stands beside dpipe: no torch on the user's side, nothing but the standard library on the
+machines'.
+"""
 
 import ast
 import subprocess

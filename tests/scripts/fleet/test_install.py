@@ -36,8 +36,8 @@ def test_host_that_does_not_answer_is_named_and_the_rest_untouched(bare):
     done = bare("up", hosts=hosts)
     assert done.exit_code == 2
     assert (
-        "host 127.0.0.1:1 does not answer: ssh: connect to host 127.0.0.1 port 1: Connection refused"
-        in done.output
+        "host 127.0.0.1:1 does not answer: ssh: connect to host 127.0.0.1 port 1: Connection "
+        "refused" in done.output
     )
     assert not bare.folder(0).exists()
     assert not bare.folder(1).exists()

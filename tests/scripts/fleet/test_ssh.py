@@ -1,4 +1,6 @@
-"""OpenSSH's client as a function call: what it returns, what it raises, and what it leaves behind."""
+"""OpenSSH's client as a function call: what it returns, what it raises, and what it leaves
+behind.
+"""
 
 import time
 from tempfile import TemporaryDirectory
