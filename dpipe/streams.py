@@ -141,7 +141,8 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         self._cuda = cuda
         cuda.set_device(self.device)
-        self._send, self._receive = cuda.Stream(self.device), cuda.Stream(self.device)
+        self._send = cuda.Stream(self.device)
+        self._receive = cuda.Stream(self.device)
         self._tells_use = True
         self.catch_up()
 
@@ -182,7 +183,8 @@ class CudaStreams:
     def block(self, mark: Mark, timeout_s: float) -> None:
         # Not `synchronize`, which no deadline ends. Sleeping leaves the interpreter to the threads
         # that move bytes.
-        deadline, pause_s = time.monotonic() + timeout_s, _POLL_S
+        deadline = time.monotonic() + timeout_s
+        pause_s = _POLL_S
         while not mark.query():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the device has not come to an event within {timeout_s:g} s")

@@ -73,7 +73,9 @@ class _Process:
 
     def __init__(self, rank: int, hosts: Sequence[str], port: int, num_bytes: int) -> None:
         torch.set_num_threads(1)
-        self._rank, self._hosts, self._num_bytes = rank, hosts, num_bytes
+        self._rank = rank
+        self._hosts = hosts
+        self._num_bytes = num_bytes
         self._row = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank))
         self._store = open_store(hosts[0], port, _JOIN_S, master=rank == 0)
         self._gloo = TorchGroup(
@@ -112,7 +114,8 @@ class _Process:
         return transport
 
     def _exchange(self, way: str) -> DirectExchange:
-        ranks, coded = range(len(self._hosts)), wire(_WAYS[way][2])
+        ranks = range(len(self._hosts))
+        coded = wire(_WAYS[way][2])
         return DirectExchange(
             self._transports[way], self._rank, ranks, coded, part_bytes=_PART_BYTES
         )

@@ -65,7 +65,8 @@ def bench_engine() -> list[Row]:
     """
     from dpipe.baselines.loopback import measure_loopback
 
-    schedules, transports = ("gpipe", "1f1b", "interleaved", "zero-bubble"), ("grpc", "tcp")
+    schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    transports = ("grpc", "tcp")
     runs: dict[tuple[str, str], list[_Run]] = {
         pair: [] for pair in itertools.product(schedules, transports)
     }
@@ -89,10 +90,8 @@ def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
     ratios = [measured / run.simulated_s for run in runs for measured in run.measured_s]
     low, middle, high = quantiles(ratios, n=4)
     links = [run.machine.link for run in runs]
-    delay_ms, gbps = (
-        median(link.delay_ms for link in links),
-        median(link.bandwidth_gbps for link in links),
-    )
+    delay_ms = median(link.delay_ms for link in links)
+    gbps = median(link.bandwidth_gbps for link in links)
     core_us = median(run.machine.message_us + run.machine.us_per_mb for run in runs)
     return {
         "schedule": schedule,

@@ -58,7 +58,8 @@ def train_rank(config: Config, place: Placement, check: Check, make: Make) -> No
         )
     device = torch.device(config.node.device)
     _open(config, place, device)
-    step, streams = make(config, place.rank), streams_of(device)
+    step = make(config, place.rank)
+    streams = streams_of(device)
     for number in range(config.train.steps):
         began = time.perf_counter()
         loss = step(number)

@@ -66,12 +66,15 @@ def check_config(config: Config) -> None:
 
 def make_step(config: Config, rank: int) -> Step:
     """One rank's part of a step; every rank knows its loss."""
-    run_plan, here, device = draft(config), config.ranks_of(rank), torch.device(config.node.device)
+    run_plan = draft(config)
+    here = config.ranks_of(rank)
+    device = torch.device(config.node.device)
     assert run_plan.model is not None and run_plan.corpus is not None
     mesh = init_device_mesh(
         device.type, (here.dp_size, here.pp_size), mesh_dim_names=("replica", "place")
     )
-    order, row = run_plan.forecast.schedule, mesh["place"].get_group()
+    order = run_plan.forecast.schedule
+    row = mesh["place"].get_group()
     modules = {
         s: _module(run_plan, s, mesh["replica"])
         for s, at in enumerate(order.rank_of_stage)
@@ -86,7 +89,8 @@ def make_step(config: Config, rank: int) -> Step:
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
     def step(number: int) -> float:
-        batch, losses = feed.training(number), list[torch.Tensor]()
+        batch = feed.training(number)
+        losses = list[torch.Tensor]()
         inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),) if 0 in modules else ()
         ends = order.num_stages - 1 in modules
         targets = upload(torch.cat(list(batch.targets)), device) if ends else None
@@ -104,7 +108,9 @@ class Layer(nn.Module):
 
     def __init__(self, layer: nn.Module, *, half: bool, recompute: str) -> None:
         super().__init__()
-        self.layer, self._half, self._again = layer, half, recompute == "full"
+        self.layer = layer
+        self._half = half
+        self._again = recompute == "full"
         if recompute == "selective":
             recompute_attention(layer)
 
@@ -117,9 +123,11 @@ class Layer(nn.Module):
 
 
 def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequential:
-    config, model = run_plan.config, run_plan.model
+    config = run_plan.config
+    model = run_plan.model
     assert model is not None
-    half, recompute = config.train.precision == "bf16", config.pipeline.recompute
+    half = config.train.precision == "bf16"
+    recompute = config.pipeline.recompute
     layers = [
         materialise(model, index, config.train.seed, config.node.device)
         for index in run_plan.layers_of(stage)
@@ -139,7 +147,8 @@ class Update:
     """
 
     def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
-        self._train, self._parameters = train, parameters
+        self._train = train
+        self._parameters = parameters
         groups = [
             {
                 "params": [p for p in parameters if (p.ndim >= 2) is decays],

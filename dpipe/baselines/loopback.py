@@ -73,7 +73,8 @@ def loopback_of(
         )
         for pairs in (list(zip(*ends, strict=True)) for ends in zip(sent, received, strict=True))
     )
-    moving_s, more_mb = max(large_s - small_s, 1e-6), (num_bytes - SMALL_BYTES) / 1e6
+    moving_s = max(large_s - small_s, 1e-6)
+    more_mb = (num_bytes - SMALL_BYTES) / 1e6
     link = Link(delay_ms=small_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
     return Loopback(link, small_cpu_s * 1e6, max(0.0, large_cpu_s - small_cpu_s) * 1e6 / more_mb)
 
@@ -105,7 +106,8 @@ def _send(transport: Any, num_bytes: int, pause_s: float) -> Stamp:
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     transport.recv(_READY, 1, "ready").wait()
     time.sleep(pause_s)
-    start_s, cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    cpu_s = time.process_time()
     transport.send(payload, 1, "there").wait()
     return start_s, time.process_time() - cpu_s
 

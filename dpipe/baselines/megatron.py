@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
 from dpipe.config.load import Config, Train
+from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import vocabulary_of
-from dpipe.engine.executor import Batch
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError
 from dpipe.plan.run_plan import RunPlan, draft
@@ -45,7 +45,8 @@ def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here, and where megatron-core is
     missing.
     """
-    pipeline, agreement = config.pipeline, config.data_parallel
+    pipeline = config.pipeline
+    agreement = config.data_parallel
     reasons = {
         'model.layers must be "gpt" or "bert"': not config.model.is_transformer,
         "model.dropout must be 0, its random numbers are others": config.model.dropout > 0,
@@ -95,7 +96,9 @@ def part_of_megatron(name: str) -> Any:
 
 def make_step(config: Config, rank: int) -> Step:
     """One rank's part of a step; every rank knows its loss."""
-    run_plan, here, device = draft(config), config.ranks_of(rank), torch.device(config.node.device)
+    run_plan = draft(config)
+    here = config.ranks_of(rank)
+    device = torch.device(config.node.device)
     assert run_plan.corpus is not None
     _place(config, here, device)
     settings = transformer_config(config, device)
@@ -152,7 +155,9 @@ def transformer_config(config: Config, device: torch.device) -> Any:
     Parameters are initialised, although all are loaded: else those that are split are not marked
     so, and the norm that clips counts one part of each.
     """
-    model, pipeline, dtype = config.model, config.pipeline, _DTYPES[config.train.parameters]
+    model = config.model
+    pipeline = config.pipeline
+    dtype = _DTYPES[config.train.parameters]
     per_rank = pipeline.stages_per_rank
     again: dict[str, Any] = {
         "recompute_granularity": None if pipeline.recompute == "none" else pipeline.recompute
@@ -226,7 +231,8 @@ def _bare_model(config: Config, settings: Any, here: ParallelRanks, index: int) 
 
 
 def _optimizer(config: Config, chunks: list[Any]) -> Any:
-    train, optimizers = config.train, part_of_megatron("optimizer")
+    train = config.train
+    optimizers = part_of_megatron("optimizer")
     settings = optimizers.OptimizerConfig(
         optimizer="adam",
         lr=train.learning_rate,

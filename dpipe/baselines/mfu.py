@@ -22,9 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.optimizer import AdamSettings, whole
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
 from dpipe.schedule.generate import generate
@@ -229,7 +230,8 @@ def _plain_loop(case: Case) -> _Loop:
     optimizer = torch.optim.AdamW(
         groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None
     )
-    forward, batch = _plain_forward(case, list(layers.values())), case.batch()
+    forward = _plain_forward(case, list(layers.values()))
+    batch = case.batch()
 
     def step(index: int) -> float:
         losses = []
@@ -313,7 +315,8 @@ def _one_stage(case: Case) -> _Loop:
 
 
 def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loop:
-    last, batch = rank == case.stages - 1, case.batch()
+    last = rank == case.stages - 1
+    batch = case.batch()
     stage = Stage(
         rank,
         case.layers(case.layers_of(rank)),
@@ -326,7 +329,8 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
         splits_backward=False,  # as for any run whose schedule does not
         device=streams.device,
     )
-    replicas, recorder = Single({rank: stage}, _ADAM), Recorder(rank, streams)
+    replicas = Single({rank: stage}, _ADAM)
+    recorder = Recorder(rank, streams)
     boundary = TensorSpec(
         (case.microbatch_size, case.context, case.width), _DTYPES[case.parameters]
     )
@@ -341,7 +345,8 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
         recorder,
         streams=streams,
     )
-    executor, plan = Executor(parts), lower(generate("1f1b", case.stages, case.num_microbatches))
+    executor = Executor(parts)
+    plan = lower(generate("1f1b", case.stages, case.num_microbatches))
     timers: dict[str, float] = {}
 
     def on_step(index: int, loss: float | None) -> None:

@@ -54,7 +54,8 @@ def _stream(transport: Transport, duration_s: float) -> None:
 def receive(transport: Transport) -> float:
     """Gbit/s of payload from rank 0, without the warm-up."""
     coming = _expect(transport)
-    _warm_up, counted = _take(transport, coming), _take(transport, coming)
+    _warm_up = _take(transport, coming)
+    counted = _take(transport, coming)
     return rate_gbps(counted)
 
 

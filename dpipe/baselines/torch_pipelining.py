@@ -22,8 +22,9 @@ from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.gloo import connect
 from dpipe.baselines.torch_schedule import torch_schedule
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower

@@ -47,14 +47,13 @@ class ReplayModule(nn.Module):
 
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
-        replay, stages = config.replay, config.pipeline.stages
+        replay = config.replay
+        stages = config.pipeline.stages
         message = torch.zeros(1, replay.message_bytes // 4)
         self.forward_s = per_stage(replay.forward_ms, stages)[index] / 1e3
         backward_s = per_stage(replay.backward_ms, stages)[index] / 1e3
-        self.input_s, self._weight_s = (
-            backward_s * replay.input_share,
-            backward_s * (1 - replay.input_share),
-        )
+        self.input_s = backward_s * replay.input_share
+        self._weight_s = backward_s * (1 - replay.input_share)
         self.input = torch.zeros(1, 1) if index == 0 else message
         self.output = torch.zeros(1, 1) if index == stages - 1 else message
         self.weight = nn.Parameter(torch.zeros(()))
@@ -84,7 +83,8 @@ def check_config(config: Config) -> None:
 
 def make_step(config: Config, rank: int) -> Step:
     """One step on torch's engine; the loss of a replay is 0."""
-    microbatches, last = config.train.num_microbatches, config.pipeline.stages - 1
+    microbatches = config.train.num_microbatches
+    last = config.pipeline.stages - 1
     order = forecast(config).schedule
     modules = {
         index: ReplayModule(config, index)
@@ -110,7 +110,8 @@ def _stage(module: ReplayModule, index: int, num_stages: int) -> PipelineStage:
     inputs, outputs = (
         torch.empty_like(t, requires_grad=True) for t in (module.input, module.output)
     )
-    device, weight_gradient = torch.device("cpu"), module.weight_gradient
+    device = torch.device("cpu")
+    weight_gradient = module.weight_gradient
     return PipelineStage(
         module,
         index,

@@ -25,7 +25,8 @@ def torch_schedule(
     order: Schedule, stages: Sequence[PipelineStage], loss: Loss
 ) -> _PipelineSchedule:
     """What runs `order` on this rank, whose stages are `stages`, lowest first."""
-    text, microbatches = to_csv(order), order.num_microbatches
+    text = to_csv(order)
+    microbatches = order.num_microbatches
     for name, engine in _OWN.items():
         if text == to_csv(generate(name, order.num_stages, microbatches)):
             return engine(stages[0], microbatches, loss_fn=loss)

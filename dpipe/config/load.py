@@ -270,7 +270,8 @@ class Config(Section):
                 'run.sample is for models that continue a text, and model.layers is "bert"; leave '
                 "it out"
             )
-        replicas, microbatches = self.data_parallel.replicas, self.train.num_microbatches
+        replicas = self.data_parallel.replicas
+        microbatches = self.train.num_microbatches
         if self.train.batch_size % (replicas * microbatches):
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} is not divisible by "
@@ -336,7 +337,9 @@ class Config(Section):
 
     def _check_tensor_parallel(self) -> None:
         """What must be cut into equal parts, and what cannot be cut."""
-        size, model, replays = self.tensor_parallel.size, self.model, self.model.layers == "replay"
+        size = self.tensor_parallel.size
+        model = self.model
+        replays = self.model.layers == "replay"
         if replays and self.tensor_parallel.sequence_parallel:
             raise ValueError(
                 "tensor_parallel.sequence_parallel splits a real model; a replay moves "

@@ -313,8 +313,10 @@ class Coordinator:
             if self._over:
                 return
             self._over = error
-            gathers, self._gathers = list(self._gathers.values()), {}
-            callbacks, self._callbacks = self._callbacks, []
+            gathers = list(self._gathers.values())
+            self._gathers = {}
+            callbacks = self._callbacks
+            self._callbacks = []
         _settle(self._verdict, error)
         _settle(
             self._welcome,

@@ -18,7 +18,8 @@ FRAME_BYTES = (
 )  # each is a sign of life: also at 1 Mbit/s they come oftener than heartbeats
 MAX_BYTES = 512 << 20  # bounds what a peer can make this process hold
 
-_LAST, _MORE = b"\0", b"\1"
+_LAST = b"\0"
+_MORE = b"\1"
 
 
 def cut(message: Message) -> Iterator[bytes]:

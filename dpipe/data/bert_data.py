@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpipe.data.corpus import Corpus, Split
+from dpipe.data.corpus import Corpus, Part
 from dpipe.data.tokenizer import FileTokenizer
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
@@ -127,11 +127,11 @@ class SentencePairs:
                 f"model.context {self.context} holds no two passages and their {_FRAME} marks; "
                 f"raise it to {_FRAME + 2}"
             )
-        parts: list[Split] = ["train", "held_out"] if need_held_out else ["train"]
+        parts: list[Part] = ["train", "held_out"] if need_held_out else ["train"]
         for part in parts:
             self._check_part(part)
 
-    def _check_part(self, part: Split) -> None:
+    def _check_part(self, part: Part) -> None:
         start, stop = self._range(part)
         if stop - start <= (reach := _REACH * self.context):
             raise DataError(
@@ -150,7 +150,7 @@ class SentencePairs:
                 "scripts/bert_text.py does"
             )
 
-    def _range(self, part: Split) -> tuple[int, int]:
+    def _range(self, part: Part) -> tuple[int, int]:
         ends = 0, self.corpus.num_train_tokens, self.corpus.facts.num_tokens
         return ends[:2] if part == "train" else ends[1:]
 
@@ -164,11 +164,11 @@ class SentencePairs:
         document = list(takewhile(len, dropwhile(lambda sentence: not len(sentence), between)))
         return document or [window[window != self.tokenizer.separator]]
 
-    def _somewhere(self, part: Split, draws: _Draws) -> list[NDArray[Any]]:
+    def _somewhere(self, part: Part, draws: _Draws) -> list[NDArray[Any]]:
         start, stop = self._range(part)
         return self._sentences(start + draws.below(stop - start - _REACH * self.context))
 
-    def _passages(self, part: Split, draws: _Draws) -> tuple[NDArray[Any], NDArray[Any], bool]:
+    def _passages(self, part: Part, draws: _Draws) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """A, B and whether B is from elsewhere; together mostly as long as fits, one in ten is
         shorter.
         """
@@ -187,7 +187,7 @@ class SentencePairs:
         b = b[: max(length - len(a), length // 2)]
         return a[-(length - len(b)) :], b, elsewhere
 
-    def _sequence(self, part: Split, draws: _Draws) -> tuple[NDArray[np.int64], ...]:
+    def _sequence(self, part: Part, draws: _Draws) -> tuple[NDArray[np.int64], ...]:
         """Tokens, types and targets [T], and the length."""
         a, b, elsewhere = self._passages(part, draws)
         marks = self.tokenizer
@@ -195,7 +195,8 @@ class SentencePairs:
             (2, self.context), np.int64
         )  # any padding will do: nobody looks at it
         targets = np.full(self.context, IGNORED)
-        seam, length = len(a) + 2, len(a) + len(b) + _FRAME
+        seam = len(a) + 2
+        length = len(a) + len(b) + _FRAME
         tokens[:length] = np.concatenate(
             [[marks.first], a, [marks.separator], b, [marks.separator]]
         )

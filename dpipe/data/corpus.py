@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 
-Split = Literal["train", "held_out"]
-Batch = tuple[torch.Tensor, torch.Tensor]
+Part = Literal["train", "held_out"]
+TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
 _FORMAT = "dpipe-corpus-1"
 _PIECE = 1 << 20  # characters that a tokenizer is given at once
@@ -92,7 +92,9 @@ class Corpus:
                 f"{context + 1}; raise data.held_out, give more text, or unset train.eval_every"
             )
 
-    def batch(self, seed: int, step: int, replica: int, batch_size: int, context: int) -> Batch:
+    def batch(
+        self, seed: int, step: int, replica: int, batch_size: int, context: int
+    ) -> TokenBatch:
         """Inputs and targets [B, T], int64: windows from anywhere in the training text, targets one
         token on.
 
@@ -103,7 +105,7 @@ class Corpus:
         starts = philox.random_raw(batch_size) % np.uint64(self.num_train_tokens - context)
         return self._windows(starts.astype(np.int64), context)
 
-    def held_out_batch(self, index: int, batch_size: int, context: int) -> Batch:
+    def held_out_batch(self, index: int, batch_size: int, context: int) -> TokenBatch:
         """As `batch`, from the held-out text; however many batches are taken, their windows spread
         over all of it.
         """
@@ -112,7 +114,7 @@ class Corpus:
         starts = [self.num_train_tokens + (n * _GOLDEN % 2**64 * span >> 64) for n in numbers]
         return self._windows(np.array(starts), context)
 
-    def bytes_per_token(self, split: Split) -> float:
+    def bytes_per_token(self, split: Part) -> float:
         """0 for a held-out part that is empty."""
         if split == "train":
             return self.facts.train_bytes / self.num_train_tokens
@@ -122,7 +124,7 @@ class Corpus:
         """Bits a byte: the entropy of a byte of the text given the one before."""
         return self.facts.bigram_bits
 
-    def _windows(self, starts: NDArray[np.int64], context: int) -> Batch:
+    def _windows(self, starts: NDArray[np.int64], context: int) -> TokenBatch:
         windows = torch.from_numpy(
             self.tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
         )
@@ -172,7 +174,8 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def _matches(pattern: str) -> list[Path]:
-    root, inside = Path(), pattern
+    root = Path()
+    inside = pattern
     if pattern.startswith("package:"):
         package, _, inside = pattern.removeprefix("package:").partition("/")
         root = _package_folder(package, pattern)

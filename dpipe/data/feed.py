@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from dpipe.config.load import Config, Train
+from dpipe.data.batch import Batch
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
-from dpipe.engine.executor import Batch
 
 
 class Feed(Protocol):

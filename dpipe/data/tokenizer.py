@@ -42,7 +42,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The bytes of UTF-8 are the tokens."""
 
-    name, vocab_size, fingerprint = "bytes", 256, b"bytes"
+    name = "bytes"
+    vocab_size = 256
+    fingerprint = b"bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -17,10 +17,9 @@ import torch
 from dpipe.dataparallel.base import Moments
 from dpipe.dataparallel.optimizer import Optimizer
 
-_OWN, _MEAN = (
-    "own_grad",
-    "delayed_grad",
-)  # in a checkpoint; who finds no gradient of its own takes the mean
+# in a checkpoint; who finds no gradient of its own takes the mean
+_OWN = "own_grad"
+_MEAN = "delayed_grad"
 
 
 class Ahead:
@@ -29,7 +28,8 @@ class Ahead:
     """
 
     def __init__(self, optimizer: Optimizer, mark: str = "") -> None:
-        self._optimizer, self._mark = optimizer, mark
+        self._optimizer = optimizer
+        self._mark = mark
         self._own: list[torch.Tensor] = []
         self._agreed: list[torch.Tensor] = []
         self._scale = 1.0
@@ -44,7 +44,8 @@ class Ahead:
     @torch.no_grad()
     def go(self, learning_rate: float) -> None:
         """Step by the gradients remembered until `come_back`; not by one that is not finite."""
-        own, self._own = self._own, []
+        own = self._own
+        self._own = []
         if (
             own
             and self._optimizer.learns

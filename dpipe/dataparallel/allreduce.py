@@ -44,10 +44,12 @@ class AllReduce:
         lag: int = 0,
         uncounted: Collection[str] = (),
     ) -> None:
-        self._averaging, self._speaks = averaging, averaging.replica == 0
+        self._averaging = averaging
+        self._speaks = averaging.replica == 0
         self._single = Single(stages, settings, uncounted)
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
-        name, device = f"dpipe-reduce-{averaging.replica}", averaging.device
+        name = f"dpipe-reduce-{averaging.replica}"
+        device = averaging.device
         self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
         ahead = self._single.optimizers.items() if lag else ()
         self._ahead = {
@@ -118,7 +120,8 @@ class AllReduce:
         """Let the optimizer see the average in place of this replica's own gradient; false where
         none has come yet.
         """
-        flight, row = self._flights.due(stage), self._rows[stage]
+        flight = self._flights.due(stage)
+        row = self._rows[stage]
         for index, parameter in enumerate(row.parameters if flight is not None else ()):
             parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here
         return flight is not None

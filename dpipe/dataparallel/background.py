@@ -51,7 +51,10 @@ class Flights:
         name: str,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._rows, self._fail, self.lag, self._device = rows, fail, lag, device
+        self._rows = rows
+        self._fail = fail
+        self.lag = lag
+        self._device = device
         self._thread = ThreadPoolExecutor(1, name)
         self._flying: dict[int, deque[Flight]] = {stage: deque() for stage in rows}
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in rows}

@@ -48,7 +48,10 @@ class DirectExchange:
         *,
         part_bytes: int = 4 << 20,
     ) -> None:
-        self.links, self.replica, self.ranks, self.wire = links, replica, ranks, wire
+        self.links = links
+        self.replica = replica
+        self.ranks = ranks
+        self.wire = wire
         self._part_values = max(1, part_bytes // 4)
         self._plans: dict[tuple[int, TensorSpec], Plan] = {}
         self.buffers = _Buffers()
@@ -110,9 +113,12 @@ class Plan:
     def __init__(
         self, exchange: Exchange, replica: int, stage: int, row: TensorSpec, wire: Wire
     ) -> None:
-        self.num_parts, self.stage = exchange.num_parts, stage
+        self.num_parts = exchange.num_parts
+        self.stage = stage
         self.others = [other for other in range(exchange.num_replicas) if other != replica]
-        self._exchange, self._row, self._wire = exchange, row, wire
+        self._exchange = exchange
+        self._row = row
+        self._wire = wire
         self.sends = self._legs(exchange.programs[replica])
         self.arrivals = self._legs(exchange.arrivals[replica])
         adds_up = (
@@ -165,8 +171,12 @@ class _UnderWay:
         *,
         reduced: bool = False,
     ) -> None:
-        self._ends, self._plan, self._row, self._ready = ends, plan, row, ready
-        self._links, self._wire = ends.links, ends.wire
+        self._ends = ends
+        self._plan = plan
+        self._row = row
+        self._ready = ready
+        self._links = ends.links
+        self._wire = ends.wire
         self._coming: dict[int, deque[Leg]] = {
             other: deque() for other in plan.others
         }  # not expected yet, by source
@@ -200,7 +210,8 @@ class _UnderWay:
         """The mean of this replica's part, added in replica order."""
         own = self._plan.own[part]
         self._ready(own.piece)
-        mine, total = self._row[own.piece], None
+        mine = self._row[own.piece]
+        total = None
         received = {
             replica: self._share(part, replica) for replica in self._plan.others if mine.numel()
         }
@@ -225,7 +236,8 @@ class _UnderWay:
         return wire
 
     def _send(self, leg: Leg) -> None:
-        part, target = leg.message.part, leg.message.target
+        part = leg.message.part
+        target = leg.message.target
         if leg.message.role is Role.REDUCE:
             self._ready(leg.piece)
             wire = self._wire.encode(

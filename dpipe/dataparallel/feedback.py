@@ -37,7 +37,8 @@ class Wire(Protocol):
 
 class PlainWire:
     def __init__(self, coder: Codec, *, lossy: bool) -> None:
-        self._codec, self.lossy = coder, lossy
+        self._codec = coder
+        self.lossy = lossy
 
     def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor:
         return self._codec.encode(values)

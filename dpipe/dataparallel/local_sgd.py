@@ -57,7 +57,9 @@ class LocalSgd:
         uncounted: Collection[str] = (),
         tied: Collection[str] = (),
     ) -> None:
-        self._outer, self._averaging, self._replica = outer, averaging, averaging[0].replica
+        self._outer = outer
+        self._averaging = averaging
+        self._replica = averaging[0].replica
         self._single = Single(stages, settings, uncounted)
         self._named = [named for stage in stages.values() for named in trained(stage)]
         self._fragments = {
@@ -223,7 +225,8 @@ def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) ->
     What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree
     at the same steps.
     """
-    total, before = sum(p.numel() for _, p in named), 0
+    total = sum(p.numel() for _, p in named)
+    before = 0
     runs: list[list[Named]] = [[] for _ in range(count)]
     for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
         middle = before + parameter.numel() / 2

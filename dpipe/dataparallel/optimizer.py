@@ -54,7 +54,9 @@ class Optimizer:
     def __init__(
         self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool
     ) -> None:
-        self.slices, self._whole, self._settings = slices, whole, settings
+        self.slices = slices
+        self._whole = whole
+        self._settings = settings
         # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to
         # gain.
         self._fused = bool(slices) and slices[0].values.is_cuda
@@ -78,7 +80,8 @@ class Optimizer:
         settings = self._settings
         assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
-            state, decay = self._state_of(s), settings.weight_decay if s.decays else 0.0
+            state = self._state_of(s)
+            decay = settings.weight_decay if s.decays else 0.0
             avg, avg_sq = (
                 state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS
             )

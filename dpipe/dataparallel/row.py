@@ -43,13 +43,15 @@ class Row:
     def spans(self, piece: slice) -> Iterator[Span]:
         """What of which parameter lies in `piece`, in order."""
         for index, (start, parameter) in enumerate(zip(self._starts, self.parameters, strict=True)):
-            first, last = max(start, piece.start), min(start + parameter.numel(), piece.stop)
+            first = max(start, piece.start)
+            last = min(start + parameter.numel(), piece.stop)
             if first < last:
                 yield Span(index, first - start, last - start, first)
 
     def view(self, row: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter `index` as it lies in `row`, in its shape."""
-        start, parameter = self._starts[index], self.parameters[index]
+        start = self._starts[index]
+        parameter = self.parameters[index]
         return row[start : start + parameter.numel()].view(parameter.shape)
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -61,7 +63,8 @@ class Row:
     ) -> None:
         """Put `piece` of the row together from `source` times `factor`; what is None is zero."""
         for span in self.spans(piece):
-            tensor, out = source[span.index], row[span.here]
+            tensor = source[span.index]
+            out = row[span.here]
             if tensor is None:
                 out.zero_()
             else:

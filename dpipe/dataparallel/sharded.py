@@ -43,7 +43,9 @@ class Sharded:
         lag: int = 0,
         uncounted: Collection[str] = (),
     ) -> None:
-        self._gradients, self._parameters, self._uncounted = gradients, parameters, uncounted
+        self._gradients = gradients
+        self._parameters = parameters
+        self._uncounted = uncounted
         self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
         self._shards = {
             index: Shard(row, gradients.shard(row.length), settings)
@@ -67,7 +69,8 @@ class Sharded:
             ahead.go(learning_rate)
             self._begin_gather(stage)
         self._begin_held()
-        self._rate, self._loss_scale = learning_rate, loss_scale
+        self._rate = learning_rate
+        self._loss_scale = loss_scale
 
     def start(self, stage: int) -> None:
         if stage in self._ahead:
@@ -89,7 +92,8 @@ class Sharded:
         return Report(squares, self._flights.bad())
 
     def step(self, stage: int, factor: float | None) -> bool:
-        flight, late = self._flights.take(stage), stage in self._ahead
+        flight = self._flights.take(stage)
+        late = stage in self._ahead
         if late:
             self._ahead[stage].come_back()
             self._gathering.pop(stage, None)
@@ -149,7 +153,8 @@ class Sharded:
     @torch.no_grad()
     def _gather(self, stage: int) -> list[Traffic]:
         """Bring all parameters of `stage` here, in memory that gradients do not need now."""
-        shard, of_stage = self._shards[stage], self._rows[stage]
+        shard = self._shards[stage]
+        of_stage = self._rows[stage]
         row = self._flights.borrow(stage)
         of_stage.fill(row, shard.piece, of_stage.parameters, 1.0)
         traffic = self._parameters.all_gather(row, stage)
@@ -164,7 +169,8 @@ class Shard:
     """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
 
     def __init__(self, row: Row, piece: slice, settings: AdamSettings | None) -> None:
-        self.piece, self._row = piece, row
+        self.piece = piece
+        self._row = row
         self._spans = list(row.spans(piece))
         self._slices = [
             Slice(

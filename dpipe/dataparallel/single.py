@@ -25,15 +25,18 @@ class Single:
         settings: AdamSettings | None = None,
         uncounted: Collection[str] = (),
     ) -> None:
-        self._stages, self._uncounted = stages or {}, uncounted
+        self._stages = stages or {}
+        self._uncounted = uncounted
         self.optimizers = {
             index: Optimizer(whole(trained(stage)), settings, whole=True)
             for index, stage in self._stages.items()
         }
-        self._rate, self._loss_scale = 0.0, 1.0
+        self._rate = 0.0
+        self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
-        self._rate, self._loss_scale = learning_rate, loss_scale
+        self._rate = learning_rate
+        self._loss_scale = loss_scale
 
     def start(self, stage: int) -> None:
         pass

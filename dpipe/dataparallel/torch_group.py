@@ -55,13 +55,13 @@ class TorchGroup:
         streams: Streams | None = None,
     ) -> None:
         """`streams` are by default some of its own, on `device`."""
-        self._streams, self._timeout_s = streams or streams_of(device), timeout_s
-        self.replica, self.device = replica, torch.device(device)
-        self._num_replicas, self._half, self._part_values = (
-            num_replicas,
-            _HALF[wire],
-            part_bytes // 4,
-        )
+        self._streams = streams or streams_of(device)
+        self._timeout_s = timeout_s
+        self.replica = replica
+        self.device = torch.device(device)
+        self._num_replicas = num_replicas
+        self._half = _HALF[wire]
+        self._part_values = part_bytes // 4
         self._group: Any = open_group(
             store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
         )

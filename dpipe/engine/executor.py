@@ -18,6 +18,7 @@ from typing import Protocol, assert_never
 
 import torch
 
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
@@ -55,16 +56,6 @@ class Agreement(Protocol):
     def start(self, stage: int) -> None: ...
     def wait(self) -> None: ...
     def finish(self, stage: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A step's data by micro-batch: inputs on the first stage's rank, targets on the last's,
-    nothing elsewhere.
-    """
-
-    inputs: Sequence[Tensors] = ()
-    targets: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,10 @@ class _Run:
         batch: Batch,
         on_step: Callable[[int, float | None], None] | None,
     ) -> None:
-        self._parts, self._schedule, self._batch, self._on_step = parts, schedule, batch, on_step
+        self._parts = parts
+        self._schedule = schedule
+        self._batch = batch
+        self._on_step = on_step
         self._made: dict[Action, tuple[Tensors, Mark]] = {}
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
@@ -162,7 +156,8 @@ class _Run:
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
-        parts, stage = self._parts, self._parts.stages[action.stage]
+        parts = self._parts
+        stage = self._parts.stages[action.stage]
         parts.recorder.action = action
         match action.op:
             case Op.F:
@@ -217,7 +212,8 @@ class _Run:
     def _forward(self, action: Action, stage: StageLike) -> None:
         m = action.microbatch
         assert m is not None
-        first, last = action.stage == 0, self._schedule.is_last(action.stage)
+        first = action.stage == 0
+        last = self._schedule.is_last(action.stage)
         inputs = self._batch.inputs[m] if first else self._take(self._schedule.requires(action)[0])
         targets = self._batch.targets[m] if last and self._batch.targets else None
         self._parts.data_parallel.finish(action.stage)

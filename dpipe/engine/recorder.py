@@ -28,10 +28,14 @@ class _Timing(AbstractContextManager[None]):
     __slots__ = ("_action", "_cpu_ns", "_lane", "_notes", "_start", "_streams")
 
     def __init__(self, notes: list[_Note], streams: Streams, lane: Lane, action: Action) -> None:
-        self._notes, self._streams, self._lane, self._action = notes, streams, lane, action
+        self._notes = notes
+        self._streams = streams
+        self._lane = lane
+        self._action = action
 
     def __enter__(self) -> None:
-        self._start, self._cpu_ns = self._streams.mark(), time.thread_time_ns()
+        self._start = self._streams.mark()
+        self._cpu_ns = time.thread_time_ns()
 
     def __exit__(self, *raised: object) -> None:
         cpu_ns = time.thread_time_ns() - self._cpu_ns
@@ -48,7 +52,8 @@ class Recorder:
     """
 
     def __init__(self, rank: int, streams: Streams = HOST) -> None:
-        self._rank, self._streams = rank, streams
+        self._rank = rank
+        self._streams = streams
         self._notes: list[_Note] = []
         self._transfers: list[tuple[Lane, Action, Moved, int | str | None]] = []
         self._sent: dict[int | str, int] = {}
@@ -139,13 +144,17 @@ class Recorder:
             )
             for lane, action, m, peer in self._transfers
         ]
-        self._notes, self._transfers, self._sent, self.action = [], [], {}, None
+        self._notes = []
+        self._transfers = []
+        self._sent = {}
+        self.action = None
         return tuple(spans)
 
     def take_parts(self) -> dict[str, float]:
         """Milliseconds by name of the parts since the last call."""
         self._streams.catch_up()
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         sums: dict[str, float] = {}
         for name, start, end in parts:
             sums[name] = (
@@ -165,5 +174,6 @@ class Recorder:
         num_bytes: int = 0,
         peer: int | str | None = None,
     ) -> Span:
-        start_us, end_us = (start_ns + offset_ns) / 1e3, (end_ns + offset_ns) / 1e3
+        start_us = (start_ns + offset_ns) / 1e3
+        end_us = (end_ns + offset_ns) / 1e3
         return Span(self._rank, lane, action, start_us, end_us, num_bytes, cpu_ns / 1e3, peer)

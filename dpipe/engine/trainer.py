@@ -90,7 +90,8 @@ class Trainer:
         """Train; returns whether it stopped before the end. Every rank returns after the same
         step.
         """
-        job, stopped = self.job, False
+        job = self.job
+        stopped = False
         self._evaluate()
         while self.next_step < job.train.steps and not stopped:
             stopped = self._one_step(self.next_step)
@@ -110,7 +111,8 @@ class Trainer:
 
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""
-        job, began = self.job, time.perf_counter()
+        job = self.job
+        began = time.perf_counter()
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step, job.wants_stop, lambda: self._report(step, began))
@@ -151,11 +153,9 @@ class Trainer:
         then.
         """
         self._record_exchange()
-        seconds, recorder, streams = (
-            time.perf_counter() - began,
-            self.job.recorder,
-            self.job.streams,
-        )
+        seconds = time.perf_counter() - began
+        recorder = self.job.recorder
+        streams = self.job.streams
         told = step % self.job.run.log_every == 0
         return {
             "bubble": 1 - recorder.busy_s / seconds,
@@ -188,7 +188,8 @@ class Trainer:
             self.job.metrics.write(self._row(verdict, seconds))
 
     def _row(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
-        train, reports = self.job.train, verdict.reports
+        train = self.job.train
+        reports = verdict.reports
         return {
             "step": verdict.step,
             "loss": verdict.loss,
@@ -233,7 +234,8 @@ class Trainer:
         """The held-out loss before `next_step`, on every rank; nothing where `eval_every` is not
         set.
         """
-        job, step = self.job, self.next_step
+        job = self.job
+        step = self.next_step
         if job.train.eval_every is None:
             return
         batches = range(job.train.eval_batches)
@@ -252,7 +254,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint of the state before `next_step`; every rank does at the same step."""
-        job, step = self.job, self.next_step
+        job = self.job
+        step = self.next_step
         if job.checkpoint_url is None:
             return
         numbers, moments = job.update.state()

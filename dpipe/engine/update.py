@@ -88,7 +88,8 @@ class LossScale:
         if overflow:
             self.value = max(1.0, self.value / 2)
         elif self.good_steps == GROWTH_INTERVAL:
-            self.value, self.good_steps = self.value * 2, 0
+            self.value = self.value * 2
+            self.good_steps = 0
 
     def state(self) -> dict[str, Any]:
         return {"loss_scale": self.value if self.dynamic else None, "good_steps": self.good_steps}
@@ -96,7 +97,8 @@ class LossScale:
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """A run of another precision has had no scale, or has one that this run does not need."""
         if self.dynamic and numbers["loss_scale"] is not None:
-            self.value, self.good_steps = numbers["loss_scale"], numbers["good_steps"]
+            self.value = numbers["loss_scale"]
+            self.good_steps = numbers["good_steps"]
 
 
 class Update:
@@ -120,10 +122,15 @@ class Update:
         lag: int = 1,
         timed: Timed = nullcontext,
     ) -> None:
-        self._stages, self._train, self._data_parallel = stages, train, data_parallel
-        self._gather, self._timeout_s, self._here = gather, timeout_s, here
+        self._stages = stages
+        self._train = train
+        self._data_parallel = data_parallel
+        self._gather = gather
+        self._timeout_s = timeout_s
+        self._here = here
         self._waits = train.clip_norm > 0 or train.precision == "fp16"
-        self._lag, self._timed = 0 if self._waits else lag, timed
+        self._lag = 0 if self._waits else lag
+        self._timed = timed
         self._pending: deque[tuple[int, Gathering]] = deque()
         self._verdict: Verdict | None = None
         self._settled = self._changed = False
@@ -137,7 +144,9 @@ class Update:
         """`wants_stop` and `report` are asked when the ballot is cast, at this step's first
         STEP.
         """
-        self._step, self._wants_stop, self._report = step, wants_stop, report
+        self._step = step
+        self._wants_stop = wants_stop
+        self._report = report
         self._settled = self._changed = False
         self._data_parallel.begin(step, learning_rate(self._train, step), self.loss_scale.value)
 
@@ -155,7 +164,8 @@ class Update:
         before's.
         """
         self.num_updates += self._changed
-        verdict, self._verdict = self._verdict, None
+        verdict = self._verdict
+        self._verdict = None
         return verdict
 
     def drain(self) -> list[Verdict]:

@@ -53,7 +53,8 @@ class Egress(Generic[T]):
     """
 
     def __init__(self, network: Network, rank: int) -> None:
-        self._network, self._rank = network, rank
+        self._network = network
+        self._rank = rank
         self._bits_per_us = network.egress_gbps(rank) * 1e3
         self._limits: dict[int, float] = {}
         self._queues: dict[
@@ -87,7 +88,8 @@ class Egress(Generic[T]):
 
     def complete(self) -> Sent[T]:
         """Take out the message that is due, at the moment when it is."""
-        moved, due_us = self._first, self.due_us
+        moved = self._first
+        due_us = self.due_us
         assert moved is not None and due_us is not None, "nothing is due"
         assert moved.start_us is not None
         self._settle(due_us)
@@ -130,16 +132,20 @@ class Egress(Generic[T]):
         for moving in queue:
             share = min(self._limits[moving.target], left)
             if share > _NOTHING * bits_per_us:
-                moving.bits_per_us, left = share, left - share
+                moving.bits_per_us = share
+                left = left - share
                 moving.left_us = max(0.0, moving.bits_left / share)
                 if moving.start_us is None:
                     moving.start_us = self._settled_us
             else:
-                moving.bits_per_us, moving.left_us = 0.0, math.inf
+                moving.bits_per_us = 0.0
+                moving.left_us = math.inf
         return bits_per_us - left
 
 
-_by_limit, _by_number, _by_time_left = itemgetter(0), attrgetter("number"), attrgetter("left_us")
+_by_limit = itemgetter(0)
+_by_number = attrgetter("number")
+_by_time_left = attrgetter("left_us")
 
 
 _NOTHING = 1e-9  # of a rate: what a subtraction leaves of it

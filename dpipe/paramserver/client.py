@@ -110,7 +110,10 @@ class ParameterLine:
     """
 
     def __init__(self, worker: Worker, stage: int, row: RowSpec, rule: StepRule) -> None:
-        self._worker, self.stage, self.row, self.rule = worker, stage, row, rule
+        self._worker = worker
+        self.stage = stage
+        self.row = row
+        self.rule = rule
         self._step = 0
         self._incarnation = ""
         self._opened = False
@@ -131,7 +134,8 @@ class ParameterLine:
 
         Raises `JoinError` where there is no server, or one that does not take this worker.
         """
-        self._step, self._num_updates = step, num_updates
+        self._step = step
+        self._num_updates = num_updates
 
         def begin() -> None:
             self._dial()
@@ -426,11 +430,14 @@ class _Pulled:
     """What has come of a pull, over however many calls."""
 
     def __init__(self, num_chunks: int, put: Put) -> None:
-        self.next, self.committed = 0, 0
-        self._num_chunks, self._put = num_chunks, put
+        self.next = 0
+        self.committed = 0
+        self._num_chunks = num_chunks
+        self._put = put
 
     def take(self, streams: list[Iterator[bytes]], line: ParameterLine) -> None:
-        began, num_bytes = 0, 0
+        began = 0
+        num_bytes = 0
         while self.next < self._num_chunks:
             head, body = parse(next(streams[self.next % len(streams)], b"\0\0\0\0"))
             began = began or time.perf_counter_ns()

@@ -64,7 +64,8 @@ class GradientSum:
 
     def so_far(self, chunk: int, part: slice) -> torch.Tensor:
         """The mean of the pieces that are in; there is one. Once the chunk is final, its mean."""
-        early, added = list(self._early[chunk].values()), self._next[chunk]
+        early = list(self._early[chunk].values())
+        added = self._next[chunk]
         if self.is_final(chunk):
             return self.average[part]
         total = sum(early, start=self.average[part] if added else torch.zeros(()))

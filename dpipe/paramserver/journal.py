@@ -52,7 +52,9 @@ class Journal:
     """The folder of one stage's row, of one run (`session`)."""
 
     def __init__(self, folder: Path, snapshots: Snapshots, session: str) -> None:
-        self._folder, self._snapshots, self.session = folder, snapshots, session
+        self._folder = folder
+        self._snapshots = snapshots
+        self.session = session
         self._thread = ThreadPoolExecutor(1, "dpipe-snapshot")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
@@ -110,7 +112,9 @@ class Journal:
         """
         if self._num_written >= _STEPS_A_SNAPSHOT:
             self._num_written = 0
-            step, updates, state = master.step, master.num_updates, master.now
+            step = master.step
+            updates = master.num_updates
+            state = master.now
             self._writing = self._thread.submit(
                 self._save, master.row, master.rule, state, step, updates
             )
@@ -158,7 +162,8 @@ def recover(folder: Path, snapshots: Snapshots) -> tuple[StageState, Journal] | 
     if found is None:
         return None
     step, tensors, moments, told = found
-    row, rule = RowSpec.of(told["row"]), StepRule.of(told["rule"])
+    row = RowSpec.of(told["row"])
+    rule = StepRule.of(told["rule"])
     held = _joined(row, "", tensors)
     lossy = rule.lossy_parameters
     values = _joined(row, ".master", moments) if lossy else held
@@ -185,7 +190,8 @@ def _averages(folder: Path) -> list[tuple[Path, int]]:
 def _read(path: Path, session: str) -> tuple[Verdict, torch.Tensor]:
     try:
         with safe_open(path, "pt") as content:
-            told, average = content.metadata(), content.get_tensor("average")
+            told = content.metadata()
+            average = content.get_tensor("average")
         verdict = Verdict(*json.loads(told["verdict"]))
     except Exception as error:  # the library raises several kinds
         raise CheckpointError(

@@ -49,14 +49,13 @@ class _Pushed:
     def __init__(
         self, stage: int, spec: RowSpec, row: Row, wire: Wire, buffer: torch.Tensor, factor: float
     ) -> None:
-        self._stage, self._spec, self._row, self._wire, self._buffer = (
-            stage,
-            spec,
-            row,
-            wire,
-            buffer,
-        )
-        self._factor, self._gradients = factor, row.gradients()
+        self._stage = stage
+        self._spec = spec
+        self._row = row
+        self._wire = wire
+        self._buffer = buffer
+        self._factor = factor
+        self._gradients = row.gradients()
         self._encoded: dict[int, torch.Tensor] = {}
         self._locks = [
             threading.Lock() for _ in range(spec.num_chunks)
@@ -94,9 +93,13 @@ class _Column:
     def __init__(
         self, stage: int, layers: Layers, spec: RowSpec, rule: StepRule, worker: Worker
     ) -> None:
-        self.stage, self.spec, self.rule = stage, spec, rule
+        self.stage = stage
+        self.spec = spec
+        self.rule = rule
         self.line = ParameterLine(worker, stage, spec, rule)
-        self._row, self._wire, self._codec = Row(trained(layers)), wire(rule.wire), codec(rule.wire)
+        self._row = Row(trained(layers))
+        self._wire = wire(rule.wire)
+        self._codec = codec(rule.wire)
         self._thread = ThreadPoolExecutor(1, f"dpipe-parameters-{stage}")
         self._values = torch.empty(spec.length)  # what the server knows this worker to have
         self._buffers: dict[
@@ -182,7 +185,8 @@ class _Column:
         here.
         """
         here = self._values[self.spec.chunk(chunk)]
-        like, what = TensorSpec.of(here), f"chunk {chunk} of the parameters"
+        like = TensorSpec.of(here)
+        what = f"chunk {chunk} of the parameters"
         if whole:
             here.copy_(tensor_of(body, like, what))
         else:
@@ -248,19 +252,25 @@ class ServedStages:
             )
             for index, stage in stages.items()
         }
-        self._eager, self._stale = eager, rule.staleness > 0
+        self._eager = eager
+        self._stale = rule.staleness > 0
         self._speaks = all(worker.replica == 0 for worker in workers.values())
-        self._step, self._rate, self._loss_scale = -1, 0.0, 1.0
+        self._step = -1
+        self._rate = 0.0
+        self._loss_scale = 1.0
         self._num_updates = 0
         self._moments: Moments = {}
         self._opened = False
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
-        self._step, self._rate, self._loss_scale = step, learning_rate, loss_scale
+        self._step = step
+        self._rate = learning_rate
+        self._loss_scale = loss_scale
         if not self._opened:
             for column in self._columns.values():
                 column.open(step, self._num_updates, self._moments)
-            self._opened, self._moments = True, {}
+            self._opened = True
+            self._moments = {}
 
     def start(self, stage: int) -> None:
         if self._eager:
@@ -312,7 +322,8 @@ class ServedStages:
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         """For the server, which replica 0 tells when the first step begins."""
-        self._num_updates, self._moments = num_updates, moments if self._speaks else {}
+        self._num_updates = num_updates
+        self._moments = moments if self._speaks else {}
 
     @property
     def optimizer_bytes(self) -> int:

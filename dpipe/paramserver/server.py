@@ -92,7 +92,8 @@ class ParameterServer:
         folder: Path | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
-        self._folder, self._snapshots = folder, snapshots
+        self._folder = folder
+        self._snapshots = snapshots
         self._incarnation = secrets.token_hex(8)
         self._changed = threading.Condition()
         self._shelves = dict(self._recovered())
@@ -128,7 +129,8 @@ class ParameterServer:
         steps: dict[int, int] = {}
         with self._changed:
             for shelf in self._in_use():
-                stage, step = shelf.session.stage, shelf.master.step
+                stage = shelf.session.stage
+                step = shelf.master.step
                 steps[stage] = min(step, steps.get(stage, step))
         return steps
 
@@ -184,10 +186,8 @@ class ParameterServer:
                 "a folder needs something that reads and writes in it"
             )
             if (found := recover(folder, self._snapshots)) is not None:
-                (master, journal), (stage, _, part) = (
-                    found,
-                    folder.name.removeprefix("stage-").partition(_PART),
-                )
+                (master, journal) = found
+                (stage, _, part) = folder.name.removeprefix("stage-").partition(_PART)
                 session = Session(journal.session, int(stage), int(part or 0))
                 LOG.info("%s of run %s goes on at step %d", session.what, session.name, master.step)
                 yield session.slot, StageServer(session, master, journal)
@@ -195,13 +195,15 @@ class ParameterServer:
     # What workers call. Each may be called again: what has happened does not happen again.
 
     def _attend(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        told, place = message_of(pb.Attendance, request), _place(context)
+        told = message_of(pb.Attendance, request)
+        place = _place(context)
         if told.protocol != PROTOCOL:
             raise JoinError(
                 f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version "
                 "of dpipe"
             )
-        session, known = _session(place), _Known(*row_and_rule(told), told.num_updates)
+        session = _session(place)
+        known = _Known(*row_and_rule(told), told.num_updates)
         with self._changed:
             if not told.again or self._has(
                 session
@@ -240,7 +242,8 @@ class ParameterServer:
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         place = _place(context)
         shelf = self._shelf(place)
-        coder, row = codec(shelf.master.rule.wire), shelf.master.row
+        coder = codec(shelf.master.rule.wire)
+        row = shelf.master.row
         for message in messages:
             head, body = parse(message)
             like = values_spec(row, head.chunk)
@@ -257,7 +260,8 @@ class ParameterServer:
         return pb.Squares(by_layer=squares).SerializeToString()
 
     def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        place, wanted = _place(context), message_of(pb.Wanted, request)
+        place = _place(context)
+        wanted = message_of(pb.Wanted, request)
         shelf = self._shelf(place)
         caller = _watched(context, shelf)
         factor = wanted.factor if wanted.HasField("factor") else None

@@ -96,7 +96,8 @@ class RowSpec:
         row.
         """
         for index, (start, parameter) in enumerate(zip(self.starts, self.parameters, strict=True)):
-            first, last = max(start, part.start), min(start + parameter.num_values, part.stop)
+            first = max(start, part.start)
+            last = min(start + parameter.num_values, part.stop)
             if first < last:
                 yield index, slice(first, last)
 

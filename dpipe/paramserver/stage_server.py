@@ -61,7 +61,8 @@ class StageServer:
     """
 
     def __init__(self, session: Session, master: StageState, journal: Journal | None) -> None:
-        self.session, self.master = session, master
+        self.session = session
+        self.master = master
         self.left = set() if journal is None else journal.who_left()
         self._journal = journal
         self._changed = threading.Condition()
@@ -194,7 +195,8 @@ class StageServer:
     def _commit_steps(self) -> None:
         try:
             while self._next_complete():
-                step, journal = self.master.step, self._journal
+                step = self.master.step
+                journal = self._journal
                 if journal is not None:
                     journal.settle()
                     journal.write(step, *self.master.due())

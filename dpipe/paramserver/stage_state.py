@@ -93,8 +93,11 @@ class StageState:
     def __init__(
         self, row: RowSpec, rule: StepRule, state: State, *, step: int, num_updates: int
     ) -> None:
-        self.row, self.rule, self.now = row, rule, state
-        self.step, self.num_updates = step, num_updates
+        self.row = row
+        self.rule = rule
+        self.now = state
+        self.step = step
+        self.num_updates = num_updates
         self._next = State.zeros(row.length, lossy=rule.lossy_parameters)
         self._codec = codec(rule.wire)
         self._ledgers: dict[int, GradientSum] = {}
@@ -149,7 +152,8 @@ class StageState:
             raise TransferError(
                 f"the norms of step {step} were asked for where step {self.step} is under way"
             )
-        average, squares = self._ledger(step).average, dict[int, float]()
+        average = self._ledger(step).average
+        squares = dict[int, float]()
         for start, parameter in zip(self.row.starts, self.row.parameters, strict=True):
             values = average[start : start + parameter.num_values]
             square = (
@@ -295,7 +299,8 @@ class StageState:
 
     def _step_chunk(self, step: int, chunk: int) -> torch.Tensor:
         """Make the chunk's next values and moments; returns what goes out of it."""
-        verdict, part = self._verdicts[step], self.row.chunk(chunk)
+        verdict = self._verdicts[step]
+        part = self.row.chunk(chunk)
         assert verdict.factor is not None
         self._check_finite(step, chunk)
         self._next.copy(part, self.now)
@@ -316,10 +321,8 @@ class StageState:
         ahead = State(*(row.clone() for row in self.now.of(part).rows().values()))
         for later in range(self.step, step + 1):
             self._check_finite(later, chunk)
-            gradient, rate = (
-                self._ledger(later).so_far(chunk, part),
-                self._verdicts[later].learning_rate,
-            )
+            gradient = self._ledger(later).so_far(chunk, part)
+            rate = self._verdicts[later].learning_rate
             self._adamw(ahead, part, gradient, rate, self.num_updates + later - self.step)
         return ahead.values
 
@@ -334,7 +337,9 @@ class StageState:
         """Step elements `part` of the row, which `state` and `gradient` hold."""
         for elements, decay in self._decays(part):
             here = slice(elements.start - part.start, elements.stop - part.start)
-            values, avg, avg_sq = state.values[here], state.exp_avg[here], state.exp_avg_sq[here]
+            values = state.values[here]
+            avg = state.exp_avg[here]
+            avg_sq = state.exp_avg_sq[here]
             adamw_step(
                 values,
                 gradient[here],

@@ -57,7 +57,8 @@ def transformer_costs(config: Config) -> LayerCosts:
     Backward is twice forward: one product for the input gradient, one for the weight's (Kaplan et
     al. 2020).
     """
-    model, tokens = config.model, config.microbatch_size * config.model.context
+    model = config.model
+    tokens = config.microbatch_size * config.model.context
     flops = layer_flops(config, config.microbatch_size)
     forward_s = tuple(f / (config.predict.gflops * 1e9) for f in flops)
     message = wire_bytes(
@@ -126,7 +127,8 @@ def replay_cost(config: Config, network: Network) -> Cost:
     """Exchanges are waited for where they stand, as if nothing else left the ranks of a stage
     meanwhile.
     """
-    replay, stages = config.replay, config.pipeline.stages
+    replay = config.replay
+    stages = config.pipeline.stages
     if config.tensor_parallel.size > 1:
         only_link(network)
     exchanges_us = replay.exchanges and replay.exchanges * ring_us(config, network)

@@ -84,7 +84,8 @@ def choose_schedule(
     replicas: Replicas | None = None,
     stages: Stages = (),
 ) -> Schedule:
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    pipeline = config.pipeline
+    microbatches = config.train.num_microbatches
     if pipeline.schedule == "auto":
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
@@ -141,12 +142,15 @@ def forecast(
     `ProfileError` for a network that lacks a link between two ranks.
     """
     network = network or of_config(config, config.network_profile)
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    pipeline = config.pipeline
+    microbatches = config.train.num_microbatches
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
     stages: Stages
     if config.model.layers == "replay":
-        cut, cost, stages = (1,) * pipeline.stages, replay_cost(config, network), ()
+        cut = (1,) * pipeline.stages
+        cost = replay_cost(config, network)
+        stages = ()
         refuse_memory_of_replay(config)
     else:
         layers = on_ranks(config, layers or transformer_costs(config))
@@ -155,7 +159,8 @@ def forecast(
         stages = stages_memory(
             config, layers.memory, cut, server_ranks(config), layers.output_bytes
         )
-    agreeing, cost = replicas_of(config, cost), with_exchange(config, cost)
+    agreeing = replicas_of(config, cost)
+    cost = with_exchange(config, cost)
     order = choose(config, cost, network, agreeing, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
     check(schedule)
@@ -171,7 +176,8 @@ def forecast(
             peak_memory(leanest(config), stages) if searching else memory,
             held_by_transformer,
         )
-    timeline, share = simulate(schedule, cost, network, hosts, agreeing), agreeing_share(config)
+    timeline = simulate(schedule, cost, network, hosts, agreeing)
+    share = agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
         apart = simulate(schedule, cost, network, hosts, Replicas(silent(agreeing.count)))
@@ -197,7 +203,8 @@ def held_by_transformer(config: Config) -> int:
 
 def leanest(config: Config) -> Schedule:
     """Of those that "auto" chooses from, one that holds as little as can be."""
-    pipeline, microbatches = config.pipeline, config.train.num_microbatches
+    pipeline = config.pipeline
+    microbatches = config.train.num_microbatches
     if pipeline.stages_per_rank == 1:
         return generate("1f1b", pipeline.stages, microbatches, in_flight=1)
     least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
@@ -243,7 +250,8 @@ def server_ranks(config: Config) -> tuple[int, ...]:
     """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind
     all others.
     """
-    chosen, stages = config.data_parallel, range(config.pipeline.stages)
+    chosen = config.data_parallel
+    stages = range(config.pipeline.stages)
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         return ()
     if chosen.address:
@@ -262,7 +270,8 @@ def agreeing_share(config: Config) -> float:
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
-    given, num_layers = config.pipeline.split, len(layers.forward_s)
+    given = config.pipeline.split
+    num_layers = len(layers.forward_s)
     if isinstance(given, str):
         return split(
             [f + b for f, b in zip(layers.forward_s, layers.backward_s, strict=True)],

@@ -95,7 +95,8 @@ def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
 
 
 def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
-    by_module, cores = counter.get_flop_counts(), attention_cores(layer)
+    by_module = counter.get_flop_counts()
+    cores = attention_cores(layer)
     names = [
         f"{type(layer).__name__}.{name}"
         for name, module in layer.named_modules()
@@ -130,7 +131,9 @@ def measure(
     As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The
     number of threads is the process's.
     """
-    tensors, seconds, streams = inputs, [], streams_of(device)
+    tensors = inputs
+    seconds = []
+    streams = streams_of(device)
     for index in range(len(model.layers)):
         last = index == len(model.layers) - 1
         stage = Stage(

@@ -122,7 +122,8 @@ def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
 
 def read_text(config: Config) -> Corpus:
     """Tokens of the configured files; raises `DataError` where they cannot make one batch."""
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
 
     def accept(corpus: Corpus) -> None:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
@@ -197,7 +198,8 @@ def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerM
     """A user's layers: what their graphs keep is counted, working memory is taken to be as much
     again.
     """
-    again, rounded = config.pipeline.recompute == "full", config.train.parameters != "fp32"
+    again = config.pipeline.recompute == "full"
+    rounded = config.train.parameters != "fp32"
     smaller = 2 if rounded else 1  # parameters are counted in fp32
     inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
     layers = (
@@ -218,7 +220,8 @@ def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerM
 
 def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
     """Seconds that forward and backward of each layer take on this machine, for one micro-batch."""
-    config, corpus = run_plan.config, run_plan.corpus
+    config = run_plan.config
+    corpus = run_plan.corpus
     assert corpus is not None
     assert run_plan.model is not None
     batch = feed_of(config, corpus, 0, config.data_parallel.replicas).training(0)

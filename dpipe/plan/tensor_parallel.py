@@ -22,7 +22,8 @@ from dpipe.errors import ConfigError
 from dpipe.network.link import Link, Network
 from dpipe.timeline.cost import Cost
 
-_HALF_BYTES, _FLOAT_BYTES = 2, 4
+_HALF_BYTES = 2
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def at_boundaries(config: Config, cost: Cost) -> Cost:
             activation_bytes=tuple(times * size for size in cost.activation_bytes),
             gradient_bytes=tuple(times * size for size in cost.gradient_bytes),
         )
-    gather_us, last = _seconds(config, 1, 1) * 1e6, cost.num_stages - 1
+    gather_us = _seconds(config, 1, 1) * 1e6
+    last = cost.num_stages - 1
     there = [gather_us * (stage > 0) for stage in range(cost.num_stages)]
     back = [gather_us * (stage < last) for stage in range(cost.num_stages)]
     return replace(
@@ -90,7 +92,8 @@ def ring_us(config: Config, network: Network) -> float:
     """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`). Raises as
     `only_link` does.
     """
-    size, link = config.tensor_parallel.size, only_link(network)
+    size = config.tensor_parallel.size
+    link = only_link(network)
     part_us = config.replay.exchange_bytes / size * 8 / (link.rate_gbps(network.connections) * 1e3)
     return 2 * (size - 1) * (link.delay_us + part_us)
 
@@ -115,10 +118,8 @@ def _add(times_us: tuple[float, ...], more_us: list[float]) -> tuple[float, ...]
 
 
 def _seconds(config: Config, units: int, count: int) -> float:
-    size, value_bytes = (
-        config.tensor_parallel.size,
-        _FLOAT_BYTES if config.train.precision == "fp32" else _HALF_BYTES,
-    )
+    size = config.tensor_parallel.size
+    value_bytes = _FLOAT_BYTES if config.train.precision == "fp32" else _HALF_BYTES
     u = config.microbatch_size * config.model.context * config.model.width * value_bytes
     bits = units * u * (size - 1) / size * 8
     return (

@@ -77,7 +77,8 @@ def _tensor_lines(config: Config) -> Iterator[str]:
     """Where several ranks hold a stage together: what is said of a machine, and what of each of its
     ranks.
     """
-    size, predict = config.tensor_parallel.size, config.predict
+    size = config.tensor_parallel.size
+    predict = config.predict
     if size > 1 and config.model.layers == "replay":
         yield f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of them"
     elif size > 1:

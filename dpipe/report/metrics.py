@@ -104,7 +104,8 @@ class _Board:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         with suppress(OSError):
             if file is not None:
                 file.close()

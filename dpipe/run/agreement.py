@@ -40,7 +40,8 @@ def data_parallel(
     """What the configuration asks for; `uncounted` names parameters that a norm counts on another
     rank, `tied` the copies of a shared weight.
     """
-    train, chosen = config.train, config.data_parallel
+    train = config.train
+    chosen = config.data_parallel
     replayed = config.model.layers == "replay"
     adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
@@ -97,7 +98,8 @@ def torch_group(
     """The group of this rank's column. Its first rank opens a store, and says where through the
     coordinator.
     """
-    timeout_s, first = config.timeouts.transfer, here.dp_group[0]
+    timeout_s = config.timeouts.transfer
+    first = here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
     store = open_store(host, 0, timeout_s, master=True) if here.dp_rank == 0 else None
     port = 0 if store is None else store.port

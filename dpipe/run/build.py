@@ -144,7 +144,8 @@ def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
     """The override that makes a run of `num_ranks`; raises `ConfigError` where the replicas do not
     divide them.
     """
-    replicas, size = config.data_parallel.replicas, config.tensor_parallel.size
+    replicas = config.data_parallel.replicas
+    size = config.tensor_parallel.size
     if num_ranks % (replicas * size):
         raise ConfigError(
             f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica "
@@ -239,7 +240,8 @@ def as_rank_0_decides(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
 
     Ranks that share a machine's cores would search many times as long.
     """
-    config, word = run_plan.config, b""
+    config = run_plan.config
+    word = b""
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s).forecast.schedule
@@ -274,12 +276,12 @@ def assemble(
     """The stages of `rank`, what runs them, and what trains them, restored from `start` if there is
     one.
     """
-    coordinator, transport, streams = around.coordinator, around.transport, around.streams
-    config, schedule, here = (
-        run_plan.config,
-        run_plan.forecast.schedule,
-        run_plan.config.ranks_of(rank),
-    )
+    coordinator = around.coordinator
+    transport = around.transport
+    streams = around.streams
+    config = run_plan.config
+    schedule = run_plan.forecast.schedule
+    here = run_plan.config.ranks_of(rank)
     recorder = recorder_of(rank, around)
     exchange = Ring(transport, here, config.replay.exchange_bytes, recorder.exchanging)
     made = partial(
@@ -287,7 +289,8 @@ def assemble(
     )
     stages = {s: made(s, exchange=exchange) for s in stages_at(schedule, here.pp_rank)}
     tied = tied_weights(run_plan, stages)
-    elsewhere, copies = counted_elsewhere(stages, tied, here), [name for name, _ in tied.values()]
+    elsewhere = counted_elsewhere(stages, tied, here)
+    copies = [name for name, _ in tied.values()]
     agreement = data_parallel(
         config, here, stages, transport, coordinator, elsewhere, around.servers, copies
     )
@@ -412,7 +415,8 @@ def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]
 
 def write_plan(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
-    found, config = run_plan.forecast, run_plan.config
+    found = run_plan.forecast
+    config = run_plan.config
     plan = Plan(
         found.schedule,
         found.cost,
@@ -428,7 +432,8 @@ def write_plan(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None
 
 def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> None:
     """Rank 0's last word: how to go on, or the summary."""
-    config, corpus = run_plan.config, run_plan.corpus
+    config = run_plan.config
+    corpus = run_plan.corpus
     if stopped:
         told = f"stopped before the end; go on with --resume {folder}"
         console.print(told, highlight=False, markup=False, soft_wrap=True)

@@ -142,7 +142,8 @@ def _from_flags(
 
 
 def _from_dpipe(environ: Mapping[str, str], token: str) -> Placement:
-    rank, world_size = _int(environ, "DPIPE_RANK"), _int(environ, "DPIPE_WORLD_SIZE")
+    rank = _int(environ, "DPIPE_RANK")
+    world_size = _int(environ, "DPIPE_WORLD_SIZE")
     coordinator = _get(environ, "DPIPE_COORDINATOR") if world_size > 1 else None
     return Placement(
         rank, world_size, _int(environ, "DPIPE_LOCAL_RANK", "0"), coordinator, token=token
@@ -150,11 +151,13 @@ def _from_dpipe(environ: Mapping[str, str], token: str) -> Placement:
 
 
 def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
-    rank, world_size = _int(environ, "RANK"), _int(environ, "WORLD_SIZE")
+    rank = _int(environ, "RANK")
+    world_size = _int(environ, "WORLD_SIZE")
     here = Placement(rank, world_size, _int(environ, "LOCAL_RANK", "0"), token=token)
     if world_size == 1:
         return here
-    host, port = _get(environ, "MASTER_ADDR"), _int(environ, "MASTER_PORT")
+    host = _get(environ, "MASTER_ADDR")
+    port = _int(environ, "MASTER_PORT")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # else a restart finds the last one
         key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -167,7 +170,8 @@ def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
 
 
 def _from_slurm(environ: Mapping[str, str], token: str) -> Placement:
-    rank, world_size = _int(environ, "SLURM_PROCID"), _int(environ, "SLURM_NTASKS")
+    rank = _int(environ, "SLURM_PROCID")
+    world_size = _int(environ, "SLURM_NTASKS")
     local_rank = _int(environ, "SLURM_LOCALID", "0")
     if world_size == 1:
         return Placement(rank, 1, local_rank, token=token)

@@ -82,7 +82,9 @@ def joined(
 def _links(
     config: Config, place: Placement, security: Security, streams: Streams
 ) -> GrpcTransport | TcpTransport | NcclTransport:
-    node, timeouts, chosen = config.node, config.timeouts, config.transport
+    node = config.node
+    timeouts = config.timeouts
+    chosen = config.transport
     if chosen.kind == "nccl":
         assert isinstance(streams, CudaStreams)
         return NcclTransport(
@@ -156,7 +158,8 @@ def _join(
     links: GrpcTransport | TcpTransport | NcclTransport,
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
-    node, heartbeat_s = config.node, config.timeouts.heartbeat
+    node = config.node
+    heartbeat_s = config.timeouts.heartbeat
     bind = listening_on(config, place)
     host = advertised_host(bind, node.advertise, place.coordinator_host)
     if place.rank == 0:

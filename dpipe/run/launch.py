@@ -164,7 +164,8 @@ class _Ranks:
 
     def __init__(self, say: Say, quiet: bool) -> None:
         self._ranks: list[_Rank] = []
-        self._say, self._quiet = say, quiet
+        self._say = say
+        self._quiet = quiet
         self._stop: signal.Signals | None = None  # what the ranks were last sent
 
     @contextmanager
@@ -237,7 +238,8 @@ class _Ranks:
                 poll.unregister(fd)
                 os.close(fd)
                 if rank.exit_code and failed is None:
-                    failed, deadline = rank, time.monotonic() + grace_s
+                    failed = rank
+                    deadline = time.monotonic() + grace_s
             if not ended:
                 late = late or failed is None
                 self.kill()

@@ -80,11 +80,13 @@ def parameter_servers(
     Raises `JoinError` naming one that cannot be reached. One that is embedded here stays until all
     have left it.
     """
-    chosen, rank = config.data_parallel, coordinator.rank
+    chosen = config.data_parallel
+    rank = coordinator.rank
     if chosen.kind != "parameter-server" or chosen.replicas == 1:
         yield None
         return
-    embedded, size = not chosen.address, config.tensor_parallel.size
+    embedded = not chosen.address
+    size = config.tensor_parallel.size
     hosts = [
         0 if chosen.servers == "one" else place * size + rank % size
         for place in schedule.rank_of_stage
@@ -181,7 +183,8 @@ def serve_parameters(
             '"parameter-server", here and for the workers'
         )
     host, port = _bind(config, bind)
-    node, folder = config.node, _state_folder(config, host, port)
+    node = config.node
+    folder = _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
     torch.set_num_threads(node.threads)
@@ -217,7 +220,8 @@ def _state_held(folder: Path) -> Iterator[None]:
     """Two servers would remove each other's steps. What was made for one that cannot start is
     removed again.
     """
-    made, lock = absent(folder), folder / "lock"
+    made = absent(folder)
+    lock = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.touch()

@@ -28,7 +28,9 @@ class Ring:
     """One rank's end: a call is an all-reduce of `num_bytes`. Raises what the links do."""
 
     def __init__(self, links: Transport, here: ParallelRanks, num_bytes: int, watch: Watch) -> None:
-        self._links, self._watch, size = links, watch, here.tp_size
+        self._links = links
+        self._watch = watch
+        size = here.tp_size
         self._before, self._behind = neighbours(here)
         self._part = torch.zeros(
             max(1, num_bytes // 4 // size)

@@ -28,10 +28,12 @@ def make_stage(
     """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do
     in their `group`.
     """
-    config, last = run_plan.config, run_plan.forecast.schedule.is_last(index)
+    config = run_plan.config
+    last = run_plan.forecast.schedule.is_last(index)
     microbatches = config.train.num_microbatches
     if run_plan.model is None:
-        replay, stages = config.replay, config.pipeline.stages
+        replay = config.replay
+        stages = config.pipeline.stages
         return ReplayStage(
             index,
             num_microbatches=microbatches,
@@ -45,7 +47,9 @@ def make_stage(
             exchange=exchange,
             num_exchanges=replay.exchanges,
         )
-    seed, device, model = config.train.seed, config.node.device, run_plan.model
+    seed = config.train.seed
+    device = config.node.device
+    model = run_plan.model
     layers = {layer: materialise(model, layer, seed, device) for layer in run_plan.layers_of(index)}
     return Stage(
         index,

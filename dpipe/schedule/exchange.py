@@ -196,7 +196,9 @@ def parameter_server(
     later.
     """
     _at_least(num_replicas, num_parts)
-    server, replicas, parts = num_replicas, range(num_replicas), range(num_parts)
+    server = num_replicas
+    replicas = range(num_replicas)
+    parts = range(num_parts)
     pushes = [
         tuple(Message(Role.REDUCE, part, server, replica, server) for part in parts)
         for replica in replicas
@@ -225,7 +227,8 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     and broadcast): nothing comes back before everything is reduced, and nothing is overlapped.
     """
     _at_least(num_replicas, num_parts)
-    parts, last = range(num_parts), num_replicas - 1
+    parts = range(num_parts)
+    last = num_replicas - 1
     programs = []
     for replica in range(num_replicas):
         reduces = [

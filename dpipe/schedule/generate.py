@@ -264,7 +264,8 @@ def _interleaved_depths(
     the last one that its forward waits for a backward that waits for that forward: a group goes
     round once each way, so first - last is at most two groups.
     """
-    shortest, longest = len(groups[-1]), len(groups[0])
+    shortest = len(groups[-1])
+    longest = len(groups[0])
     least = _least(stages_per_rank, longest)
     first = least + 2 * (num_ranks - 1) if in_flight is None else in_flight
     if first < least:

@@ -69,7 +69,8 @@ def _with_reduce(schedule: Schedule) -> Schedule:
     A tied stage waits for its other half first, which may be on the same rank. That goes last, so
     that no other work waits with it.
     """
-    alone, tied = {}, []
+    alone = {}
+    tied = []
     ends = (0, schedule.num_stages - 1) if schedule.tied else ()
     for stage in range(schedule.num_stages):
         if stage not in ends:

@@ -79,7 +79,8 @@ class Schedule:
 
         Communication is named whether or not `lower()` has put it in yet.
         """
-        stage, microbatch = action.stage, action.microbatch
+        stage = action.stage
+        microbatch = action.microbatch
         match action.op:
             case Op.F:
                 return (

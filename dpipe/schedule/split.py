@@ -18,12 +18,10 @@ class SplitProgram:
     """
 
     def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
-        self.stage, self.num_microbatches, self.depth, self.limit = (
-            stage,
-            num_microbatches,
-            depth,
-            limit,
-        )
+        self.stage = stage
+        self.num_microbatches = num_microbatches
+        self.depth = depth
+        self.limit = limit
         self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
         self.program: list[Action] = []
 
@@ -35,7 +33,9 @@ class SplitProgram:
         """What to do next, given how many inputs and output gradients have come from the
         neighbours.
         """
-        forwards, backwards, weights = self.done[Op.F], self.done[Op.I], self.done[Op.W]
+        forwards = self.done[Op.F]
+        backwards = self.done[Op.I]
+        weights = self.done[Op.W]
         if backwards < min(forwards, gradients):
             return Op.I
         if forwards < min(inputs, backwards + self.depth, weights + self.limit):

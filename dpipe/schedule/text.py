@@ -39,7 +39,8 @@ def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = 
     last = min(length, max(marked) + _AROUND + 1) if marked else length
     cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
     width = max((len(cell) for row in cells for cell in row), default=1)
-    before, after = "... " if first else "", " ..." if last < length else ""
+    before = "... " if first else ""
+    after = " ..." if last < length else ""
     ranks = ranks or range(len(rows))
     digits = len(str(max(ranks)))
     return "\n".join(

@@ -64,7 +64,8 @@ class AttentionCore(nn.Module):
 
     def __init__(self, dropout: float, *, causal: bool) -> None:
         super().__init__()
-        self.dropout, self.causal = dropout, causal
+        self.dropout = dropout
+        self.causal = causal
 
     def forward(
         self,
@@ -213,7 +214,8 @@ def word_loss(
     """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the
     words.
     """
-    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    logits_NV = logits_BTV.flatten(0, 1)
+    targets_N = targets_BT.flatten()
     return (
         F.cross_entropy(logits_NV, targets_N)
         if group is None

@@ -34,7 +34,8 @@ class WeightGradients:
         self.filed.setdefault(weight, []).append((input.detach(), grad.detach()))
 
     def take(self) -> Products:
-        filed, self.filed = self.filed, {}
+        filed = self.filed
+        self.filed = {}
         return filed
 
 
@@ -92,10 +93,13 @@ class _Product(torch.autograd.Function):
             # What autocast would do; autograd casts what backward returns to the dtype of what was
             # given.
             dtype = torch.get_autocast_dtype(input.device.type)
-            flat, used_weight = flat.to(dtype), weight.to(dtype)
+            flat = flat.to(dtype)
+            used_weight = weight.to(dtype)
             used_bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(flat, used_weight)
-        ctx.weight, ctx.gradients, ctx.shape = weight, gradients, input.shape
+        ctx.weight = weight
+        ctx.gradients = gradients
+        ctx.shape = input.shape
         return F.linear(flat, used_weight, used_bias).view(*input.shape[:-1], -1)
 
     @staticmethod

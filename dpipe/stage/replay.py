@@ -41,18 +41,20 @@ class ReplayStage:
         exchange: Callable[[], None] = lambda: None,
         num_exchanges: int = 0,
     ) -> None:
-        self.index, self._num_microbatches = index, num_microbatches
-        self._forward_s, self._backward_s = forward_s, backward_s
-        self._input_s, self._weight_s = backward_s * input_share, backward_s * (1 - input_share)
-        self._exchange, self._num_exchanges = exchange, num_exchanges
+        self.index = index
+        self._num_microbatches = num_microbatches
+        self._forward_s = forward_s
+        self._backward_s = backward_s
+        self._input_s = backward_s * input_share
+        self._weight_s = backward_s * (1 - input_share)
+        self._exchange = exchange
+        self._num_exchanges = num_exchanges
         message = torch.zeros(
             message_bytes // 4
         )  # never written to, so that every message can be the same tensor
         nothing: Tensors = ()
-        self._inputs, self._outputs = (
-            (nothing if first else (message,)),
-            ((torch.zeros(()),) if last else (message,)),
-        )
+        self._inputs = nothing if first else (message,)
+        self._outputs = (torch.zeros(()),) if last else (message,)
         self._output_grads = nothing if last else (message,)
         self._parameter = nn.Parameter(torch.zeros(parameter_bytes // 4))
         self._gradient = torch.zeros_like(self._parameter)

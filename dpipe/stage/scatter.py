@@ -24,7 +24,10 @@ class Scattered:
     """
 
     def __init__(self, stage: Stage, group: TensorGroup, *, first: bool, last: bool) -> None:
-        self._stage, self._group, self._first, self._last = stage, group, first, last
+        self._stage = stage
+        self._group = group
+        self._first = first
+        self._last = last
 
     @property
     def held(self) -> int:

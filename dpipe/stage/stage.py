@@ -81,14 +81,17 @@ class Stage:
         device: torch.device | str = "cpu",
         timed: Timed = nullcontext,
     ) -> None:
-        self.index, self._first_microbatch, self._timed = index, first_microbatch, timed
-        self._layers, self._loss, self._last = dict(layers), loss, max(layers)
-        self._num_microbatches, self._keeps_graph, self._seed = (
-            num_microbatches,
-            recompute != "full",
-            seed,
-        )
-        stored, self._device = _HALF[parameters], torch.device(device)
+        self.index = index
+        self._first_microbatch = first_microbatch
+        self._timed = timed
+        self._layers = dict(layers)
+        self._loss = loss
+        self._last = max(layers)
+        self._num_microbatches = num_microbatches
+        self._keeps_graph = recompute != "full"
+        self._seed = seed
+        stored = _HALF[parameters]
+        self._device = torch.device(device)
         self._half = _HALF[precision] if stored is None else None
         self._masters = None if stored is None else MasterWeights(self._layers, stored)
         self._stale = True  # whether the masters may have changed since the layers last saw them
@@ -96,7 +99,8 @@ class Stage:
         self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
-        self._splits_backward, self.split = splits_backward, split
+        self._splits_backward = splits_backward
+        self.split = split
         for layer in self._layers.values():
             if recompute == "selective":
                 recompute_attention(layer, compiled=compiled and split is None)
@@ -111,7 +115,8 @@ class Stage:
         """The random numbers of what follows are those of `step`; its loss is multiplied by
         `loss_scale`.
         """
-        self._step, self._loss_factor = step, loss_scale / self._num_microbatches
+        self._step = step
+        self._loss_factor = loss_scale / self._num_microbatches
         self._stale = True
 
     def forward(

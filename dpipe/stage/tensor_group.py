@@ -43,7 +43,10 @@ class TensorGroup:
         device: torch.device | str = "cpu",
         timeout_s: float = 300.0,
     ) -> None:
-        self.ranks, self.rank, self.size, self.sequence = ranks, rank, len(ranks), sequence
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.sequence = sequence
         self.watch: Watch = lambda num_bytes: nullcontext()
         self._device = torch.device(device)
         self._error: Exception | None = None

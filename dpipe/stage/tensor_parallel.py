@@ -299,7 +299,8 @@ def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
     plan: Mapping[str, type[Piece]] = layer.tensor_plan  # type: ignore[assignment]
     for place, kind in plan.items():
         piece: Any = layer.get_submodule(place)
-        piece.__class__, piece.group = kind, group
+        piece.__class__ = kind
+        piece.group = group
         for key, dim in kind.cut.items():
             whole = getattr(piece, key)
             if whole is None:

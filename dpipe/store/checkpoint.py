@@ -99,7 +99,8 @@ def save(
     which ends in the `remedy`, where it cannot be written, and `NumericError` where one of
     `tensors` is not finite: nobody can go on from such a one.
     """
-    store, part = _Store(url, remedy), dict[str, Any]()
+    store = _Store(url, remedy)
+    part = dict[str, Any]()
     part["bad"] = next(
         (name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None
     )
@@ -331,7 +332,8 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
     """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12; raises `CheckpointError` where one is
     missing between.
     """
-    into, parts = Tensors(f"the checkpoint {where}"), dict[str, dict[int, torch.Tensor]]()
+    into = Tensors(f"the checkpoint {where}")
+    parts = dict[str, dict[int, torch.Tensor]]()
     for name, tensor in tensors.items():
         if (match := _SLICE.fullmatch(name)) is None:
             into[name] = tensor

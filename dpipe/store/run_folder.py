@@ -23,7 +23,8 @@ def refuse_folder(config: Config, resume: bool) -> None:
     """Raises `ConfigError` where the run's folder holds another run, `CheckpointError` where a run
     that is to be resumed has no checkpoint.
     """
-    folder, url = Path(config.run.folder), checkpoint_url(config)
+    folder = Path(config.run.folder)
+    url = checkpoint_url(config)
     if resume and latest(url) is None:
         raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
     if (folder / "metrics.jsonl").exists() and not resume:

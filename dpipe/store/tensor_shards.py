@@ -59,7 +59,8 @@ def as_slices(
 
     Of what every rank has whole the first one's are taken.
     """
-    slices, layouts = dict[str, torch.Tensor](), dict[str, Shard]()
+    slices = dict[str, torch.Tensor]()
+    layouts = dict[str, Shard]()
     shards = _shards(stages)
     for name, moment in moments.items():
         shard = _of(name, shards)

@@ -126,7 +126,9 @@ class Exchanges:
     """
 
     def __init__(self, simulation: "Simulation", replicas: Replicas, *, mirrored: bool) -> None:
-        self._simulation, self._replicas, self._mirrored = simulation, replicas, mirrored
+        self._simulation = simulation
+        self._replicas = replicas
+        self._mirrored = mirrored
         self._exchange = replicas.exchange
         self._arrived: dict[tuple[int, int], set[Message]] = {}  # by stage and end
         self._queues: dict[int, deque[_Leg]] = {}
@@ -245,7 +247,8 @@ class Exchanges:
         """Which message goes next: they keep their order, but a stale server answers each replica
         by itself.
         """
-        arrived, waits = self._arrived[leg.stage, leg.end], self._exchange.waits
+        arrived = self._arrived[leg.stage, leg.end]
+        waits = self._exchange.waits
         left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
         return next((index for index in left if arrived >= waits[leg.messages[index]]), None)
 
@@ -268,7 +271,8 @@ class Exchanges:
         size = self._num_bytes(leg.stage, message)
 
         def left(start_us: float) -> None:
-            action, end_us = Action(leg.stage, Op.REDUCE_GRAD), self._simulation.clock.now_us
+            action = Action(leg.stage, Op.REDUCE_GRAD)
+            end_us = self._simulation.clock.now_us
             self._simulation.spans.append(
                 Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
             )

@@ -69,7 +69,8 @@ class _Greedy(Simulation):
         super().finish(rank, lane, action, start_us)
 
     def advance(self, rank: int) -> None:
-        making, last = self.making[rank], rank == len(self.making) - 1
+        making = self.making[rank]
+        last = rank == len(self.making) - 1
         gradients = making.done[Op.F] if last else self.arrived[Op.RECV_B][rank]
         op = making.choose(self.arrived[Op.RECV_F][rank], gradients)
         if op is not None:

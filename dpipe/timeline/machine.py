@@ -65,7 +65,8 @@ class Cores:
     def _plan(self) -> None:
         self._plans += 1
         if self._threads:
-            plan, left_us = self._plans, min(tasks[0][0] for tasks in self._threads.values())
+            plan = self._plans
+            left_us = min(tasks[0][0] for tasks in self._threads.values())
             self._clock.at(
                 self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan)
             )
@@ -118,7 +119,10 @@ class Sender:
     def __init__(
         self, clock: Clock, network: Network, rank: int, cores: Mapping[int, Cores]
     ) -> None:
-        self._clock, self._network, self._rank, self._cores = clock, network, rank, cores
+        self._clock = clock
+        self._network = network
+        self._rank = rank
+        self._cores = cores
         self._egress = Egress[Since](network, rank)
         self._plans = (
             0  # the completion that is due belongs to the latest plan; earlier ones are void
@@ -155,7 +159,8 @@ class Sender:
 
     def _plan(self) -> None:
         self._plans += 1
-        due_us, plan = self._egress.due_us, self._plans
+        due_us = self._egress.due_us
+        plan = self._plans
         assert due_us is not None
         self._clock.at(due_us, lambda: self._complete(plan))
 

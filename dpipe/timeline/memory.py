@@ -110,7 +110,8 @@ class _Walk:
             for stage, owner in zip(stages, schedule.rank_of_stage, strict=True)
             if owner == rank
         ]
-        self._stages, self._keeps_gradients = stages, keeps_gradients
+        self._stages = stages
+        self._keeps_gradients = keeps_gradients
         self._rounded: list[
             tuple[int, int, LayerMemory]
         ] = []  # whose gradients are not with their masters yet

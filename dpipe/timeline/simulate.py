@@ -74,7 +74,10 @@ class Simulation:
             raise ScheduleError(
                 f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
             )
-        self.schedule, self.cost, self.network, self.replicas = schedule, cost, network, replicas
+        self.schedule = schedule
+        self.cost = cost
+        self.network = network
+        self.replicas = replicas
         self.clock = Clock()
         self.spans: list[Span] = []
         self.mirrored = (
@@ -131,7 +134,8 @@ class Simulation:
 
     def advance(self, rank: int) -> None:
         """Go on with the program of an idle rank until it computes or has to wait."""
-        program, done = self.programs[rank], self.done[rank // self.schedule.num_ranks]
+        program = self.programs[rank]
+        done = self.done[rank // self.schedule.num_ranks]
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
             action = program[self.position[rank]]
             if action.op not in RECVS:
@@ -176,7 +180,8 @@ class Simulation:
 
     def compute(self, rank: int, action: Action) -> None:
         """Keep an idle rank for as long as `action` takes."""
-        start, since = self.clock.now_us, self.idle_since[rank]
+        start = self.clock.now_us
+        since = self.idle_since[rank]
         if since is not None and since < start:
             self.spans.append(Span(rank, Lane.WAIT, action, since, start))
         self.idle_since[rank] = None

@@ -107,7 +107,8 @@ def _busy(lanes: dict[Lane, list[Span]]) -> list[Interval]:
 
 
 def _overlap(lanes: dict[Lane, list[Span]]) -> float:
-    sending, computing = _union(lanes[Lane.SEND] + lanes[Lane.REDUCE]), _union(lanes[Lane.COMPUTE])
+    sending = _union(lanes[Lane.SEND] + lanes[Lane.REDUCE])
+    computing = _union(lanes[Lane.COMPUTE])
     total = _length(sending)
     return _length(_intersection(sending, computing)) / total if total else 1.0
 
@@ -149,9 +150,12 @@ def _union(spans: list[Span]) -> list[Interval]:
 
 def _intersection(ours: list[Interval], theirs: list[Interval]) -> list[Interval]:
     """What two ordered lists of disjoint intervals share, in one walk along both."""
-    shared, i, j = [], 0, 0
+    shared = []
+    i = 0
+    j = 0
     while i < len(ours) and j < len(theirs):
-        start, end = max(ours[i][0], theirs[j][0]), min(ours[i][1], theirs[j][1])
+        start = max(ours[i][0], theirs[j][0])
+        end = min(ours[i][1], theirs[j][1])
         if start < end:
             shared.append((start, end))
         if ours[i][1] < theirs[j][1]:

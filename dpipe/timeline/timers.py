@@ -74,7 +74,8 @@ class Timers:
 
     def line(self) -> str:
         """`time (ms) | forward-compute: 12.3 | optimizer: 1.0`: the mean of the steps since the last line."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         ran = [name for name in (*TIMERS, *PARTS) if any(name in step for step in steps)]
         means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in ran}
         return " | ".join(["time (ms)", *(f"{name}: {value:.1f}" for name, value in means.items())])

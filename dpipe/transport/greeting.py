@@ -56,7 +56,8 @@ def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
     all.
     """
     greeting = _receive(sock, deadline)
-    theirs, hello = _challenge(greeting), greeting.hello
+    theirs = _challenge(greeting)
+    hello = greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(challenge=ours), deadline)
     if not hmac.compare_digest(

@@ -27,7 +27,8 @@ from dpipe.wire.message import Header, framed, unframed
 from dpipe.wire.rpc import Security, open_channel, serve, token_metadata
 from dpipe.wire.v1.transport_pb2 import Hello
 
-_SERVICE, _METHOD = "dpipe.wire.v1.Transport", "Connect"
+_SERVICE = "dpipe.wire.v1.Transport"
+_METHOD = "Connect"
 _HELLO_KEY = "dpipe-hello-bin"
 _MALLOC = {
     -1: 256 << 20,

@@ -139,7 +139,8 @@ class Receiving(_Transfer):
 
     def check(self) -> TransferError | None:
         """The error of a receive that meets another tensor than it expects."""
-        want, got = self.expected, self.arrived
+        want = self.expected
+        got = self.arrived
         if want is None or got is None or want == got:
             return None
         return TransferError(
@@ -290,7 +291,8 @@ class LinkEnd:
         with self.changed:
             first = self.error is None
             if first or failed:
-                self.error, self._failed = error, failed
+                self.error = error
+                self._failed = failed
             self.changed.notify_all()
         if first:
             self.on_broken()

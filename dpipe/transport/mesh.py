@@ -318,7 +318,8 @@ class Mesh(ABC, Generic[ConnectionT]):
             connection.join(left() + 1.0)
 
     def _refusal(self, hello: Hello) -> str | None:
-        peer, count = hello.from_rank, self._num_connections
+        peer = hello.from_rank
+        count = self._num_connections
         if hello.protocol != PROTOCOL:
             return f"rank {self.rank} speaks dpipe transport {PROTOCOL}, not {hello.protocol}: install one version"
         if hello.to_rank != self.rank:

@@ -32,8 +32,11 @@ from dpipe.wire.spec import TensorSpec
 
 _CLOSE_S = 5.0  # for the last sends to leave
 _WATCH_S = 0.1
-_POLL_S, _POLL_MAX_S = 20e-6, 1e-3
-_SOURCE, _TARGET = 0, 1  # the ranks in a link's communicator
+_POLL_S = 20e-6
+_POLL_MAX_S = 1e-3
+# the ranks in a link's communicator
+_SOURCE = 0
+_TARGET = 1
 
 Offer = Mapping[int, Sequence[int]]
 
@@ -59,9 +62,12 @@ class _Transfer:
     """A send or a receive that is queued on its link's stream."""
 
     def __init__(self, link: "_Link", what: str, num_bytes: int, start: Mark, end: Mark) -> None:
-        self.link, self.what, self.end = link, what, end
+        self.link = link
+        self.what = what
+        self.end = end
         self.waited_since: float | None = None
-        self._num_bytes, self._start = num_bytes, start
+        self._num_bytes = num_bytes
+        self._start = start
         self._moved: Moved | None = None
 
     @property
@@ -102,7 +108,8 @@ class _Receiving(_Transfer):
         self.waited_since = time.monotonic()
         if self.link.failed or not self.done():
             self.link.raise_if_broken()
-        tensor, self.tensor = self.tensor, None
+        tensor = self.tensor
+        self.tensor = None
         assert tensor is not None, "a receive is waited for once"
         self.link.streams.wait(self.end)
         self.link.streams.keep(tensor)
@@ -115,7 +122,9 @@ class _Link:
     def __init__(
         self, rank: int, peer: int, streams: CudaStreams, byte: int, timeout_s: float
     ) -> None:
-        self.rank, self.peer, self.streams = rank, peer, streams
+        self.rank = rank
+        self.peer = peer
+        self.streams = streams
         self._byte = byte  # NCCL's number for the type
         self.error: Exception | None = None
         self.failed = False
@@ -178,7 +187,8 @@ class _Link:
         with self._lock:
             first = self.error is None
             if first or failed:
-                self.error, self.failed = error, failed
+                self.error = error
+                self.failed = failed
         if first and self.communicator is not None:
             self._end(self.communicator.abort)
 
@@ -232,13 +242,15 @@ class NcclTransport:
     ) -> None:
         self.rank = rank
         self._streams = streams
-        self._transfer_timeout_s, self._connect_timeout_s = transfer_timeout_s, connect_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._nccl = nccl or load_nccl()
         self._links: dict[tuple[int, int], _Link] = {}  # by source and target
         self._failing = Lock()  # an abort may come before there are links
         self._failed: Exception | None = None
         self._opened = Event()  # or given up
-        self._stopping, self._closing = Event(), Lock()
+        self._stopping = Event()
+        self._closing = Lock()
         self._rehearses = False
         self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
         self._opening: tuple[int, int] | None = None

@@ -47,7 +47,8 @@ class Flight(Generic[Item]):
     """
 
     def __init__(self, network: Network, rank: int) -> None:
-        self._network, self._rank = network, rank
+        self._network = network
+        self._rank = rank
         self._egress = Egress[Item](network, rank)
         self._flying: list[tuple[float, int, Sent[Item]]] = []  # a heap by arrival
         self._numbers = count()
@@ -211,7 +212,10 @@ class _Held:
     def __init__(
         self, shaper: ShapedTransport, tensor: torch.Tensor, ready: Mark, peer: int, tag: str
     ) -> None:
-        self.peer, self.tag, self.num_bytes, self.ready = peer, tag, tensor.nbytes, ready
+        self.peer = peer
+        self.tag = tag
+        self.num_bytes = tensor.nbytes
+        self.ready = ready
         self.slot: Moved | None = None
         self.inner: Pending[None] | None = None
         self._shaper = shaper
@@ -260,7 +264,9 @@ class _Expected:
     """A receive of the transport below, which also learns from it that the peer is lost."""
 
     def __init__(self, shaper: ShapedTransport, inner: Pending[torch.Tensor], peer: int) -> None:
-        self._shaper, self._inner, self._peer = shaper, inner, peer
+        self._shaper = shaper
+        self._inner = inner
+        self._peer = peer
 
     def wait(self) -> torch.Tensor:
         with self._shaper.watching(self._peer):

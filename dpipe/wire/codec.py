@@ -97,10 +97,8 @@ class _Int8:
         if not like.dtype.is_floating_point:
             return wire
         num_blocks = _num_blocks(like)
-        scales, values = (
-            wire[: 4 * num_blocks].view(torch.float32),
-            wire[4 * num_blocks :].view(torch.int8),
-        )
+        scales = wire[: 4 * num_blocks].view(torch.float32)
+        values = wire[4 * num_blocks :].view(torch.int8)
         padded = pad(values, (0, -values.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
         return (padded * scales[:, None]).view(-1)[: values.numel()].view(like.shape).to(like.dtype)
 

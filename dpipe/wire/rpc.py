@@ -85,7 +85,8 @@ def _check(cert: str, key: str, ca: str) -> None:
     """What others would refuse, or what gRPC takes for a port in use: said here, where the files
     are known.
     """
-    own, other = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    other = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         own.load_cert_chain(cert, key, password="")  # else it would ask at the terminal
     except ssl.SSLError as error:
@@ -117,7 +118,8 @@ def _check(cert: str, key: str, ca: str) -> None:
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
     """In memory, as far as the client's judgement of the server."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    to_server = ssl.MemoryBIO()
+    to_client = ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),
         server.wrap_bio(to_server, to_client, server_side=True),

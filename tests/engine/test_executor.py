@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import PeerLost
 from dpipe.schedule.generate import forward_only, generate

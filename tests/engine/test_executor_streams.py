@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower

@@ -14,7 +14,8 @@ from torch import nn
 
 from dpipe.config.load import Config, build
 from dpipe.coordinator.alone import Alone
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.data.batch import Batch
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import data_parallel

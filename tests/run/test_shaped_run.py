@@ -11,8 +11,9 @@ import torch
 from settled import settled
 
 from dpipe.config.load import Config
+from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Batch, Executor, Parts
+from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network

@@ -23,10 +23,9 @@ from dpipe.config.load import Config
 from dpipe.schedule.exchange import AHEAD
 from dpipe.wire.format import wire_bytes
 
-_ROWS, _ROUNDED_ROWS = (
-    6,
-    8,
-)  # of a server: values and moments, before and after a step; and what workers have of each
+# of a server: values and moments, before and after a step; and what workers have of each
+_ROWS = 6
+_ROUNDED_ROWS = 8
 _EXPECTED = 2 * AHEAD  # messages of a link that have a place before they come
 
 
@@ -53,7 +52,8 @@ def has_moments(config: Config) -> bool:
 
 
 def _of_stage(config: Config, size: int) -> int:
-    chosen, rows = config.data_parallel, _rows_are_counted(config)
+    chosen = config.data_parallel
+    rows = _rows_are_counted(config)
     if chosen.replicas == 1:
         return 0
     shard = size // chosen.replicas

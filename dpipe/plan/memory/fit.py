@@ -14,7 +14,8 @@ from dpipe.timeline.memory import LayerMemory, RankMemory, StageMemory, peak_mem
 
 Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for replay
 
-_HALF, _FLOAT = 2, 4
+_HALF = 2
+_FLOAT = 4
 _SUGGESTIONS = 3
 
 
@@ -113,7 +114,8 @@ def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iter
 
 
 def _changes(config: Config) -> Iterator[tuple[str, object]]:
-    train, pipeline = config.train, config.pipeline
+    train = config.train
+    pipeline = config.pipeline
     yield from (
         ("pipeline__recompute", kind)
         for kind in ("selective", "full")

@@ -25,9 +25,13 @@ from dpipe.plan.memory.sizes import TransformerSizes, sizes_of
 from dpipe.timeline.memory import LayerMemory
 
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
-_HALF, _FLOAT, _INT64 = 2, 4, 8
+_HALF = 2
+_FLOAT = 4
+_INT64 = 8
 _LOOKED_UP = 9  # bytes a token: its place among a rank's words, and whether it is one of them
-_SPLIT_LOSS_KEEPS, _SPLIT_LOSS_MAKES = 13, 29  # bytes a token
+# bytes a token
+_SPLIT_LOSS_KEEPS = 13
+_SPLIT_LOSS_MAKES = 29
 
 
 def layers_memory(config: Config) -> tuple[LayerMemory, ...]:
@@ -101,19 +105,27 @@ def _embedding(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemo
     `freed` are its output's bytes where that is not held, and its gradient only until another is
     made of it.
     """
-    u, r, table, again = sizes.unit, sizes.stream, sizes.table, sizes.sequence
+    u = sizes.unit
+    r = sizes.stream
+    table = sizes.table
+    again = sizes.sequence
     positions = sizes.context * sizes.width * sizes.value_bytes
     noise = _noise(
         sizes
     )  # its product with the gradient is made while it is there, the rest without it
     inside = sizes.context * _INT64 + noise
     if sizes.ranks == 1:
-        forward, early, back = 3 * u if sizes.bert else 2 * u + positions, noise, table
+        forward = 3 * u if sizes.bert else 2 * u + positions
+        early = noise
+        back = table
     else:
         inside += sizes.tokens(_LOOKED_UP)
-        forward, early, back = 3 * u + r * again, max(noise, u + u * again), u + table - noise
+        forward = 3 * u + r * again
+        early = max(noise, u + u * again)
+        back = u + table - noise
     forward = max(2 * r, forward - noise)
-    given, replaced = 2 * r - freed, freed * (sizes.dropout or sizes.ranks > 1)
+    given = 2 * r - freed
+    replaced = freed * (sizes.dropout or sizes.ranks > 1)
     backward, first = (
         given + max(early, max(2 * positions, back + kept) - replaced) for kept in (0, positions)
     )
@@ -136,7 +148,11 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     """Logits, and their logarithms of probability, both in fp32 whatever the product's
     precision.
     """
-    u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
+    u = sizes.unit
+    r = sizes.stream
+    logits = sizes.logits
+    table = sizes.table
+    half = sizes.half
     given = r + sizes.tokens(_INT64)
     rounded = r // 2 + table // 2
     inside = (
@@ -145,7 +161,8 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         + 2 * sizes.positions(_FLOAT)
         + _of_split_loss(sizes, _SPLIT_LOSS_KEEPS)
     )
-    forward, weight = _logits_made(sizes, 0), table * 3 // 2 if half else table
+    forward = _logits_made(sizes, 0)
+    weight = table * 3 // 2 if half else table
     input_ = max(_given_back(sizes), sizes.gathered + 2 * u)
     backward = first = max(_given_back(sizes), sizes.gathered + u + table)
     if half:
@@ -161,7 +178,8 @@ def _head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         backward, first, input_ = (
             max(worst, forward) + inside for worst in (backward, first, input_)
         )
-        forward, inside = max(_alone_in_front(sizes), forward + logits), 0
+        forward = max(_alone_in_front(sizes), forward + logits)
+        inside = 0
     return of_parameters(
         table + 2 * sizes.width * sizes.value_bytes,
         largest=table,
@@ -190,7 +208,8 @@ def _logits_made(sizes: TransformerSizes, later: int) -> int:
 
     `later` are weights of whose 16-bit copies there are none yet.
     """
-    r, logits = sizes.stream, sizes.logits
+    r = sizes.stream
+    logits = sizes.logits
     working = _of_split_loss(sizes, _SPLIT_LOSS_MAKES)
     if not sizes.half:
         return logits * (3 if sizes.rounded else 2) // 2 + working
@@ -210,7 +229,8 @@ def _given_back(sizes: TransformerSizes) -> int:
 
 def _alone_in_front(sizes: TransformerSizes) -> int:
     """The logits' product that leaves no graph, and what it is made of."""
-    u, r = sizes.unit, sizes.stream
+    u = sizes.unit
+    r = sizes.stream
     if sizes.half:
         gathered = sizes.gathered // 2
         return 3 * r // 2 + gathered + max(gathered, (sizes.table + sizes.logits) // 2)
@@ -224,8 +244,13 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
     In half precision the pooler is done with, and its gradient made, when the logits' product gives
     back.
     """
-    u, r, logits, table, half = sizes.unit, sizes.stream, sizes.logits, sizes.table, sizes.half
-    dense, given = sizes.width**2 * sizes.value_bytes, r + sizes.tokens(_INT64)
+    u = sizes.unit
+    r = sizes.stream
+    logits = sizes.logits
+    table = sizes.table
+    half = sizes.half
+    dense = sizes.width**2 * sizes.value_bytes
+    given = r + sizes.tokens(_INT64)
     inside = 2 * r + table // 2 + dense if half else 4 * r
     inside += (
         logits
@@ -233,7 +258,8 @@ def _bert_head(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         + sizes.tokens(_INT64)
         + _of_split_loss(sizes, _SPLIT_LOSS_KEEPS)
     )
-    forward, weight = _logits_made(sizes, dense), table * 3 // 2 if half else table
+    forward = _logits_made(sizes, dense)
+    weight = table * 3 // 2 if half else table
     input_ = max(_given_back(sizes), r + sizes.gathered + 2 * u)
     backward = max(_given_back(sizes), r + sizes.gathered + u + table)
     first = backward + dense  # the gradient of the pooler, which is made by then
@@ -273,7 +299,11 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
     """`freed` bytes of its output are not held, nor of its gradient once that of the perceptron has
     been added.
     """
-    u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
+    u = sizes.unit
+    w = sizes.part
+    r = sizes.stream
+    c = sizes.matrix
+    half = sizes.half
     matrices = 12 * sizes.width**2 // sizes.ranks
     largest = 4 * sizes.width**2 * sizes.value_bytes // sizes.ranks
     heads = sizes.num_heads // sizes.ranks
@@ -296,17 +326,17 @@ def _block(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMemory:
     if c:
         forward_core, *core = _core_moments(sizes, largest, recompute)
         core_back, core_input = (moment - 2 * freed for moment in core)
-        forward, backward, input_ = (
-            max(forward, forward_core),
-            max(backward, core_back),
-            max(input_, core_input),
-        )
+        forward = max(forward, forward_core)
+        backward = max(backward, core_back)
+        input_ = max(input_, core_input)
         first = max(backward, core_back + _other_weights(sizes))
     if recompute == "full":
         backward, first, input_ = (
             max(r + forward, worst) + inside for worst in (backward, first, input_)
         )
-        forward, kept, inside = _alone(sizes), r, 0
+        forward = _alone(sizes)
+        kept = r
+        inside = 0
     return of_parameters(
         (matrices + 7 * sizes.width // sizes.ranks + 6 * sizes.width) * sizes.value_bytes,
         largest=largest,
@@ -332,7 +362,9 @@ def _moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[int, 
 
     By then what dropout has kept, `dropped` bytes, is gone.
     """
-    u, w, r = sizes.unit, sizes.part, sizes.stream
+    u = sizes.unit
+    w = sizes.part
+    r = sizes.stream
     if sizes.ranks == 1:
         return 2 * u, 6 * u + largest, 10 * u
     if sizes.sequence:
@@ -349,7 +381,9 @@ def _half_moments(sizes: TransformerSizes, largest: int, dropped: int) -> tuple[
     """As `_moments`, of products in 16 bits; a weight's gradient is cast to fp32 when its rounded
     copy is gone.
     """
-    u, w, r = sizes.unit, sizes.part, sizes.stream
+    u = sizes.unit
+    w = sizes.part
+    r = sizes.stream
     gathered = (u - r * sizes.dropout) // 2  # its noise is gone by then
     backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, r if sizes.dropout else 0)
     input_ = 2 * r + gathered + 4 * w - largest // 2
@@ -366,8 +400,13 @@ def _core_moments(sizes: TransformerSizes, largest: int, recompute: str) -> tupl
     By then the perceptron has given back, and of half precision the rounded copies of its weights:
     what is left is less than was held. In I the factors of its weights' gradients stay.
     """
-    u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
-    again, made = recompute == "selective", _scores(sizes)
+    u = sizes.unit
+    w = sizes.part
+    r = sizes.stream
+    c = sizes.matrix
+    half = sizes.half
+    again = recompute == "selective"
+    made = _scores(sizes)
     copies = (
         2 * w * (sizes.num_heads > sizes.ranks)
     )  # of q and k; one head by itself lies as a product wants it
@@ -403,7 +442,11 @@ def _scores(sizes: TransformerSizes) -> int:
 
 def _alone(sizes: TransformerSizes) -> int:
     """A block's forward pass that leaves no graph."""
-    u, w, r, c, half = sizes.unit, sizes.part, sizes.stream, sizes.matrix, sizes.half
+    u = sizes.unit
+    w = sizes.part
+    r = sizes.stream
+    c = sizes.matrix
+    half = sizes.half
     if sizes.ranks == 1:
         worst = 5 * u if half else 9 * u
         return max(worst, 3 * c + _mask(sizes) + (13 * u // 2 if half else 5 * u)) if c else worst

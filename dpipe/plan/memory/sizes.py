@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from dpipe.config.load import Config
 from dpipe.data.tokenizer import vocabulary_of
 
-_HALF, _FLOAT = 2, 4
+_HALF = 2
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ def sizes_of(config: Config) -> TransformerSizes:
     """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in
     split heads.
     """
-    model, train, split = config.model, config.train, config.tensor_parallel
+    model = config.model
+    train = config.train
+    split = config.tensor_parallel
     return TransformerSizes(
         config.microbatch_size,
         model.context,

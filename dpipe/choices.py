@@ -1,0 +1,60 @@
+"""Tables of named choices: schedules, wire formats, kinds of data parallelism, transports, models.
+
+Each choice is declared once, in the room that implements it, with the properties that others need
+to know of it. Configuration, command line, prediction and documentation read the table; none of
+them names a choice.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Generic, Protocol, TypeVar
+
+from dpipe.errors import ConfigError
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Choice = TypeVar("Choice", bound=Named)
+
+
+class Choices(Mapping[str, Choice], Generic[Choice]):
+    """The choices of one configuration key, by name, in the order in which they were added."""
+
+    def __init__(self, what: str, *choices: Choice) -> None:
+        """`what` names the choice in messages, such as "pipeline.schedule"."""
+        self._what = what
+        self._choices: dict[str, Choice] = {}
+        for choice in choices:
+            self.add(choice)
+
+    def add(self, choice: Choice) -> Choice:
+        """Make `choice` known under its name. Raises `ConfigError` where the name is taken."""
+        if choice.name in self._choices:
+            raise ConfigError(f"{self._what} {choice.name!r} is declared twice")
+        self._choices[choice.name] = choice
+        return choice
+
+    def remove(self, name: str) -> None:
+        """Forget a choice that a test or a plug-in has added."""
+        del self._choices[name]
+
+    def named(self, name: str) -> Choice:
+        """Raises `ConfigError` naming the known choices, and the closest one."""
+        if name in self._choices:
+            return self._choices[name]
+        known = ", ".join(f'"{known}"' for known in self._choices)
+        close = difflib.get_close_matches(name, self._choices, n=1)
+        hint = f'; did you mean "{close[0]}"?' if close else ""
+        raise ConfigError(f"{self._what} must be one of {known}, got {name!r}{hint}")
+
+    def __getitem__(self, name: str) -> Choice:
+        return self._choices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
