@@ -407,7 +407,7 @@ def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]
         machine: tuple(r for r, other in enumerate(machines) if other == machine)
         for machine in machines
     }
-    computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = config.model.family.computes and torch.device(config.node.device).type == "cpu"
     computes = computes and config.tensor_parallel.size == 1
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
     return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
@@ -441,7 +441,7 @@ def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> 
     scale = url = text = None
     if corpus is not None:
         url = checkpoint_url(config)
-        if config.model.layers != "bert":
+        if config.model.family.continues_text:
             entropy = corpus.bigram_entropy()
             scale = TextScale(
                 corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy
