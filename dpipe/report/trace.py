@@ -39,7 +39,7 @@ class StepSpans:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TraceInputs:
     """What a prediction needs besides measured times: of `cost` only the bytes. `replicas` are
     those of a usual step; `hosts` the machines that have fewer cores than ranks.
     """
@@ -85,30 +85,30 @@ def load_steps(data: bytes, rank: int) -> list[StepSpans]:
     ]
 
 
-def save_plan(folder: Path, plan: Plan) -> None:
-    schedule = plan.schedule
+def save_inputs(folder: Path, inputs: TraceInputs) -> None:
+    schedule = inputs.schedule
     table = {
         "num_microbatches": schedule.num_microbatches,
         "rank_of_stage": schedule.rank_of_stage,
         "programs": [[str(action) for action in program] for program in schedule.programs],
         "name": schedule.name,
         "tied": schedule.tied,
-        "cost": asdict(plan.cost),
-        "network": plan.network,
-        "connections": plan.connections,
-        "headers": plan.headers,
-        "tensor_size": plan.tensor_size,
-        "hosts": [[host.ranks, host.cores] for host in plan.hosts],
-        "replicas": None if plan.replicas is None else _as_table(plan.replicas),
+        "cost": asdict(inputs.cost),
+        "network": inputs.network,
+        "connections": inputs.connections,
+        "headers": inputs.headers,
+        "tensor_size": inputs.tensor_size,
+        "hosts": [[host.ranks, host.cores] for host in inputs.hosts],
+        "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
     path = folder / "plan.json"
     with needing_room(path):
         path.write_text(json.dumps(table), encoding="utf-8")
 
 
-def load_plan(folder: Path) -> Plan:
+def load_inputs(folder: Path) -> TraceInputs:
     """Raises `ConfigError` where it is missing or damaged."""
-    return _read(folder / "plan.json", _parse_plan)
+    return _read(folder / "plan.json", _parse_inputs)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
@@ -121,7 +121,7 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T:
         raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {again}") from None
 
 
-def _parse_plan(data: bytes) -> Plan:
+def _parse_inputs(data: bytes) -> TraceInputs:
     table = json.loads(data)
     schedule = Schedule(
         table["num_microbatches"],
@@ -136,7 +136,7 @@ def _parse_plan(data: bytes) -> Plan:
     }
     hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
     replicas = None if table["replicas"] is None else _from_table(table["replicas"])
-    return Plan(
+    return TraceInputs(
         schedule,
         Cost(**sizes),
         table["network"],
@@ -166,7 +166,7 @@ class Trace:
     prediction.
     """
 
-    plan: Plan
+    inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
     predicted: Timeline
 
@@ -185,8 +185,8 @@ def load_trace(run: Path) -> Trace:
             f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by "
             "itself"
         )
-    plan = load_plan(folder)
-    ranks = range(plan.schedule.num_ranks * plan.num_replicas * plan.tensor_size)
+    inputs = load_inputs(folder)
+    ranks = range(inputs.schedule.num_ranks * inputs.num_replicas * inputs.tensor_size)
     by_rank = [
         _read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank)) for rank in ranks
     ]
@@ -196,11 +196,11 @@ def load_trace(run: Path) -> Trace:
             f"{folder} holds other steps of each rank, by rank {traced}: its files are not of one "
             "run"
         )
-    steps = tuple(_join(same_step, plan) for same_step in zip(*by_rank, strict=True))
-    cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    network = assumed_network(plan.network, plan.connections, headers=plan.headers)
-    predicted = simulate(plan.schedule, cost, network, plan.hosts, plan.replicas)
-    return Trace(plan, steps, _first_of_each(predicted, plan.tensor_size))
+    steps = tuple(_join(same_step, inputs) for same_step in zip(*by_rank, strict=True))
+    cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
+    network = assumed_network(inputs.network, inputs.connections, headers=inputs.headers)
+    predicted = simulate(inputs.schedule, cost, network, inputs.hosts, inputs.replicas)
+    return Trace(inputs, steps, _first_of_each(predicted, inputs.tensor_size))
 
 
 def _first_of_each(timeline: Timeline, size: int) -> Timeline:
@@ -211,25 +211,25 @@ def _first_of_each(timeline: Timeline, size: int) -> Timeline:
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 
 
-def _join(same_step: Sequence[StepSpans], plan: Plan) -> tuple[int, float, Timeline]:
+def _join(same_step: Sequence[StepSpans], inputs: TraceInputs) -> tuple[int, float, Timeline]:
     spans = [span for rank in same_step for span in rank.spans]
     origin = min(span.start_us for span in spans)
     moved = (s._replace(start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
     return (
         same_step[0].step,
         origin,
-        Timeline(len(same_step), tuple(moved), plan.num_replicas, plan.tensor_size),
+        Timeline(len(same_step), tuple(moved), inputs.num_replicas, inputs.tensor_size),
     )
 
 
-def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
+def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
     """The mean cost of each stage's actions as measured; what a schedule does not use is left at
     zero.
 
     Of ranks that share a host's cores it is processor time: the simulator shares the cores out
     itself.
     """
-    sharing = {rank for host in plan.hosts for rank in host.ranks}
+    sharing = {rank for host in inputs.hosts for rank in host.ranks}
     durations: dict[tuple[int, str], list[float]] = {}
     for span in (span for timeline in timelines for span in timeline.spans):
         if span.lane in (Lane.COMPUTE, Lane.UPDATE):
@@ -238,11 +238,11 @@ def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
 
     def of(op: Op) -> tuple[float, ...]:
         return tuple(
-            mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages)
+            mean(durations.get((stage, op), [0.0])) for stage in range(inputs.schedule.num_stages)
         )
 
     return replace(
-        plan.cost,
+        inputs.cost,
         forward_us=of(Op.F),
         backward_us=of(Op.B),
         input_us=of(Op.I),
