@@ -91,7 +91,7 @@ def test_trace_is_written_beside_its_parts(traced: Path) -> None:
             b'[{"step": 7, "spans": [["compute", "what", 0, 1]]}]',
             r"rank-1\.json is damaged",
         ),
-        ("rank-1.json", b"[]", r"holds other steps of each rank, by rank \[\[7\], \[\]\]"),
+        ("rank-1.json", b"[]", r"holds different steps for each rank, by rank \[\[7\], \[\]\]"),
         ("plan.json", b"", r"plan\.json is damaged: JSONDecodeError"),
         ("plan.json", b"{}", r"plan\.json is damaged: KeyError: 'num_microbatches'"),
         ("plan.json", b"[]", r"plan\.json is damaged: TypeError"),
