@@ -24,16 +24,10 @@ from dpipe.dataparallel.base import Traffic
 from dpipe.errors import PeerLost
 from dpipe.streams import Streams, streams_of
 from dpipe.wire.collective import open_group
+from dpipe.wire.transfer import Moved
 
 _AHEAD = 8  # parts under way at once
 _HALF = {"none": None, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    start_ns: int
-    end_ns: int
-    num_bytes: int
 
 
 class TorchGroup:
@@ -116,7 +110,7 @@ class TorchGroup:
         part.work.wait()
         torch.div(part.wire.to(part.values.dtype), self._num_replicas, out=part.values)
         share = 2 * (self._num_replicas - 1) / self._num_replicas
-        moved = _Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
+        moved = Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
         return Traffic(stage, (self.replica + 1) % self._num_replicas, moved)
 
 
