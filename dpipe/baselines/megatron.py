@@ -36,6 +36,7 @@ from dpipe.ranks import ParallelRanks
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
+from dpipe.wire.format import FORMATS
 
 VERSION = "0.16.1"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +60,7 @@ def check_config(config: Config) -> None:
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),
-        'pipeline.wire must be "none"': pipeline.wire != "none",
+        'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "tensor_parallel.sequence_parallel must be false, its own layers need Apex for it": (
             config.tensor_parallel.sequence_parallel
         ),
@@ -68,7 +69,7 @@ def check_config(config: Config) -> None:
             and (
                 agreement.kind not in ("sharded", "all-reduce")
                 or agreement.delay
-                or agreement.wire != "none"
+                or FORMATS[agreement.wire].lossy
             )
         ),
         "transport.shape must be left out, its network is torch's": config.transport.shape

@@ -28,11 +28,13 @@ from dpipe.config.parallel import (
     Seconds,
     Section,
     TensorParallel,
+    elementwise_formats,
 )
 from dpipe.config.presets import filled
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.families import FAMILIES, Family, family_of
+from dpipe.wire.format import FORMATS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
@@ -304,13 +306,14 @@ class Config(Section):
                 "replicas before each "
                 'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
             )
-        if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
+        form = FORMATS[chosen.wire]
+        if chosen.replicas > 1 and not form.elementwise and self.model.tie_embeddings:
             raise ValueError(
-                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; '
-                "set "
-                'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
+                f'data_parallel.wire "{form.name}" rounds the two copies of a tied embedding '
+                f"differently; set data_parallel.wire to {elementwise_formats()}, or "
+                "model.tie_embeddings = false"
             )
-        adds_rounded = chosen.group == "torch" and chosen.wire != "none"
+        adds_rounded = chosen.group == "torch" and form.lossy
         if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
             raise ValueError(
                 f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to '
@@ -363,11 +366,12 @@ class Config(Section):
                 "of a stage would "
                 "compute with parameters of different steps; set data_parallel.staleness = 0"
             )
-        if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
+        form = FORMATS[self.data_parallel.wire]
+        if not replays and self.data_parallel.replicas > 1 and not form.elementwise:
             raise ValueError(
-                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently '
-                "on each of "
-                f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
+                f'data_parallel.wire "{form.name}" rounds parameters that every rank of a '
+                "tensor-parallel group holds whole differently on each of "
+                f"tensor_parallel.size {size}; set data_parallel.wire to {elementwise_formats()}"
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
         divided = {} if replays else divided

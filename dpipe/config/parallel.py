@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dpipe.config.one_of import OneOf
+from dpipe.wire.format import FORMATS
+
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -38,6 +41,12 @@ class Section(BaseModel):
         return value
 
 
+def elementwise_formats() -> str:
+    """The formats between replicas that round each value by itself, for messages."""
+    names = [f.name for f in FORMATS.values() if f.between_replicas and f.elementwise]
+    return " or ".join(f'"{name}"' for name in names)
+
+
 class Pipeline(Section):
     stages: Count = 1
     stages_per_rank: Count = 1
@@ -53,7 +62,7 @@ class Pipeline(Section):
     split: tuple[Count, ...] | Literal["estimated", "measured"] = (
         "estimated"  # layers a stage, or how to find it
     )
-    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+    wire: Annotated[str, OneOf(FORMATS, lambda form: form.between_stages)] = "none"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,7 +118,8 @@ class DataParallel(Section):
 
     kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
     replicas: Count = 1
-    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
+    # of gradients; int8 with error feedback
+    wire: Annotated[str, OneOf(FORMATS, lambda form: form.between_replicas)] = "none"
     chunk_bytes: Annotated[int, Field(ge=4096)] = (
         8 << 20
     )  # of a gradient that are exchanged at once
@@ -154,11 +164,12 @@ class DataParallel(Section):
                 "the "
                 f"data_parallel.inner_steps {self.inner_steps}"
             )
-        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+        addable = FORMATS[self.wire].elementwise
+        if self.group == "torch" and (self.kind != "all-reduce" or not addable):
             raise ValueError(
                 'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
-                'data_parallel.wire "none" '
-                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
+                f"data_parallel.wire {elementwise_formats()}, "
+                f"not {self.kind!r} and {self.wire!r}: leave data_parallel.group out"
             )
         served = self.kind == "parameter-server"
         if not served and (self.address or self.staleness or self.servers != "one"):

@@ -119,7 +119,7 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
                 "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
                 "train": {"batch_size": 32},
             },
-            "rounds what every rank of a stage has whole differently on each of "
+            "rounds parameters that every rank of a tensor-parallel group holds whole differently on each of "
             "tensor_parallel.size 2",
         ),
     ],
