@@ -1,11 +1,11 @@
 """What is trained, and on what: [model], [replay], [data]."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dpipe.config.presets import TRANSFORMERS, filled
-from dpipe.config.section import Count, CountOrZero, Fraction, NotNegative, Section
+from dpipe.config.presets import PRESETS, TRANSFORMERS, filled
+from dpipe.config.section import Count, CountOrZero, Fraction, Name, NotNegative, Section
 
 
 class ModelConfig(Section):
@@ -40,9 +40,9 @@ class ModelConfig(Section):
     """Whether the output layer uses the input embedding's weights. For "bert" the default is
     true."""
 
-    preset: str | None = None
-    """Sizes of a published model by its name. A size that is set as well wins over the
-    preset's."""
+    preset: Annotated[str, Name(PRESETS)] | None = None
+    """Sizes of a published model by its name; a size that is set as well wins. Left out: no sizes
+    but those that are set."""
 
     @model_validator(mode="before")
     @classmethod
