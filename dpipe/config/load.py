@@ -33,6 +33,7 @@ from dpipe.config.parallel import (
 from dpipe.config.presets import TRANSFORMERS, filled
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
 from dpipe.wire.format import FORMATS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
@@ -255,12 +256,11 @@ class Config(Section):
             raise ValueError(
                 "pipeline.split is of layers, and a replayed stage has none: leave it out"
             )
-        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
+        if self.train.compile and may_split_backward(self.pipeline.schedule):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a '
-                "compiled layer "
-                'makes its input and weight gradients together; take "gpipe", "1f1b" or '
-                '"interleaved"'
+                "compiled layer makes its input and weight gradients together; take "
+                f"{names_that_keep_backward_whole()}"
             )
         if self.model.layers == "replay" and self.node.device != "cpu":
             raise ValueError(

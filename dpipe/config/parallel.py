@@ -10,10 +10,20 @@ stages, two replicas:
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dpipe.config.one_of import OneOf
+from dpipe.errors import ConfigError
+from dpipe.schedule.generate import GENERATORS, ONE_F_ONE_B, check_name, who_take
 from dpipe.wire.format import FORMATS
 
 Count = Annotated[int, Field(ge=1)]
@@ -23,6 +33,16 @@ NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[
     float, Field(gt=0, le=30 * 86_400)
 ]  # a wait: far longer ones do not fit what clocks count in
+
+
+def _schedule_name(name: str) -> str:
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+ScheduleName = Annotated[str, AfterValidator(_schedule_name)]
 
 
 class Section(BaseModel):
@@ -50,7 +70,7 @@ def elementwise_formats() -> str:
 class Pipeline(Section):
     stages: Count = 1
     stages_per_rank: Count = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    schedule: ScheduleName = ONE_F_ONE_B.name
     in_flight: Count | None = (
         None  # micro-batches in flight on the first rank; default: the number of stages
     )
@@ -76,13 +96,19 @@ class Pipeline(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
-        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in (
-            "auto",
-            "gpipe",
+        generator = GENERATORS.get(self.schedule)  # None: a search, among what fits
+        if (
+            generator is not None
+            and self.stages_per_rank > 1
+            and not generator.takes_several_stages
         ):
             raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
-                "only there"
+                f'pipeline.schedule "{self.schedule}" has one stage a rank: pipeline.stages_per_rank '
+                f"above 1 goes with pipeline.schedule {who_take('stages_per_rank')}"
+            )
+        if generator is not None and self.stages_per_rank == 1 and generator.needs_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
             )
         return self
 
