@@ -6,8 +6,9 @@ them names a choice.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
 
 from dpipe.errors import ConfigError
 
@@ -64,3 +65,10 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
     return f"must be one of {quoted}, got {name!r}{hint}"
+
+
+def function_at(path: str) -> Callable[..., Any]:
+    """The function of `package.module:function`, by which a table names what needs torch."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -5,8 +5,7 @@ from pathlib import Path
 import click
 
 from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, show
-
-GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+from dpipe.schedule.generate import GENERATORS
 
 
 @click.command()
@@ -30,7 +29,7 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
 
 
 @click.command()
-@click.argument("name", type=click.Choice(GENERATORS))
+@click.argument("name", type=click.Choice(tuple(GENERATORS)))
 @click.option("--stages", type=click.IntRange(min=1), required=True, help="Stages in all.")
 @click.option(
     "--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches a step."

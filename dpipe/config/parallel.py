@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dpipe.config.section import Count, CountOrZero, Fraction, Positive, Section
+from dpipe.config.section import Count, CountOrZero, Fraction, Name, Positive, Section
+from dpipe.schedule.generate import AUTO, GENERATORS, ONE_F_ONE_B, who_take
+from dpipe.wire.format import FORMATS
+
+
+def elementwise_formats() -> str:
+    """The formats between replicas that round each value by itself, for messages."""
+    names = [form.name for form in FORMATS.values() if form.between_replicas and form.elementwise]
+    return " or ".join(f'"{name}"' for name in names)
 
 
 class PipelineConfig(Section):
@@ -23,7 +31,7 @@ class PipelineConfig(Section):
     stages_per_rank: Count = 1
     """Stages on each rank. Above 1 for "interleaved"; "gpipe" and "auto" can have it too."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
     predict.network."""
 
@@ -47,7 +55,7 @@ class PipelineConfig(Section):
     """Layers of each stage: a list, or how to find one. "estimated" counts operations, "measured"
     times each layer on rank 0."""
 
-    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+    wire: Annotated[str, Name(FORMATS, lambda form: form.between_stages)] = "none"
     """Format of activations and their gradients between stages. "none" sends them as they are,
     "int8" with one scale for 256 values."""
 
@@ -63,13 +71,23 @@ class PipelineConfig(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
-        several = self.stages_per_rank > 1
-        if several != (self.schedule == "interleaved") and self.schedule not in ("auto", "gpipe"):
-            raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
-                "only there"
-            )
+        self._check_stages_per_rank()
         return self
+
+    def _check_stages_per_rank(self) -> None:
+        if self.schedule == AUTO:
+            return
+        generator = GENERATORS[self.schedule]
+        if self.stages_per_rank > 1 and not generator.takes_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" has one stage a rank: '
+                "pipeline.stages_per_rank above 1 goes with pipeline.schedule "
+                f"{who_take('stages_per_rank')}"
+            )
+        if self.stages_per_rank == 1 and generator.needs_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
+            )
 
     @property
     def ranks(self) -> int:
@@ -113,7 +131,7 @@ class DataParallelConfig(Section):
     replicas: Count = 1
     """Pipelines that train side by side."""
 
-    wire: Literal["none", "bf16", "int8"] = "none"
+    wire: Annotated[str, Name(FORMATS, lambda form: form.between_replicas)] = "none"
     """Format of gradients between replicas. "int8" carries its rounding errors into the next step
     (error feedback)."""
 
@@ -161,11 +179,12 @@ class DataParallelConfig(Section):
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say "
                 'how they agree; set it, for example to "all-reduce"'
             )
-        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
+        addable = FORMATS[self.wire].elementwise
+        if self.group == "torch" and (self.kind != "all-reduce" or not addable):
             raise ValueError(
                 'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
-                f'data_parallel.wire "none" or "bf16", not {self.kind!r} and {self.wire!r}: leave '
-                "data_parallel.group out"
+                f"data_parallel.wire {elementwise_formats()}, not {self.kind!r} and "
+                f"{self.wire!r}: leave data_parallel.group out"
             )
         self._check_local_sgd()
         self._check_server()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-TRANSFORMERS = ("gpt", "bert")  # the models that are dpipe's own
+from dpipe.stage.families import family_of
 
 
 def _gpt(
@@ -34,11 +34,12 @@ PRESETS = {
 
 def filled(table: dict[str, Any]) -> dict[str, Any]:
     """The keys of `[model]` with those of its preset, where they are not set. A preset that is
-    not known adds none. BERT's embeddings are tied.
+    not known adds none. The family says whether embeddings are tied.
     """
     preset = table.get("preset")
     if isinstance(preset, str):
         table = PRESETS.get(preset, {}) | table
-    if table.get("layers") == "bert":
+    layers = table.get("layers")
+    if isinstance(layers, str) and family_of(layers).ties_embeddings:
         return {"tie_embeddings": True} | table
     return table
