@@ -28,10 +28,14 @@ from dpipe.config.parallel import (
     Seconds,
     Section,
     TensorParallel,
+    elementwise_formats,
 )
-from dpipe.config.presets import TRANSFORMERS, filled
+from dpipe.config.presets import filled
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.stage.families import FAMILIES, Family, family_of
+from dpipe.wire.format import FORMATS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
@@ -65,17 +69,21 @@ class Model(Section):
             )
         module, _, function = self.layers.partition(":")
         users_own = module and function and not module.startswith(".")
-        if self.layers not in (*TRANSFORMERS, "replay") and not users_own:
-            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
+        if self.layers not in FAMILIES and not users_own:
+            known = ", ".join(f'"{name}"' for name in FAMILIES)
             raise ValueError(
                 f'model.layers {self.layers!r} must be {known} or "package.module:function"'
             )
         return self
 
     @property
+    def family(self) -> Family:
+        return family_of(self.layers)
+
+    @property
     def is_transformer(self) -> bool:
         """One of dpipe's own, whose costs are known by formula."""
-        return self.layers in TRANSFORMERS
+        return self.family.is_transformer
 
 
 class Replay(Section):
@@ -249,26 +257,26 @@ class Config(Section):
                 "replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or "
                 "drop them"
             )
-        if self.model.layers == "replay" and self.pipeline.split != "estimated":
+        computes = self.model.family.computes
+        if not computes and self.pipeline.split != "estimated":
             raise ValueError(
                 "pipeline.split is of layers, and a replayed stage has none: leave it out"
             )
-        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
+        if self.train.compile and may_split_backward(self.pipeline.schedule):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a '
-                "compiled layer "
-                'makes its input and weight gradients together; take "gpipe", "1f1b" or '
-                '"interleaved"'
+                "compiled layer makes its input and weight gradients together; take "
+                f"{names_that_keep_backward_whole()}"
             )
-        if self.model.layers == "replay" and self.node.device != "cpu":
+        if not computes and self.node.device != "cpu":
             raise ValueError(
-                'model.layers "replay" computes nothing and moves host memory: set node.device = '
-                '"cpu"'
+                f'model.layers "{self.model.layers}" computes nothing and moves host memory: set '
+                'node.device = "cpu"'
             )
-        if self.model.layers == "bert" and self.run.sample is not None:
+        if computes and not self.model.family.continues_text and self.run.sample is not None:
             raise ValueError(
-                'run.sample is for models that continue a text, and model.layers is "bert"; leave '
-                "it out"
+                "run.sample is for models that continue a text, and model.layers is "
+                f'"{self.model.layers}"; leave it out'
             )
         replicas = self.data_parallel.replicas
         microbatches = self.train.num_microbatches
@@ -298,13 +306,14 @@ class Config(Section):
                 "replicas before each "
                 'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
             )
-        if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
+        form = FORMATS[chosen.wire]
+        if chosen.replicas > 1 and not form.elementwise and self.model.tie_embeddings:
             raise ValueError(
-                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; '
-                "set "
-                'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
+                f'data_parallel.wire "{form.name}" rounds the two copies of a tied embedding '
+                f"differently; set data_parallel.wire to {elementwise_formats()}, or "
+                "model.tie_embeddings = false"
             )
-        adds_rounded = chosen.group == "torch" and chosen.wire != "none"
+        adds_rounded = chosen.group == "torch" and form.lossy
         if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
             raise ValueError(
                 f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to '
@@ -339,13 +348,13 @@ class Config(Section):
         """What must be cut into equal parts, and what cannot be cut."""
         size = self.tensor_parallel.size
         model = self.model
-        replays = self.model.layers == "replay"
+        replays = not model.family.computes
         if replays and self.tensor_parallel.sequence_parallel:
             raise ValueError(
                 "tensor_parallel.sequence_parallel splits a real model; a replay moves "
                 "replay.exchange_bytes either way"
             )
-        if not (model.is_transformer or replays):
+        if not model.family.tensor_parallel:
             raise ValueError(
                 f"tensor_parallel.size {size} splits the layers of dpipe's own models, and "
                 "model.layers is "
@@ -357,11 +366,12 @@ class Config(Section):
                 "of a stage would "
                 "compute with parameters of different steps; set data_parallel.staleness = 0"
             )
-        if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
+        form = FORMATS[self.data_parallel.wire]
+        if not replays and self.data_parallel.replicas > 1 and not form.elementwise:
             raise ValueError(
-                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently '
-                "on each of "
-                f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
+                f'data_parallel.wire "{form.name}" rounds parameters that every rank of a '
+                "tensor-parallel group holds whole differently on each of "
+                f"tensor_parallel.size {size}; set data_parallel.wire to {elementwise_formats()}"
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
         divided = {} if replays else divided
@@ -380,7 +390,7 @@ class Config(Section):
         for key, wrong in {
             'node.device must be "cuda"': not self.node.device.startswith("cuda"),
             "transport.shape must not be set": self.transport.shape is not None,
-            'model.layers must not be "replay"': self.model.layers == "replay",
+            f'model.layers must not be "{self.model.layers}"': not self.model.family.computes,
             'data_parallel.group must be "torch"': self.data_parallel.replicas > 1
             and self.data_parallel.group != "torch",
         }.items():
@@ -410,7 +420,7 @@ class Config(Section):
         """Replayed tensor parallelism is there to be tried over a network: each of its ranks is a
         host.
         """
-        return 1 if self.model.layers == "replay" else self.tensor_parallel.size
+        return self.tensor_parallel.size if self.model.family.computes else 1
 
     @property
     def microbatch_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-TRANSFORMERS = ("gpt", "bert")  # the models that are dpipe's own
+from dpipe.stage.families import family_of
 
 
 def _gpt(
@@ -33,8 +33,8 @@ PRESETS = {
 
 
 def filled(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `[model]`, with what a preset says of those that are not given; a BERT's
-    embeddings are tied.
+    """The keys of `[model]`, with what the preset and the family say of those that are not
+    given.
 
     Raises `ValueError` for a preset that is not known.
     """
@@ -45,4 +45,7 @@ def filled(given: dict[str, Any]) -> dict[str, Any]:
                 f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}"
             )
         known = PRESETS[name] | given
-    return {"tie_embeddings": True, **known} if known.get("layers") == "bert" else known
+    layers = known.get("layers")
+    if isinstance(layers, str) and family_of(layers).ties_embeddings:
+        return {"tie_embeddings": True, **known}
+    return known
