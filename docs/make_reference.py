@@ -1,6 +1,6 @@
 """Write the pages of the reference that are made from the code: docs/generated/*.md.
 
-configuration.md   every key, from the models of `dpipe.config`
+configuration.md   every key, as `dpipe config --markdown` prints it
 command-line.md    what `--help` prints, for dpipe and for each script that has options
 python.md          what `import dpipe` gives, from signatures and docstrings
 rooms.md           what each folder of dpipe/ says of itself
@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 import dpipe
-from dpipe.config.load import Config
+from dpipe.config import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "docs/generated"
@@ -66,16 +66,12 @@ def _command_sections(
 
 
 def configuration() -> str:
-    """Every key, section by section: type and default."""
-    return "\n".join(_config_section(name, info) for name, info in Config.model_fields.items())
-
-
-def _config_section(section: str, info: Any) -> str:
-    lines = [f"## `[{section}]`", "", "| key | type | default |", "| --- | --- | --- |"]
-    for key, field in info.annotation.model_fields.items():
-        kind = str(field.annotation).replace("|", "or")
-        lines.append(f"| `{section}.{key}` | `{kind}` | `{field.get_default()!r}` |")
-    return "\n".join([*lines, ""])
+    """Every key, as `dpipe config --markdown` prints it; each says what it means."""
+    for section in reference.sections():
+        for key in section.keys:
+            if not key.meaning:
+                raise ValueError(f"{key.name} has no meaning; write it below the key")
+    return reference.markdown()
 
 
 def python() -> str:

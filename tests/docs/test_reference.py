@@ -6,6 +6,7 @@ import pytest
 
 import dpipe
 from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 
 
 def test_every_key_is_on_the_page_of_keys() -> None:
@@ -13,6 +14,12 @@ def test_every_key_is_on_the_page_of_keys() -> None:
     for section, info in Config.model_fields.items():
         for key in info.annotation.model_fields:
             assert f"`{section}.{key}`" in page
+
+
+def test_key_without_a_meaning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainConfig.model_fields["steps"], "description", None)
+    with pytest.raises(ValueError, match=r"train.steps has no meaning"):
+        make_reference.configuration()
 
 
 def test_every_command_is_on_the_page_of_commands() -> None:
