@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import vocabulary_of
@@ -33,6 +34,7 @@ from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_ra
 from dpipe.errors import ConfigError
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import INTERLEAVED, ONE_F_ONE_B
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
@@ -56,7 +58,7 @@ def check_config(config: Config) -> None:
         ),
         "train.compile must be false": config.train.compile,
         'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule
-        not in ("1f1b", "interleaved"),
+        not in (ONE_F_ONE_B.name, INTERLEAVED.name),
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),
@@ -252,7 +254,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 
 
-def _update(optimizer: Any, train: Train, number: int) -> None:
+def _update(optimizer: Any, train: TrainConfig, number: int) -> None:
     """What Megatron's own scheduler would set; it decays what has one dimension as little as we
     do.
     """
