@@ -143,6 +143,11 @@ class Train(Section):
             )
         return self
 
+    @property
+    def waits_for_verdict(self) -> bool:
+        """Whether a step needs to know of all ranks: their norms, to clip, or who overflowed."""
+        return self.clip_norm > 0 or self.precision == "fp16"
+
 
 class Transport(Section):
     # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a
@@ -300,7 +305,7 @@ class Config(Section):
                 f'"{chosen.servers}" '
                 f"needs {servers}"
             )
-        if chosen.staleness and (self.train.clip_norm or self.train.precision == "fp16"):
+        if chosen.staleness and self.train.waits_for_verdict:
             raise ValueError(
                 "data_parallel.staleness does not go with clipping or fp16: both wait for all "
                 "replicas before each "

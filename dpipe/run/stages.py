@@ -10,6 +10,7 @@ from dpipe.plan.costs import per_stage
 from dpipe.plan.run_plan import RunPlan
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.model import materialise
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage, Timed
 from dpipe.stage.tensor_group import TensorGroup
@@ -24,7 +25,7 @@ def make_stage(
     group: TensorGroup | None,
     exchange: Callable[[], None],
     timed: Timed,
-) -> Stage | ReplayStage:
+) -> PipelineStage:
     """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do
     in their `group`.
     """
@@ -70,7 +71,7 @@ def make_stage(
 
 
 def tied_weights(
-    run_plan: RunPlan, stages: Mapping[int, Stage | ReplayStage]
+    run_plan: RunPlan, stages: Mapping[int, PipelineStage]
 ) -> dict[int, tuple[str, nn.Parameter]]:
     """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last
     layer's.
@@ -87,7 +88,7 @@ def tied_weights(
 
 
 def counted_elsewhere(
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     tied: Mapping[int, tuple[str, nn.Parameter]],
     here: ParallelRanks,
 ) -> set[str]:

@@ -12,7 +12,7 @@ from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
-from dpipe.stage.replay import ReplayStage
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.scatter import Scattered
 from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
@@ -81,10 +81,10 @@ def refuse_apart(told: Sequence[Mapping[str, object]], size: int) -> None:
 
 def as_executed(
     config: Config,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     group: TensorGroup | None,
     num_stages: int,
-) -> Mapping[int, Stage | ReplayStage | Scattered]:
+) -> Mapping[int, PipelineStage | Scattered]:
     """The stages as the executor sees them. Positions that are split are part of an activation
     already.
     """

@@ -11,7 +11,8 @@ is small, and goes whole.
 
 import torch
 
-from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.base import Tensors
+from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.wire.spec import TensorSpec
 
