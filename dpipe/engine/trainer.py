@@ -6,7 +6,6 @@ every `eval_every` steps   held-out loss, by the same executor on a forward-only
 every `checkpoint_every`   a checkpoint; also when asked to stop, and at the end
 """
 
-import json
 import logging
 import resource
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpipe.config.load import Run, Train
+from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.coordinator.base import Coordination
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
@@ -42,8 +41,8 @@ class Job:
     """What one rank trains, and with what."""
 
     here: ParallelRanks
-    train: Train
-    run: Run
+    train: TrainConfig
+    run: RunConfig
     context: int  # tokens of a sequence
     configuration: Mapping[str, Any]  # of the run, as it is kept in a checkpoint
     schedule: Schedule
@@ -256,10 +255,8 @@ class Trainer:
         ]
         if job.here.tp_rank > 0:
             losses = [None]  # the first rank of the group says it
-        payloads = job.coordinator.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(
-            job.timeout_s
-        )
-        loss = _mean([_mean(known) for known in map(json.loads, payloads) if None not in known])
+        by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s)
+        loss = _mean([_mean(known) for known in by_rank if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
             job.metrics.write({"step": step, "held_out_loss": loss})
@@ -280,9 +277,7 @@ class Trainer:
             parameters,
             moments,
             {**numbers, "configuration": job.configuration},
-            lambda payload: job.coordinator.gather(f"checkpoint/{step}", payload).wait(
-                job.timeout_s
-            ),
+            lambda part: job.coordinator.share(f"checkpoint/{step}", part, job.timeout_s),
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dpipe.config.load import Train
+from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.errors import NumericError
 from dpipe.ranks import ParallelRanks
@@ -62,7 +62,7 @@ class Decision(NamedTuple):
     verdict: Verdict | None  # the newest; this step's where ranks wait for it, else an older one's
 
 
-def learning_rate(train: Train, step: int) -> float:
+def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up to `learning_rate`, then decay to `min_learning_rate` at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
@@ -117,7 +117,7 @@ class Update:
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
-        train: Train,
+        train: TrainConfig,
         data_parallel: DataParallel,
         *,
         gather: Callable[[str, bytes], Gathering],

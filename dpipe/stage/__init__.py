@@ -1,6 +1,7 @@
 """A slice of the model on one device: layers are the unit, and layer i behaves the same wherever it
 lives.
 
+base.py       the contract of a stage, as executor, trainer and checkpoints use it
 model.py      a model as a list of layers and a loss; a user's own model
 gpt.py        a decoder-only transformer as such a list; bert.py: one that looks both ways
 stage.py      forward and backward of one micro-batch over some of the layers
