@@ -75,7 +75,7 @@ def data_parallel(
             workers = {
                 stage: servers.worker(config, stage, here.dp_rank, here.rank) for stage in stages
             }
-            eager = not (train.clip_norm or train.precision == "fp16")
+            eager = not train.waits_for_verdict
             size = chunk_bytes(config)
             return ServedStages(
                 stages, rule, workers, eager=eager, chunk_bytes=size, uncounted=uncounted

@@ -54,9 +54,8 @@ from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
@@ -347,7 +346,7 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        row=here.pp_group,
+        pp_group=here.pp_group,
         streams=streams,
     )
     restore(start, stages, update, here)
@@ -411,7 +410,7 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
 def make_update(
     config: Config,
     here: ParallelRanks,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     agreement: DataParallel,
     coordinator: Coordination,
     recorder: Recorder,

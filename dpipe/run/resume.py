@@ -12,8 +12,7 @@ from dpipe.errors import CheckpointError
 from dpipe.plan.run_plan import RunPlan
 from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
+from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
@@ -75,7 +74,7 @@ def agreed_start(
 
 def restore(
     start: checkpoint.Loaded | None,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     update: Update,
     here: ParallelRanks,
 ) -> None:

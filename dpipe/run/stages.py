@@ -9,6 +9,7 @@ from torch import nn
 from dpipe.plan.costs import per_stage
 from dpipe.plan.run_plan import RunPlan
 from dpipe.ranks import ParallelRanks
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage, Timed
@@ -24,7 +25,7 @@ def make_stage(
     group: TensorGroup | None,
     exchange: Callable[[], None],
     timed: Timed,
-) -> Stage | ReplayStage:
+) -> PipelineStage:
     """Stage `index` of the run plan. `exchange` is what a replayed stage calls in place of the
     collectives of a `group`.
     """
@@ -86,7 +87,7 @@ def _model_stage(
 
 
 def tied_weights(
-    run_plan: RunPlan, stages: Mapping[int, Stage | ReplayStage]
+    run_plan: RunPlan, stages: Mapping[int, PipelineStage]
 ) -> dict[int, tuple[str, nn.Parameter]]:
     """The ends of the tied weight that are on this rank, by name: under 0 the first layer's, under
     -1 the last layer's.
@@ -102,7 +103,7 @@ def tied_weights(
 
 
 def counted_elsewhere(
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     tied: Mapping[int, tuple[str, nn.Parameter]],
     here: ParallelRanks,
 ) -> set[str]:
@@ -115,7 +116,7 @@ def counted_elsewhere(
     if here.tp_rank == 0:
         return names
     for stage in stages.values():
-        if isinstance(stage, Stage) and stage.split is not None:
+        if stage.split is not None:
             shards = stage.split.shards
             names |= {name for name, _ in stage.named_parameters() if name not in shards}
     return names

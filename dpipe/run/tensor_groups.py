@@ -11,9 +11,8 @@ from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
-from dpipe.stage.replay import ReplayStage
+from dpipe.stage.base import ComputingStage, PipelineStage
 from dpipe.stage.scatter import Scattered
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.wire.collective import open_store
 
@@ -81,10 +80,10 @@ def refuse_apart(ranks: Sequence[Mapping[str, object]], size: int) -> None:
 
 def as_executed(
     config: Config,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     group: TensorGroup | None,
     num_stages: int,
-) -> Mapping[int, Stage | ReplayStage | Scattered]:
+) -> Mapping[int, ComputingStage]:
     """The stages as the executor sees them: `Scattered` with tensor_parallel.scatter_gather.
 
     With sequence parallelism a rank has only its positions of an activation: nothing to scatter.
@@ -95,5 +94,4 @@ def as_executed(
     return {
         index: Scattered(stage, group, first=index == 0, last=index == num_stages - 1)
         for index, stage in stages.items()
-        if isinstance(stage, Stage)
     }

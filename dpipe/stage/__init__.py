@@ -1,6 +1,7 @@
 """A slice of the model on one device: layers are the unit, and a layer computes the same bits
 wherever the model is cut.
 
+base.py             the contract of a stage, as executor, trainer and checkpoints use it
 families.py         the model families and what others need to know of each (no torch)
 model.py            a model as a list of layers and a loss; a user's own model
 gpt.py              a decoder-only transformer as such a list

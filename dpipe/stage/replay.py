@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from dpipe.errors import TransferError
+from dpipe.stage.base import Tensors
 from dpipe.wire.spec import TensorSpec
-
-Tensors = tuple[torch.Tensor, ...]
 
 _EARLY_S = 150e-6  # how late a sleep may end
 
@@ -23,6 +22,8 @@ class ReplayStage:
     of a tensor-parallel group call `exchange` `num_exchanges` times in each forward and each input
     gradient.
     """
+
+    split = None
 
     def __init__(
         self,
@@ -112,6 +113,9 @@ class ReplayStage:
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return ()
 
     def parameters(self) -> Sequence[nn.Parameter]:
         return (self._parameter,) if self._parameter.numel() else ()

@@ -11,7 +11,7 @@ go whole.
 
 import torch
 
-from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.base import ComputingStage, Tensors
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.wire.spec import TensorSpec
 
@@ -24,7 +24,9 @@ class Scattered:
     The `first` stage's inputs and the `last` one's outputs stay whole.
     """
 
-    def __init__(self, stage: Stage, group: TensorGroup, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, stage: ComputingStage, group: TensorGroup, *, first: bool, last: bool
+    ) -> None:
         self._stage = stage
         self._group = group
         self._first = first

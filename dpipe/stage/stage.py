@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dpipe.errors import RunError, TransferError
+from dpipe.stage.base import Tensors
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.master_weights import MasterWeights
 from dpipe.stage.model import Loss, as_tensors, saved_buffers
@@ -28,7 +29,6 @@ from dpipe.stage.tensor_parallel import Split, leave_uncompiled
 from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
-Tensors = tuple[torch.Tensor, ...]
 # Called with a timer's name: times a part of the work.
 Timed = Callable[[str], AbstractContextManager[object]]
 
