@@ -40,7 +40,7 @@ from venue import Kind, Venue, overrides, venue
 
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config.load import Config, load
-from dpipe.config.parallel import Count
+from dpipe.config.section import Count
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network

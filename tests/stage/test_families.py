@@ -80,5 +80,7 @@ def test_added_family_is_refused_what_it_cannot_do(
 
 
 def test_unknown_layers_are_refused_with_the_names_of_all_families(toy_family: Family) -> None:
-    with pytest.raises(ConfigError, match='must be "gpt", "bert", "replay", "toy" or "package'):
+    with pytest.raises(
+        ConfigError, match='must be one of "gpt", "bert", "replay", "toy", "package'
+    ):
         build({"model": {"layers": "lstm"}})
