@@ -99,7 +99,7 @@ def launch_ranks(
     refuse_folder(
         config, resume is not None
     )  # before a draft, which leaves the text that it has read in a cache
-    draft(config, choose=without_search)
+    draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     made = absent(folder)
     open_folder(config, resume is not None)
@@ -202,7 +202,7 @@ def run_rank(
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
-    run_plan = draft(config, choose=without_search)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
@@ -281,11 +281,15 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        planned = draft(config, layer_s=layer_s, predicts_memory=False)
+        schedule = planned.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
-        config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
+        config,
+        layer_s=layer_s and tuple(layer_s),
+        choose=lambda *_: from_csv(programs, name),
+        predicts_memory=False,
     )
 
 
