@@ -34,6 +34,7 @@ from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_ra
 from dpipe.errors import ConfigError
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import INTERLEAVED, ONE_F_ONE_B
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
@@ -57,7 +58,7 @@ def check_config(config: Config) -> None:
         ),
         "train.compile must be false": config.train.compile,
         'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule
-        not in ("1f1b", "interleaved"),
+        not in (ONE_F_ONE_B.name, INTERLEAVED.name),
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),

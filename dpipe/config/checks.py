@@ -10,6 +10,7 @@ from dpipe.config.parallel import (
     elementwise_formats,
 )
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
+from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
 from dpipe.wire.format import FORMATS
 
 
@@ -25,30 +26,32 @@ def check_replay(
             "replay.exchanges are among the ranks of a tensor-parallel group: set "
             "tensor_parallel.size, or drop them"
         )
-    if model.layers != "replay":
+    if model.family.computes:
         return
     if pipeline.split != "estimated":
         raise ValueError("pipeline.split is of layers, and a replayed stage has none: leave it out")
     if node.device != "cpu":
         raise ValueError(
-            'model.layers "replay" computes nothing and moves host memory: set node.device = "cpu"'
+            f'model.layers "{model.layers}" computes nothing and moves host memory: set '
+            'node.device = "cpu"'
         )
 
 
 def check_compile(train: TrainConfig, pipeline: PipelineConfig) -> None:
-    if train.compile and pipeline.schedule in ("zero-bubble", "auto"):
+    if train.compile and may_split_backward(pipeline.schedule):
         raise ValueError(
             f'with train.compile pipeline.schedule must not be "{pipeline.schedule}": a compiled '
-            "layer makes its input and weight gradients together; take "
-            '"gpipe", "1f1b" or "interleaved"'
+            f"layer makes its input and weight gradients together; take "
+            f"{names_that_keep_backward_whole()}"
         )
 
 
 def check_sample(model: ModelConfig, run: RunConfig) -> None:
-    if model.layers == "bert" and run.sample is not None:
+    family = model.family
+    if family.computes and not family.continues_text and run.sample is not None:
         raise ValueError(
-            'run.sample is for models that continue a text, and model.layers is "bert"; leave it '
-            "out"
+            "run.sample is for models that continue a text, and model.layers is "
+            f'"{model.layers}"; leave it out'
         )
 
 
@@ -94,7 +97,7 @@ def check_tied_embedding(model: ModelConfig, data_parallel: DataParallelConfig) 
     if replicas > 2 and data_parallel.group == "torch" and form.lossy:
         raise ValueError(
             f'data_parallel.group "torch" rounds the sum of {replicas} replicas to '
-            f"{data_parallel.wire} each time that it adds, in another order for either copy of a "
+            f"{form.name} each time that it adds, in another order for either copy of a "
             'tied embedding; set data_parallel.wire = "none", leave data_parallel.group out, or '
             "set model.tie_embeddings = false"
         )
@@ -125,13 +128,13 @@ def check_tensor_parallel(
     size = tensor_parallel.size
     if size == 1:
         return
-    replays = model.layers == "replay"
+    replays = not model.family.computes
     if replays and tensor_parallel.sequence_parallel:
         raise ValueError(
             "tensor_parallel.sequence_parallel splits a real model; a replay moves "
             "replay.exchange_bytes either way"
         )
-    if not (model.is_transformer or replays):
+    if not model.family.tensor_parallel:
         raise ValueError(
             f"tensor_parallel.size {size} splits the layers of dpipe's own models, and "
             f"model.layers is {model.layers!r}; leave tensor_parallel.size out, and take more "
@@ -186,8 +189,8 @@ def check_nccl(
         needed = 'node.device must be "cuda"'
     elif transport.shape is not None:
         needed = "transport.shape must not be set"
-    elif model.layers == "replay":
-        needed = 'model.layers must not be "replay"'
+    elif not model.family.computes:
+        needed = f'model.layers must not be "{model.layers}"'
     elif data_parallel.replicas > 1 and data_parallel.group != "torch":
         needed = 'data_parallel.group must be "torch"'
     if needed is not None:

@@ -78,7 +78,7 @@ class Config(Section):
     @property
     def ranks_per_machine(self) -> int:
         """1 for a replay: its tensor parallelism is tried over a network, each rank a host."""
-        return 1 if self.model.layers == "replay" else self.tensor_parallel.size
+        return self.tensor_parallel.size if self.model.family.computes else 1
 
     @property
     def microbatch_size(self) -> int:

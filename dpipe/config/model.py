@@ -1,17 +1,25 @@
 """What is trained, and on what: [model], [replay], [data]."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from dpipe.config.presets import TRANSFORMERS, filled
-from dpipe.config.section import Count, CountOrZero, Fraction, NotNegative, Section
+from dpipe.config.presets import PRESETS, filled
+from dpipe.config.section import Count, CountOrZero, Fraction, Name, NotNegative, Section
+from dpipe.stage.families import FAMILIES, Family, family_of
+
+
+def _is_function(layers: str) -> bool:
+    module, _, function = layers.partition(":")
+    return bool(module and function) and not module.startswith(".")
 
 
 class ModelConfig(Section):
     """The model, as a list of layers that the pipeline cuts into stages."""
 
-    layers: str = "gpt"
+    layers: Annotated[
+        str, Name(FAMILIES, pattern="package.module:function", matches=_is_function)
+    ] = "gpt"
     """A model of dpipe's own, "replay" (stages that wait instead of computing, see [replay]), or
     "package.module:function": your function that returns (layers, loss)."""
 
@@ -40,9 +48,9 @@ class ModelConfig(Section):
     """Whether the output layer uses the input embedding's weights. For "bert" the default is
     true."""
 
-    preset: str | None = None
-    """Sizes of a published model by its name. A size that is set as well wins over the
-    preset's."""
+    preset: Annotated[str, Name(PRESETS)] | None = None
+    """Sizes of a published model by its name; a size that is set as well wins. Left out: no sizes
+    but those that are set."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,22 +65,14 @@ class ModelConfig(Section):
             )
         return self
 
-    @field_validator("layers")
-    @classmethod
-    def _check_layers(cls, layers: str) -> str:
-        module, _, function = layers.partition(":")
-        users_own = module and function and not module.startswith(".")
-        if layers not in (*TRANSFORMERS, "replay") and not users_own:
-            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
-            raise ValueError(
-                f'model.layers {layers!r} must be {known} or "package.module:function"'
-            )
-        return layers
+    @property
+    def family(self) -> Family:
+        return family_of(self.layers)
 
     @property
     def is_transformer(self) -> bool:
         """One of dpipe's own, whose costs are known by formula."""
-        return self.layers in TRANSFORMERS
+        return self.family.is_transformer
 
 
 class ReplayConfig(Section):

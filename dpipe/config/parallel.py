@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dpipe.config.section import Count, CountOrZero, Fraction, Name, Positive, Section
+from dpipe.schedule.generate import AUTO, GENERATORS, ONE_F_ONE_B, who_take
 from dpipe.wire.format import FORMATS
 
 
@@ -30,7 +31,7 @@ class PipelineConfig(Section):
     stages_per_rank: Count = 1
     """Stages on each rank. Above 1 for "interleaved"; "gpipe" and "auto" can have it too."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
     """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
     predict.network."""
 
@@ -70,13 +71,23 @@ class PipelineConfig(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
-        several = self.stages_per_rank > 1
-        if several != (self.schedule == "interleaved") and self.schedule not in ("auto", "gpipe"):
-            raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
-                "only there"
-            )
+        self._check_stages_per_rank()
         return self
+
+    def _check_stages_per_rank(self) -> None:
+        if self.schedule == AUTO:
+            return
+        generator = GENERATORS[self.schedule]
+        if self.stages_per_rank > 1 and not generator.takes_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" has one stage a rank: '
+                "pipeline.stages_per_rank above 1 goes with pipeline.schedule "
+                f"{who_take('stages_per_rank')}"
+            )
+        if self.stages_per_rank == 1 and generator.needs_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
+            )
 
     @property
     def ranks(self) -> int:

@@ -9,20 +9,22 @@
 The string below a key is its meaning; `dpipe config` and the reference page print it.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationInfo,
     field_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from dpipe.choices import Choice, Choices, unknown_name
+from dpipe.choices import unknown_name
 
 MAX_WAIT_S = 30 * 86_400  # far longer ones do not fit what clocks count in
 
@@ -31,6 +33,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Choice = TypeVar("Choice")
+
 Seconds = Annotated[float, Field(gt=0, le=MAX_WAIT_S)]
 
 
@@ -65,7 +69,7 @@ class Name:
 
     def __init__(
         self,
-        choices: Choices[Choice],
+        choices: Mapping[str, Choice],
         allowed: Callable[[Choice], bool] = lambda choice: True,
         *,
         pattern: str | None = None,
@@ -74,7 +78,7 @@ class Name:
         """`allowed` leaves out choices that this key does not offer. Names that no table holds are
         accepted where `matches` is true of them; `pattern` shows their form to people.
         """
-        self._choices: Choices[Any] = choices
+        self._choices: Mapping[str, Any] = choices
         self._allowed: Callable[[Any], bool] = allowed
         self._pattern = pattern
         self._matches = matches
@@ -96,3 +100,9 @@ class Name:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """By which the reference knows the names."""
+        return {**handler(schema), "enum": self.shown()}

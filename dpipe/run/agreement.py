@@ -42,7 +42,7 @@ def data_parallel(
     """
     train = config.train
     chosen = config.data_parallel
-    replayed = config.model.layers == "replay"
+    replayed = not config.model.family.computes
     adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
         return Single(stages, adam, uncounted)

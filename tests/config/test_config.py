@@ -50,7 +50,7 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         *(
             (
                 {"model": {"layers": name}},
-                'must be "gpt", "bert", "replay" or "package.module:function"',
+                'model.layers must be one of "gpt", "bert", "replay", "package.module:function"',
             )
             for name in ("mine", ":", "mine:", ":layers", ".mine:layers")
         ),
@@ -59,7 +59,19 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             {"pipeline": {"stages": 2, "split": [3]}},
             "split lists 1 stages, but pipeline.stages is 2",
         ),
-        ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
+        (
+            {"pipeline": {"stages": 4, "stages_per_rank": 2}},
+            'above 1 goes with pipeline.schedule "gpipe" or "interleaved"',
+        ),
+        (
+            {"pipeline": {"stages": 4, "schedule": "interleaved"}},
+            '"interleaved" needs pipeline.stages_per_rank above 1',
+        ),
+        (
+            {"pipeline": {"schedule": "interleave"}},
+            'pipeline.schedule must be one of "gpipe", .*, "auto", got \'interleave\'; '
+            'did you mean "interleaved"',
+        ),
         ({"node": {"tls_cert": "a.pem"}}, "go together"),
         (
             {"tensor_parallel": {"size": 3}},
@@ -299,7 +311,7 @@ def test_sample_of_bert_is_refused() -> None:
 
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="model.preset 'gpt5' is not known; choose one of bert-345m, gpt2-345m"
+        ConfigError, match='model.preset must be one of "bert-345m", "gpt2-345m", .* got \'gpt5\''
     ):
         build({"model": {"preset": "gpt5"}})
 
