@@ -6,8 +6,9 @@ them names a choice.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
 
 from dpipe.errors import ConfigError
 
@@ -58,3 +59,10 @@ class Choices(Mapping[str, Choice], Generic[Choice]):
 
     def __len__(self) -> int:
         return len(self._choices)
+
+
+def function_at(path: str) -> Callable[..., Any]:
+    """The function of `package.module:function`, by which a table names what needs torch."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -28,6 +28,7 @@ from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.config.load import Config, Train
 from dpipe.data.feed import feed_of
+from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.stage.model import materialise
@@ -50,12 +51,11 @@ def check_config(config: Config) -> None:
         'pipeline.wire must be "none"': config.pipeline.wire != "none",
         'pipeline.split must not be "measured"': config.pipeline.split == "measured",
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
-        'data_parallel.kind must be "sharded" or "all-reduce", without delay and with data_parallel.wire "none"': (
+        f"data_parallel.kind must be {names_where(lambda kind: kind.synchronous)}, without delay "
+        'and with data_parallel.wire "none"': (
             agreement.replicas > 1
             and (
-                agreement.kind not in ("sharded", "all-reduce")
-                or agreement.delay
-                or agreement.wire != "none"
+                not agreement.active_kind.synchronous or agreement.delay or agreement.wire != "none"
             )
         ),
         "transport.shape must be left out, its network is torch's": config.transport.shape

@@ -30,6 +30,7 @@ from dpipe.config.parallel import (
     TensorParallel,
 )
 from dpipe.config.presets import TRANSFORMERS, filled
+from dpipe.dataparallel.kinds import names_where
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 
@@ -318,21 +319,21 @@ class Config(Section):
         """What is not sent over the links would be as fast as it is, and predicted to be as slow as
         they are.
         """
-        for key, wrong, instead in (
+        chosen = self.data_parallel
+        for key, value, goes, instead in (
             (
                 "kind",
-                "parameter-server",
-                'data_parallel.kind "all-reduce", "sharded" or "local-sgd"',
+                chosen.kind,
+                not chosen.active_kind.has_server,
+                names_where(lambda kind: kind.pattern is not None and not kind.has_server),
             ),
-            ("group", "torch", 'data_parallel.group "dpipe"'),
+            ("group", chosen.group, chosen.group == "dpipe", '"dpipe"'),
         ):
-            if getattr(self.data_parallel, key) == wrong:
+            if not goes:
                 raise ValueError(
                     f"transport.shape slows the links of the ranks, and data_parallel.{key} "
-                    f'"{wrong}" has connections '
-                    f"of its own: take {instead}, or leave transport.shape out and shape the hosts "
-                    "instead (netem, or "
-                    "a lab)"
+                    f'"{value}" has connections of its own: take data_parallel.{key} {instead}, '
+                    "or leave transport.shape out and shape the hosts instead (netem, or a lab)"
                 )
 
     def _check_tensor_parallel(self) -> None:

@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dpipe.dataparallel.kinds import KINDS, Kind, names_where
+from dpipe.errors import ConfigError
+
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -107,7 +110,7 @@ class TensorParallel(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
+    kind: str = "none"  # a name in `dataparallel.kinds.KINDS`
     replicas: Count = 1
     wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
     chunk_bytes: Annotated[int, Field(ge=4096)] = (
@@ -129,49 +132,62 @@ class DataParallel(Section):
     fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
     overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
 
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        try:
+            return KINDS.named(kind).name
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def active_kind(self) -> Kind:
+        """The properties of `kind`; those of "none" where there is one replica."""
+        return KINDS[self.kind if self.replicas > 1 else "none"]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kind == "none" and self.replicas > 1:
+        kind = KINDS[self.kind]
+        if kind.pattern is None and self.replicas > 1:
+            exchanging = names_where(lambda kind: kind.pattern is not None)
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say "
-                "how they agree; "
-                'set it, for example to "all-reduce"'
+                f"how they agree; set it to {exchanging}"
             )
-        if self.kind == "local-sgd" and self.delay:
+        if self.delay and kind.late_by != "delay":
+            instead = f", which has data_parallel.{kind.late_by} instead" if kind.late_by else ""
             raise ValueError(
-                'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap '
-                "instead"
+                f'data_parallel.delay does not go with data_parallel.kind "{self.kind}"{instead}'
             )
-        if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
+        self._check_inner_steps(kind)
+        if self.group == "torch" and (not kind.torch_group or self.wire == "int8"):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind '
+                f"{names_where(lambda kind: kind.torch_group)} and data_parallel.wire "
+                f'"none" or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group '
+                "out"
+            )
+        if not kind.has_server and (self.address or self.staleness or self.servers != "one"):
+            raise ValueError(
+                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
+                f"data_parallel.kind {names_where(lambda kind: kind.has_server)}, "
+                f'not with "{self.kind}"'
+            )
+        return self
+
+    def _check_inner_steps(self, kind: Kind) -> None:
+        is_late = self.overlap and kind.late_by != "overlap"
+        if is_late or (self.fragments > 1 and not kind.has_inner_steps):
             raise ValueError(
                 "data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "
-                '"local-sgd", not '
-                f"{self.kind!r}: leave them out"
+                f"{names_where(lambda kind: kind.has_inner_steps)}, not {self.kind!r}: "
+                "leave them out"
             )
         if self.fragments > self.inner_steps:
             raise ValueError(
                 f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of "
-                "the "
-                f"data_parallel.inner_steps {self.inner_steps}"
+                f"the data_parallel.inner_steps {self.inner_steps}"
             )
-        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
-            raise ValueError(
-                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
-                'data_parallel.wire "none" '
-                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
-            )
-        served = self.kind == "parameter-server"
-        if not served and (self.address or self.staleness or self.servers != "one"):
-            raise ValueError(
-                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
-                "data_parallel.kind "
-                f'"parameter-server", not with "{self.kind}"'
-            )
-        if served and self.delay:
-            raise ValueError(
-                "data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1"
-            )
-        return self
 
     @field_validator("address", mode="before")
     @classmethod

@@ -7,9 +7,10 @@ import torch
 
 from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.background import Flights, Ready
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
 
 
@@ -26,7 +27,7 @@ class Averaging(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class AllReduce:
+class AllReduce(DataParallel):
     """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed
     (`ahead.py`).
 
@@ -125,3 +126,18 @@ class AllReduce:
         for index, parameter in enumerate(row.parameters if flight is not None else ()):
             parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here
         return flight is not None
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    averaging: Averaging
+    if setup.options.group == "torch":
+        averaging = setup.open_torch_group()
+    else:
+        averaging = setup.exchange(setup.options.wire)
+    return AllReduce(
+        setup.stages,
+        setup.optimizer,
+        averaging,
+        lag=int(setup.options.delay),
+        uncounted=setup.uncounted,
+    )

@@ -147,6 +147,17 @@ class DataParallel(Protocol):
     def optimizer_bytes(self) -> int:
         """Memory that the optimizer's state takes on this rank."""
 
+    def leave(self) -> None:
+        """After the last step, where the run ended well: nobody need wait for this rank."""
+        return
+
+    def fail(self, error: Exception) -> None:
+        """The run is over elsewhere: who waits here raises `error`. Called from another thread.
+
+        Links among the replicas are failed by whoever opened them.
+        """
+        return
+
     def close(self) -> None:
         """End threads. The links are closed by whoever opened them, before."""
 

@@ -23,9 +23,10 @@ import torch
 
 from dpipe.dataparallel.allreduce import Averaging
 from dpipe.dataparallel.background import Flights
-from dpipe.dataparallel.base import Layers, Moments, Named, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Named, Report, Traffic
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
 
 
@@ -37,7 +38,7 @@ class OuterSettings:
     overlap: bool = False
 
 
-class LocalSgd:
+class LocalSgd(DataParallel):
     """`averaging[f]` is that of fragment f: each remembers what its wire has rounded off.
 
     A checkpoint has the parameters and moments of every replica under names such as
@@ -234,3 +235,17 @@ def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) ->
         runs[turn].append((name, parameter))
         before += parameter.numel()
     return runs
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    options = setup.options
+    outer = OuterSettings(
+        options.inner_steps,
+        options.outer_learning_rate,
+        options.outer_momentum,
+        overlap=options.overlap,
+    )
+    averaging = [setup.exchange(options.wire) for _ in range(options.fragments)]
+    return LocalSgd(
+        setup.stages, setup.optimizer, outer, averaging, uncounted=setup.uncounted, tied=setup.tied
+    )

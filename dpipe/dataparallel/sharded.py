@@ -22,13 +22,14 @@ import torch
 
 from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.background import Flights, Gradients
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
 from dpipe.dataparallel.row import Row, parameter_slice
+from dpipe.dataparallel.setup import ReplicaSetup
 
 
-class Sharded:
+class Sharded(DataParallel):
     """`gradients` and `parameters` exchange them. `lag` 1 delays the gradient by a step."""
 
     independent = False
@@ -207,3 +208,15 @@ class Shard:
         self.optimizer.step(learning_rate)
         for s in self._slices:
             s.values.grad = None
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    """Gradients may be rounded, parameters never."""
+    return Sharded(
+        setup.stages,
+        setup.optimizer,
+        setup.exchange(setup.options.wire),
+        setup.exchange("none"),
+        lag=int(setup.options.delay),
+        uncounted=setup.uncounted,
+    )

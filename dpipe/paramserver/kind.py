@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.feedback import Wire, wire
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.paramserver.client import ParameterLine, Worker
 from dpipe.paramserver.messages import tensor_of
 from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
@@ -226,7 +227,7 @@ class _Column:
                 parameter.copy_(self._row.view(self._values, index))
 
 
-class ServedStages:
+class ServedStages(DataParallel):
     """`rule` and `worker` hold for all stages of this rank but for the server's address, which
     `workers` may vary.
 
@@ -343,3 +344,22 @@ class ServedStages:
     def close(self) -> None:
         for column in self._columns.values():
             column.close()
+
+
+def build(setup: ReplicaSetup, workers: Mapping[int, Worker]) -> DataParallel:
+    """`workers` are by stage. A server also steps what is replayed: it knows of no difference."""
+    rule = StepRule(
+        tuple(setup.ranks),
+        setup.adam.weight_decay,
+        setup.adam.betas,
+        setup.options.wire,
+        setup.options.staleness,
+    )
+    return ServedStages(
+        setup.stages,
+        rule,
+        workers,
+        eager=not setup.waits_for_verdict,
+        chunk_bytes=setup.message_bytes,
+        uncounted=setup.uncounted,
+    )

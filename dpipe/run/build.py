@@ -38,12 +38,12 @@ from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import Plan, save_plan
-from dpipe.run.agreement import data_parallel
+from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import Placement, placement
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.launch import environment, launch, load_kernels_at_start
-from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
@@ -181,7 +181,7 @@ def run_rank(
     run_plan = draft(config, choose=without_search)
     start = find_start(config, run_plan, place.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    direct = config.data_parallel.kind != "parameter-server"
+    direct = not config.data_parallel.active_kind.has_server
     here = config.ranks_of(place.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
@@ -448,7 +448,8 @@ def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> 
             )
         if config.run.sample:
             text = written_by(config, corpus, url, config.run.sample)
-    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    sharded = config.data_parallel.active_kind.shards_optimizer
+    shards = config.data_parallel.replicas if sharded else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 
