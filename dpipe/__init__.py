@@ -54,16 +54,18 @@ __all__ = [
     "simulate",
 ]
 _HOMES = {
-    "config": ("Config",),
+    "config.load": ("Config",),
     "errors": ("DpipeError",),
     "schedule.action": ("Action", "Op"),
     "schedule.check": ("check",),
     "schedule.generate": ("generate",),
     "schedule.lower": ("lower",),
-    "schedule.plan": ("Schedule",),
-    "timeline.simulate": ("Cost", "simulate"),
+    "network.link": ("Link", "Network"),
+    "network.profile": ("load_network",),
+    "schedule.schedule": ("Schedule",),
+    "timeline.cost": ("Cost",),
+    "timeline.simulate": ("simulate",),
     "timeline.span": ("Span", "Timeline"),
-    "topology": ("Link", "Network", "load_network"),
 }
 
 

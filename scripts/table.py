@@ -31,7 +31,7 @@ from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network, parse_network
 from dpipe.schedule.exchange import exchange
-from dpipe.schedule.generate import NAMES, generate
+from dpipe.schedule.generate import generate, schedule_names
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.search import search
@@ -261,7 +261,7 @@ def row_of(line: dict[str, Any]) -> Row:
     this table's.
     """
     row = Row(**{key: line[key] for key in FIELDS})
-    replays_the_table = line["mode"] == "replay" and row.schedule in (*NAMES, "auto")
+    replays_the_table = line["mode"] == "replay" and row.schedule in schedule_names()
     return with_prediction(row, measured_network(line)) if replays_the_table else row
 
 

@@ -8,7 +8,8 @@ import pytest
 import dpipe
 
 PUBLIC = """
-    Action Config Cost DpipeError Link Network Op Schedule Span Timeline check generate load_network lower simulate
+    Action Config Cost DpipeError Link Network Op Schedule Span Timeline
+    check generate load_network lower simulate
 """
 
 

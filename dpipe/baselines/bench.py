@@ -25,6 +25,7 @@ from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Network
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
+from dpipe.schedule.generate import GENERATORS, GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
     from dpipe.baselines.loopback import Loopback
@@ -65,7 +66,7 @@ def bench_engine() -> list[Row]:
     """
     from dpipe.baselines.loopback import measure_loopback
 
-    schedules = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    schedules = tuple(GENERATORS)
     transports = ("grpc", "tcp")
     runs: dict[tuple[str, str], list[_Run]] = {
         pair: [] for pair in itertools.product(schedules, transports)
@@ -105,7 +106,7 @@ def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
 
 
 def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
-    per_rank = 2 if schedule == "interleaved" else 1
+    per_rank = 2 if GENERATORS[schedule].needs_several_stages else 1
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
@@ -174,7 +175,7 @@ def bench_pipelining() -> list[Row]:
 
     return [
         compare_pipelining(schedule, transport=transport)
-        for schedule in ("gpipe", "1f1b")
+        for schedule in (GPIPE.name, ONE_F_ONE_B.name)
         for transport in ("grpc", "tcp")
     ]
 

@@ -34,6 +34,7 @@ from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
+from dpipe.wire.format import FORMATS
 
 
 def check_config(config: Config) -> None:
@@ -48,14 +49,16 @@ def check_config(config: Config) -> None:
         ),
         "train.compile must be false": config.train.compile,
         "pipeline.ranks must be above 1": config.pipeline.ranks < 2,
-        'pipeline.wire must be "none"': config.pipeline.wire != "none",
+        'pipeline.wire must be "none"': FORMATS[config.pipeline.wire].lossy,
         'pipeline.split must not be "measured"': config.pipeline.split == "measured",
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
         f"data_parallel.kind must be {names_where(lambda kind: kind.synchronous)}, without delay "
         'and with data_parallel.wire "none"': (
             agreement.replicas > 1
             and (
-                not agreement.active_kind.synchronous or agreement.delay or agreement.wire != "none"
+                not agreement.active_kind.synchronous
+                or agreement.delay
+                or FORMATS[agreement.wire].lossy
             )
         ),
         "transport.shape must be left out, its network is torch's": config.transport.shape

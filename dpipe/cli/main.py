@@ -14,10 +14,10 @@ import click
 
 from dpipe import __version__
 from dpipe.errors import DpipeError, RunError
+from dpipe.schedule.generate import GENERATORS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-GENERATORS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 MAX_WAIT_S = 30 * 86_400  # as of what [timeouts] gives; pydantic, which knows it, loads slowly
 BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 
@@ -198,7 +198,7 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
 
 
 @main.command()
-@click.argument("name", type=click.Choice(GENERATORS))
+@click.argument("name", type=click.Choice(tuple(GENERATORS)))
 @click.option("--stages", type=click.IntRange(min=1), required=True, help="Stages in all.")
 @click.option(
     "--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches a step."

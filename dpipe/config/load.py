@@ -28,11 +28,14 @@ from dpipe.config.parallel import (
     Seconds,
     Section,
     TensorParallel,
+    elementwise_formats,
 )
 from dpipe.config.presets import TRANSFORMERS, filled
 from dpipe.dataparallel.kinds import names_where
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.wire.format import FORMATS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
@@ -254,12 +257,11 @@ class Config(Section):
             raise ValueError(
                 "pipeline.split is of layers, and a replayed stage has none: leave it out"
             )
-        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
+        if self.train.compile and may_split_backward(self.pipeline.schedule):
             raise ValueError(
                 f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a '
-                "compiled layer "
-                'makes its input and weight gradients together; take "gpipe", "1f1b" or '
-                '"interleaved"'
+                "compiled layer makes its input and weight gradients together; take "
+                f"{names_that_keep_backward_whole()}"
             )
         if self.model.layers == "replay" and self.node.device != "cpu":
             raise ValueError(
@@ -299,13 +301,14 @@ class Config(Section):
                 "replicas before each "
                 'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
             )
-        if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
+        form = FORMATS[chosen.wire]
+        if chosen.replicas > 1 and not form.elementwise and self.model.tie_embeddings:
             raise ValueError(
-                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; '
-                "set "
-                'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
+                f'data_parallel.wire "{form.name}" rounds the two copies of a tied embedding '
+                f"differently; set data_parallel.wire to {elementwise_formats()}, or "
+                "model.tie_embeddings = false"
             )
-        adds_rounded = chosen.group == "torch" and chosen.wire != "none"
+        adds_rounded = chosen.group == "torch" and form.lossy
         if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
             raise ValueError(
                 f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to '
@@ -358,11 +361,12 @@ class Config(Section):
                 "of a stage would "
                 "compute with parameters of different steps; set data_parallel.staleness = 0"
             )
-        if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
+        form = FORMATS[self.data_parallel.wire]
+        if not replays and self.data_parallel.replicas > 1 and not form.elementwise:
             raise ValueError(
-                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently '
-                "on each of "
-                f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
+                f'data_parallel.wire "{form.name}" rounds parameters that every rank of a '
+                "tensor-parallel group holds whole differently on each of "
+                f"tensor_parallel.size {size}; set data_parallel.wire to {elementwise_formats()}"
             )
         divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
         divided = {} if replays else divided

@@ -10,11 +10,22 @@ stages, two replicas:
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from dpipe.config.one_of import OneOf
 from dpipe.dataparallel.kinds import KINDS, Kind, names_where
 from dpipe.errors import ConfigError
+from dpipe.schedule.generate import GENERATORS, ONE_F_ONE_B, check_name, who_take
+from dpipe.wire.format import FORMATS
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -23,6 +34,16 @@ NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[
     float, Field(gt=0, le=30 * 86_400)
 ]  # a wait: far longer ones do not fit what clocks count in
+
+
+def _schedule_name(name: str) -> str:
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+ScheduleName = Annotated[str, AfterValidator(_schedule_name)]
 
 
 class Section(BaseModel):
@@ -41,10 +62,16 @@ class Section(BaseModel):
         return value
 
 
+def elementwise_formats() -> str:
+    """The formats between replicas that round each value by itself, for messages."""
+    names = [f.name for f in FORMATS.values() if f.between_replicas and f.elementwise]
+    return " or ".join(f'"{name}"' for name in names)
+
+
 class Pipeline(Section):
     stages: Count = 1
     stages_per_rank: Count = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
+    schedule: ScheduleName = ONE_F_ONE_B.name
     in_flight: Count | None = (
         None  # micro-batches in flight on the first rank; default: the number of stages
     )
@@ -56,7 +83,7 @@ class Pipeline(Section):
     split: tuple[Count, ...] | Literal["estimated", "measured"] = (
         "estimated"  # layers a stage, or how to find it
     )
-    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+    wire: Annotated[str, OneOf(FORMATS, lambda form: form.between_stages)] = "none"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,13 +97,19 @@ class Pipeline(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
-        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in (
-            "auto",
-            "gpipe",
+        generator = GENERATORS.get(self.schedule)  # None: a search, among what fits
+        if (
+            generator is not None
+            and self.stages_per_rank > 1
+            and not generator.takes_several_stages
         ):
             raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
-                "only there"
+                f'pipeline.schedule "{self.schedule}" has one stage a rank: pipeline.stages_per_rank '
+                f"above 1 goes with pipeline.schedule {who_take('stages_per_rank')}"
+            )
+        if generator is not None and self.stages_per_rank == 1 and generator.needs_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
             )
         return self
 
@@ -110,9 +143,10 @@ class TensorParallel(Section):
 class DataParallel(Section):
     """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
 
-    kind: str = "none"  # a name in `dataparallel.kinds.KINDS`
+    kind: Annotated[str, OneOf(KINDS)] = "none"
     replicas: Count = 1
-    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
+    # of gradients; int8 with error feedback
+    wire: Annotated[str, OneOf(FORMATS, lambda form: form.between_replicas)] = "none"
     chunk_bytes: Annotated[int, Field(ge=4096)] = (
         8 << 20
     )  # of a gradient that are exchanged at once
@@ -131,14 +165,6 @@ class DataParallel(Section):
     outer_momentum: Fraction = 0.9
     fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
     overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, kind: str) -> str:
-        try:
-            return KINDS.named(kind).name
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
 
     @property
     def active_kind(self) -> Kind:
@@ -160,12 +186,13 @@ class DataParallel(Section):
                 f'data_parallel.delay does not go with data_parallel.kind "{self.kind}"{instead}'
             )
         self._check_inner_steps(kind)
-        if self.group == "torch" and (not kind.torch_group or self.wire == "int8"):
+        addable = FORMATS[self.wire].elementwise
+        if self.group == "torch" and not (kind.torch_group and addable):
             raise ValueError(
                 'data_parallel.group "torch" goes with data_parallel.kind '
-                f"{names_where(lambda kind: kind.torch_group)} and data_parallel.wire "
-                f'"none" or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group '
-                "out"
+                f"{names_where(lambda kind: kind.torch_group)} and "
+                f"data_parallel.wire {elementwise_formats()}, "
+                f"not {self.kind!r} and {self.wire!r}: leave data_parallel.group out"
             )
         if not kind.has_server and (self.address or self.staleness or self.servers != "one"):
             raise ValueError(

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpipe.dataparallel.base import Layers, Links
+from dpipe.dataparallel.base import Layers
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.torch_group import TorchGroup
+from dpipe.wire.transfer import Links
 
 
 class Options(Protocol):

@@ -49,6 +49,7 @@ from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
+from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
@@ -191,7 +192,7 @@ def run_rank(
         logging_to(folder, place.rank),
         joined(config, place, peers, join_s, streams) as (coordinator, transport),
     ):
-        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
+        if config.pipeline.split == "measured" or config.pipeline.schedule == AUTO:
             run_plan = as_rank_0_decides(run_plan, coordinator)
         if resume:
             start = agreed_start(config, run_plan, start, coordinator, fallback)

@@ -14,8 +14,9 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.ranks import ParallelRanks
-from dpipe.transport.base import Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Pending
 
 _TAG = "exchange"
 

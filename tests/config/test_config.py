@@ -59,7 +59,18 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             {"pipeline": {"stages": 2, "split": [3]}},
             "split lists 1 stages, but pipeline.stages is 2",
         ),
-        ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
+        (
+            {"pipeline": {"stages": 4, "stages_per_rank": 2}},
+            'above 1 goes with pipeline.schedule "gpipe" or "interleaved"',
+        ),
+        (
+            {"pipeline": {"stages": 4, "schedule": "interleaved"}},
+            '"interleaved" needs pipeline.stages_per_rank above 1',
+        ),
+        (
+            {"pipeline": {"schedule": "interleave"}},
+            'got \'interleave\'; did you mean "interleaved"\\?; or "auto"',
+        ),
         ({"node": {"tls_cert": "a.pem"}}, "go together"),
         (
             {"tensor_parallel": {"size": 3}},
@@ -119,7 +130,7 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
                 "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
                 "train": {"batch_size": 32},
             },
-            "rounds what every rank of a stage has whole differently on each of "
+            "rounds parameters that every rank of a tensor-parallel group holds whole differently on each of "
             "tensor_parallel.size 2",
         ),
     ],

@@ -11,7 +11,7 @@ import torch
 from layered import ADAM, RATE, Layered, Make, mean_gradients, one_step, train, with_replicas
 
 from dpipe.dataparallel.allreduce import AllReduce
-from dpipe.dataparallel.base import DataParallel, Links, Report
+from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
@@ -20,6 +20,7 @@ from dpipe.paramserver.client import Worker
 from dpipe.paramserver.kind import ServedStages
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import StepRule
+from dpipe.wire.transfer import Links
 
 RUNS = itertools.count()
 PART_BYTES = 40  # a few parts in so small a row
