@@ -29,14 +29,14 @@ import torch
 
 from dpipe.wire.transfer import Moved
 
-Named = tuple[str, torch.nn.Parameter]
+NamedParameter = tuple[str, torch.nn.Parameter]
 Moments = Mapping[str, torch.Tensor]
 
 
 class Layers(Protocol):
     """What is asked of a stage."""
 
-    def layer_parameters(self) -> Mapping[int, Sequence[Named]]:
+    def layer_parameters(self) -> Mapping[int, Sequence[NamedParameter]]:
         """Parameters by layer, in order, by names that hold for the whole model."""
 
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from dpipe.dataparallel.allreduce import Averaging
-from dpipe.dataparallel.background import Flights
-from dpipe.dataparallel.base import DataParallel, Layers, Moments, Named, Report, Traffic
+from dpipe.dataparallel.background import BackgroundExchange
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, NamedParameter, Report, Traffic
+from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import AdamSettings, trained
-from dpipe.dataparallel.row import Row
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
 
@@ -67,7 +67,9 @@ class LocalSgd(DataParallel):
             index: [Fragment(part) for part in fragments(trained(stage), len(averaging), tied)]
             for index, stage in stages.items()
         }
-        self._thread = Flights({}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}")
+        self._thread = BackgroundExchange(
+            {}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}"
+        )
         self._step = 0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
@@ -154,8 +156,8 @@ class Fragment:
     - base.
     """
 
-    def __init__(self, named: Sequence[Named]) -> None:
-        self.row = Row(named)
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
+        self.row = FlatParameters(named)
         self.anchor, self.momentum, self.base, self.difference = torch.zeros(
             4, self.row.length
         ).unbind()
@@ -220,7 +222,9 @@ class Fragment:
         return True
 
 
-def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) -> list[list[Named]]:
+def fragments(
+    named: Sequence[NamedParameter], count: int, tied: Collection[str] = ()
+) -> list[list[NamedParameter]]:
     """`named` in `count` runs of about the same number of values; there may be empty ones.
 
     What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree
@@ -228,7 +232,7 @@ def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) ->
     """
     total = sum(p.numel() for _, p in named)
     before = 0
-    runs: list[list[Named]] = [[] for _ in range(count)]
+    runs: list[list[NamedParameter]] = [[] for _ in range(count)]
     for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
         middle = before + parameter.numel() / 2
         turn = 0 if name in tied else min(count - 1, int(middle * count / total))

@@ -24,7 +24,7 @@ from dpipe.config.load import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.errors import ConfigError, InputError, RunError
-from dpipe.paramserver.client import Worker, reach
+from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
 from dpipe.plan.assumed_network import connections_of
@@ -52,8 +52,8 @@ class Servers:
     security: Security
     part: int = 0  # which of a stage's parts this rank has
 
-    def worker(self, config: Config, stage: int, replica: int, rank: int) -> Worker:
-        return Worker(
+    def worker(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
+        return ServerAccess(
             self.addresses[stage],
             self.session,
             replica,
