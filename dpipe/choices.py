@@ -6,7 +6,7 @@ them names a choice.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -46,10 +46,7 @@ class Choices(Mapping[str, Choice], Generic[Choice]):
         """Raises `ConfigError` naming the known choices, and the closest one."""
         if name in self._choices:
             return self._choices[name]
-        known = ", ".join(f'"{known}"' for known in self._choices)
-        close = difflib.get_close_matches(name, self._choices, n=1)
-        hint = f'; did you mean "{close[0]}"?' if close else ""
-        raise ConfigError(f"{self._what} must be one of {known}, got {name!r}{hint}")
+        raise ConfigError(f"{self._what} {unknown_name(name, self._choices)}")
 
     def __getitem__(self, name: str) -> Choice:
         return self._choices[name]
@@ -59,6 +56,15 @@ class Choices(Mapping[str, Choice], Generic[Choice]):
 
     def __len__(self) -> int:
         return len(self._choices)
+
+
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    """`must be one of "gpipe", "1f1b", got 'gpip'; did you mean "gpipe"?`"""
+    names = list(known)
+    quoted = ", ".join(f'"{each}"' for each in names)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f'; did you mean "{close[0]}"?' if close else ""
+    return f"must be one of {quoted}, got {name!r}{hint}"
 
 
 def function_at(path: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from fakes import cuda_on_cpu
 
 from netem.router import MODULES
 
-pytest_plugins = ["whole_runs"]
+pytest_plugins = ["support.whole_runs"]
 GOLDEN = Path(__file__).parent / "golden"
 
 # How long an example takes says how busy the machine is: a first one at 0.8 s under load, the same
@@ -88,6 +88,6 @@ def authority() -> type:
     """`certificates.Authority`; imported where it is used, because GPU tests run where
     `cryptography` need not be.
     """
-    from certificates import Authority
+    from support.certificates import Authority
 
     return Authority

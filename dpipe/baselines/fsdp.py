@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
@@ -149,7 +150,7 @@ class Update:
     here.
     """
 
-    def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, train: TrainConfig, parameters: list[nn.Parameter]) -> None:
         self._train = train
         self._parameters = parameters
         groups = [

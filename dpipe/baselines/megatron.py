@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import vocabulary_of
@@ -256,7 +257,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 
 
-def _update(optimizer: Any, train: Train, number: int) -> None:
+def _update(optimizer: Any, train: TrainConfig, number: int) -> None:
     """What Megatron's own scheduler would set; it decays what has one dimension as little as we
     do.
     """

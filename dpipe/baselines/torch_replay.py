@@ -71,7 +71,7 @@ def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here."""
     pipeline = config.pipeline
     reasons = {
-        'model.layers must be "replay"': config.model.layers != "replay",
+        'model.layers must be "replay"': config.model.family.computes,
         'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
         "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dpipe.config.load import Run, Train
+from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor
@@ -51,8 +51,8 @@ class Job:
     """What one rank trains, and with what."""
 
     here: ParallelRanks
-    train: Train
-    run: Run
+    train: TrainConfig
+    run: RunConfig
     context: int
     configuration: Mapping[str, Any]
     schedule: Schedule

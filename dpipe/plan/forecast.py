@@ -148,7 +148,7 @@ def forecast(
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
     stages: Stages
-    if config.model.layers == "replay":
+    if not config.model.family.computes:
         cut = (1,) * pipeline.stages
         cost = replay_cost(config, network)
         stages = ()

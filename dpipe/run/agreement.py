@@ -40,7 +40,7 @@ def data_parallel(
     setup = ReplicaSetup(
         stages=stages,
         adam=AdamSettings(train.learning_rate, train.weight_decay, train.betas),
-        learns=config.model.layers != "replay",
+        learns=config.model.family.computes,
         options=config.data_parallel,
         replica=here.dp_rank,
         ranks=here.dp_group,

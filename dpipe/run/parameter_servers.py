@@ -28,8 +28,8 @@ from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
 from dpipe.plan.assumed_network import connections_of
+from dpipe.run.environment import environment
 from dpipe.run.join import address_toward
-from dpipe.run.launch import environment
 from dpipe.run.signals import stop_on_signals
 from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint

@@ -60,4 +60,6 @@ def neighbours(here: ParallelRanks) -> tuple[int, int]:
 
 def ring_peers(config: Config, here: ParallelRanks) -> set[int]:
     """The ranks that a replay has links to for its exchanges."""
-    return set(neighbours(here)) if config.model.layers == "replay" and here.tp_size > 1 else set()
+    if config.model.family.computes or here.tp_size == 1:
+        return set()
+    return set(neighbours(here))

@@ -30,7 +30,7 @@ def tensor_group(
     Raises `ConfigError` on every rank where some group is not on one machine.
     """
     if (
-        here.tp_size == 1 or config.model.layers == "replay"
+        here.tp_size == 1 or not config.model.family.computes
     ):  # which has links instead (`replayed.py`)
         return None
     timeout_s = config.timeouts.transfer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from dpipe.choices import Choices
-from dpipe.errors import ConfigError, ScheduleError
+from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.split import SplitProgram
@@ -85,16 +85,6 @@ def names_that_keep_backward_whole() -> str:
 def schedule_names() -> tuple[str, ...]:
     """What `pipeline.schedule` may be: the generators, and the search over all of them."""
     return (*GENERATORS, AUTO)
-
-
-def check_name(name: str) -> str:
-    """Return `name`, a value of `pipeline.schedule`; raises `ConfigError` on an unknown one."""
-    if name != AUTO:
-        try:
-            GENERATORS.named(name)
-        except ConfigError as error:
-            raise ConfigError(f'{error}; or "{AUTO}", the fastest that simulation finds') from None
-    return name
 
 
 def may_split_backward(name: str) -> bool:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from layered import ADAM, RATE, Layered, Make, gradients, one_step, with_replicas
+from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, with_replicas
 
 from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.allreduce import AllReduce

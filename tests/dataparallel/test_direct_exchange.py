@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from layered import ADAM, Layered, in_threads, one_step, train
+from support.layered import ADAM, Layered, in_threads, one_step, train
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.direct_exchange import DirectExchange

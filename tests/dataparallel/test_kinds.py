@@ -8,7 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from layered import ADAM, RATE, Layered, Make, mean_gradients, one_step, train, with_replicas
+from support.layered import (
+    ADAM,
+    RATE,
+    Layered,
+    Make,
+    mean_gradients,
+    one_step,
+    train,
+    with_replicas,
+)
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Report

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layered import ADAM, RATE, Layered, Make, gradients, one_step, train, with_replicas
+from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, train, with_replicas
 from torch import nn
 
 from dpipe.dataparallel.base import DataParallel

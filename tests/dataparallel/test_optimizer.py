@@ -1,4 +1,4 @@
-from layered import ADAM, RATE, Layered, gradients
+from support.layered import ADAM, RATE, Layered, gradients
 
 from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole

@@ -2,7 +2,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from layered import ADAM, Layered, in_threads, mean_gradients, one_step
+from support.layered import ADAM, Layered, in_threads, mean_gradients, one_step
 
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.single import Single

@@ -54,5 +54,5 @@ def test_what_a_kind_does_not_declare_is_refused(
 
 
 def test_kind_that_nobody_declared_is_refused(replicated: Make) -> None:
-    with pytest.raises(ConfigError, match="kind: Input should be 'none', .*, got 'toy'"):
+    with pytest.raises(ConfigError, match="data_parallel.kind.*'toy'"):
         replicated("toy")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from leftovers import left_of
-from settled import settled
+from support.settled import settled
 
 from dpipe.errors import ProfileError
 from dpipe.network.link import Link

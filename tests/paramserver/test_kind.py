@@ -3,7 +3,7 @@
 import threading
 
 import torch
-from layered import Layered, in_threads
+from support.layered import Layered, in_threads
 
 from dpipe.dataparallel.feedback import FeedbackWire, Key
 from dpipe.dataparallel.flat import FlatParameters

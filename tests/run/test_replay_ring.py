@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settled import settled
+from support.settled import settled
 
 from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError

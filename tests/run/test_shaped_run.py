@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from settled import settled
+from support.settled import settled
 
 from dpipe.config.load import Config
 from dpipe.data.batch import Batch

@@ -29,7 +29,7 @@ def test_toy_schedule_is_what_its_docstring_draws() -> None:
 
 
 def test_toy_schedule_is_unknown_until_it_is_in_the_table() -> None:
-    with pytest.raises(ConfigError, match=r'one of "gpipe", .* got \'in-pairs\'; or "auto"'):
+    with pytest.raises(ConfigError, match=r'one of "gpipe", .* "auto", got \'in-pairs\''):
         build({"pipeline": {"schedule": TOY.name}})
 
 

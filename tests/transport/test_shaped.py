@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
-from settled import settled
+from support.settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.link import Link, Network

@@ -40,6 +40,6 @@ def test_prediction_counts_the_bytes_of_a_declared_format(tiny: Callable[..., Co
 
 def test_format_is_offered_only_where_it_says_so(tiny: Callable[..., Config]) -> None:
     with pytest.raises(
-        ConfigError, match="wire: Input should be 'none', 'bf16' or 'int8', got 'float8'"
+        ConfigError, match='wire must be one of "none", "bf16", "int8", got \'float8\''
     ):
         tiny(data_parallel__wire="float8")

@@ -2,7 +2,7 @@
 gloo's.
 
 What is received lands later than it is queued; all else moves at once. The device is told of each
-use of a tensor. `tests/fake_nccl.py` is for the transport by itself: with buffers that fill up, and
+use of a tensor. `fakes/fake_nccl.py` is for the transport by itself: with buffers that fill up, and
 streams that wait.
 """
 

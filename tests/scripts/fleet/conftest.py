@@ -220,8 +220,16 @@ def new_cloud(sshd: tuple[Sshd, int], keys: Keys, root: Path) -> Cloud:
     (repository / "scripts/setup").chmod(0o755)
     agent = (SCRIPTS / "fleet/agent.py").read_text()
     cloud = Cloud(*sshd, keys, repository, root)
+    # Packages, not namespaces: those would lose to what is installed where the tests run.
+    package = "# stands for the real one\n"
     cloud.change(
-        {"dpipe/__main__.py": DPIPE, "netem/__main__.py": NETEM, "scripts/fleet/agent.py": agent}
+        {
+            "dpipe/__init__.py": package,
+            "dpipe/__main__.py": DPIPE,
+            "netem/__init__.py": package,
+            "netem/__main__.py": NETEM,
+            "scripts/fleet/agent.py": agent,
+        }
     )
     cloud.write_hosts()
     return cloud

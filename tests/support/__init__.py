@@ -1,0 +1,9 @@
+"""What the tests of several rooms share. What one room's tests share lies beside them.
+
+certificates.py   an authority for tests of TLS
+layered.py        replicas as threads, on a stage of two small layers
+settled.py        looks again at what a busy machine may have made late
+whole_runs.py     pytest plugin: fixtures that run a whole configuration, ranks as threads
+
+To add a file: two rooms' tests need it. Import it as `support.NAME`; `tests/` is on the path.
+"""
