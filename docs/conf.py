@@ -7,7 +7,7 @@ from dpipe import __version__
 project = "dpipe"
 author = "the authors of dpipe"
 version = release = __version__
-copyright = author  # noqa: A001 - Sphinx's name
+copyright = author
 
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]

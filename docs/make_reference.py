@@ -1,13 +1,17 @@
 """Write the pages of the reference that are made from the code: docs/generated/*.md.
 
-configuration.md   every key, from the models of `dpipe.config`
+configuration.md   every key, as `dpipe config --markdown` prints it
 command-line.md    what `--help` prints, for dpipe and for each script that has options
 python.md          what `import dpipe` gives, from signatures and docstrings
+rooms.md           what each folder of dpipe/ says of itself
 
-Pages include these files. Docstrings are Markdown already: code between backticks, pictures indented.
+Pages include these files. Docstrings are Markdown already: code between backticks, pictures
+indented.
 """
 
+import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -18,7 +22,7 @@ from typing import Any
 import click
 
 import dpipe
-from dpipe.config.load import Config
+from dpipe.config import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "docs/generated"
@@ -62,16 +66,12 @@ def _command_sections(
 
 
 def configuration() -> str:
-    """Every key, section by section: type and default."""
-    return "\n".join(_config_section(name, info) for name, info in Config.model_fields.items())
-
-
-def _config_section(section: str, info: Any) -> str:
-    lines = [f"## `[{section}]`", "", "| key | type | default |", "| --- | --- | --- |"]
-    for key, field in info.annotation.model_fields.items():
-        kind = str(field.annotation).replace("|", "or")
-        lines.append(f"| `{section}.{key}` | `{kind}` | `{field.get_default()!r}` |")
-    return "\n".join([*lines, ""])
+    """Every key, as `dpipe config --markdown` prints it; each says what it means."""
+    for section in reference.sections():
+        for key in section.keys:
+            if not key.meaning:
+                raise ValueError(f"{key.name} has no meaning; write it below the key")
+    return reference.markdown()
 
 
 def python() -> str:
@@ -92,15 +92,22 @@ def _python_section(name: str, value: Any) -> str:
 
 
 def _signature(value: Any, name: str) -> tuple[str]:
-    parameters = inspect.signature(value).parameters.values()
+    signature = inspect.signature(value)
+    parameters: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(_short(str(parameter)))
     inside = "".join(f"    {parameter},\n" for parameter in parameters)
-    returned = inspect.signature(value).return_annotation
-    arrow = "" if returned in (inspect.Signature.empty, None) else f" -> {_type_name(returned)}"
+    returned = signature.return_annotation
+    nothing = returned is None or returned is inspect.Signature.empty
+    arrow = "" if nothing else f" -> {_short(inspect.formatannotation(returned))}"
     return (f"```text\n{name}(\n{inside}){arrow}\n```",)
 
 
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
+def _short(annotated: str) -> str:
+    """Types by their own names, without the modules that they are from."""
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", annotated)
 
 
 def _members(name: str, value: type) -> Iterator[str]:
@@ -110,7 +117,7 @@ def _members(name: str, value: type) -> Iterator[str]:
         described = inspect.isfunction(function) and function.__doc__
         if member.startswith("_") or not described:
             continue
-        call = "" if isinstance(what, property) else str(inspect.signature(function))
+        call = "" if isinstance(what, property) else _short(str(inspect.signature(function)))
         yield f"### `{name}.{member}{call}`\n\n{inspect.getdoc(function)}"
 
 
@@ -121,10 +128,25 @@ def _docstring(name: str, value: Any) -> str:
     return text
 
 
+def rooms() -> str:
+    """The docstring of each room, as it stands."""
+    sections = []
+    for door in sorted((ROOT / "dpipe").rglob("__init__.py")):
+        room = door.parent.relative_to(ROOT)
+        text = ast.get_docstring(ast.parse(door.read_text(encoding="utf-8")))
+        if room.name in ("dpipe", "v1"):
+            continue
+        if not text:
+            raise ValueError(f"{room} does not say why it exists: give its __init__.py a docstring")
+        sections.append(f"### `{room}`\n\n```text\n{text}\n```\n")
+    return "\n".join(sections)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "command-line.md": command_line,
     "python.md": python,
+    "rooms.md": rooms,
 }
 
 

@@ -350,7 +350,7 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
         raise ConfigError(
-            f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} "
+            f"{name} has layouts, no systems by network: --compare and --page are of {TABLES[0]} "
             "alone"
         )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
@@ -407,9 +407,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--png", type=_FILE, callback=_drawable, help="Also draw the rows into this file.")
 @click.option(
-    "--readme",
+    "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also put the lines of --compare into this file, between its marks.",
+    help="Also put the lines of --compare between the marks of this page: docs/results.md.",
 )
 def main(
     name: str,
@@ -417,18 +417,18 @@ def main(
     results: Path | None,
     form: str | None,
     png: Path | None,
-    readme: Path | None,
+    page: Path | None,
 ) -> None:
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, "compare" if readme else form, png))
+            click.echo(layouts_text(name, mode, results, "compare" if page else form, png))
             return
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
-        if readme is not None:
-            put_between_marks(readme, name, mode, as_comparison(rows))
+        if page is not None:
+            put_between_marks(page, name, mode, as_comparison(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)

@@ -213,9 +213,8 @@ def run_rank(
             )
             job = assemble(run_plan, process.rank, around, start, stack)
             start = None  # as large as the model and its moments
-            coordinator.gather("assembled", b"").wait(
-                config.timeouts.transfer
-            )  # none has refused: now the folder changes
+            # No rank has refused: now the folder changes.
+            coordinator.barrier("assembled", config.timeouts.transfer)
             if process.rank == 0:
                 save_configuration(folder, config)
                 show = stack.enter_context(Display(console, first_step, config.train.steps)).show
@@ -242,14 +241,12 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     Ranks that share a machine's cores would search many times as long.
     """
     config = run_plan.config
-    word = b""
+    decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s).forecast.schedule
-        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
-    layer_s, programs, name = json.loads(
-        coordinator.gather("plan", word).wait(config.timeouts.transfer)[0]
-    )
+        decision = [layer_s, to_csv(schedule), schedule.name]
+    layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
         config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
     )
@@ -401,9 +398,10 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     no processor's time, so that their spans are taken to be as long as they were, cores shared and
     all.
     """
-    here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
-    told = coordinator.gather("trained", here).wait(config.timeouts.transfer)
-    machines = [tuple(json.loads(payload)) for payload in told]
+    here = [socket.gethostname(), len(os.sched_getaffinity(0))]
+    machines = [
+        tuple(machine) for machine in coordinator.share("trained", here, config.timeouts.transfer)
+    ]
     ranks = {
         machine: tuple(r for r, other in enumerate(machines) if other == machine)
         for machine in machines

@@ -2,7 +2,6 @@
 checked.
 """
 
-import json
 import logging
 import socket
 from collections.abc import Iterator, Sequence
@@ -117,10 +116,8 @@ def _connect_gpus(
     """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for
     each rank.
     """
-    told = coordinator.gather("nccl", json.dumps([links.gpu, links.offer(peers)]).encode()).wait(
-        timeout_s
-    )
-    gpus, offers = zip(*map(json.loads, told), strict=True)
+    told = coordinator.share("nccl", [links.gpu, links.offer(peers)], timeout_s)
+    gpus, offers = zip(*told, strict=True)
     refuse_shared_gpus(gpus)
     links.connect(
         {rank: {int(peer): id for peer, id in offer.items()} for rank, offer in enumerate(offers)}
