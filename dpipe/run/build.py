@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,6 +47,7 @@ from dpipe.run.launch import launch
 from dpipe.run.parameter_servers import Servers, attended, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.rows import OnRow, rows_to_launcher
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
@@ -84,9 +86,13 @@ def launch_ranks(
     resume: str | None,
     fallback: bool,
     say: Callable[[str], None],
+    quiet: bool = False,
+    on_row: OnRow | None = None,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. What can be wrong is found
     before any starts.
+
+    `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
@@ -102,26 +108,33 @@ def launch_ranks(
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
     if exit_code == InputError.exit_code:
         take_back(folder, made)
     return exit_code
 
 
 def train_rank(
-    path: str,
-    overrides: tuple[str, ...],
+    config: Config,
     *,
     rank: int | None,
     world_size: int | None,
     coordinator: str | None,
     timeout: float | None,
-    resume: str | None,
+    resume: bool,
     fallback: bool,
+    console: Console,
+    on_row: OnRow | None,
 ) -> None:
-    """One rank, from configuration to summary."""
+    """One rank, from configuration to summary. Which one, the arguments or the environment say."""
     process = process_info(environment(), rank, world_size, coordinator)
-    config = configuration(path, overrides, resume)
     if process.world_size != config.world_size:
         (fitting,) = _cut_for(config, process.world_size)
         raise ConfigError(
@@ -132,7 +145,15 @@ def train_rank(
             f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
-    run_rank(config, process, resume=resume is not None, fallback=fallback, join_s=timeout)
+    run_rank(
+        config,
+        process,
+        resume=resume,
+        fallback=fallback,
+        join_s=timeout,
+        console=console,
+        on_row=on_row or rows_to_launcher(environment()),
+    )
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -168,9 +189,12 @@ def run_rank(
     fallback: bool = False,
     join_s: float | None = None,
     console: Console | None = None,
+    on_row: OnRow | None = None,
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been
     checked.
+
+    On rank 0 `on_row` gets each row of metrics, after it was written.
     """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
@@ -217,9 +241,12 @@ def run_rank(
             coordinator.barrier("assembled", config.timeouts.transfer)
             if process.rank == 0:
                 save_configuration(folder, config)
-                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
+                display = stack.enter_context(Display(console, first_step, config.train.steps))
                 metrics = Metrics(
-                    folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show
+                    folder,
+                    first_step=first_step,
+                    tensorboard=config.run.tensorboard,
+                    show=_each(display.show, on_row),
                 )
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
@@ -232,6 +259,17 @@ def run_rank(
             if config.run.trace_steps and trainer.next_step > first_step:
                 save_trace_inputs(run_plan, hosts, folder)
             show_result(run_plan, folder, console, stopped)
+
+
+def _each(*listeners: OnRow | None) -> OnRow:
+    """Calls every listener there is with a row."""
+
+    def tell(row: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            if listener is not None:
+                listener(row)
+
+    return tell
 
 
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
