@@ -295,9 +295,10 @@ def generate(run: str, prompt: str, **options: Any) -> None:
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, help="With --hosts: which of them this is."
 )
+@click.option("--quick", is_flag=True, help="At most a minute: fewer rounds, and perhaps rows.")
 @_JSON
-def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
-    """Measure a ratio, both sides in one run.
+def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
+    """Measure a ratio, both sides in one run. Progress goes to stderr.
 
     \b
       engine      each schedule on replay stages in four processes: measured step over simulated step
@@ -311,4 +312,4 @@ def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
     """
     from dpipe.baselines.bench import bench_text
 
-    _print(bench_text(name, as_json, tuple(hosts.split(",")) if hosts else (), rank))
+    _print(bench_text(name, as_json, tuple(hosts.split(",")) if hosts else (), rank, quick=quick))
