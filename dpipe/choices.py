@@ -6,8 +6,9 @@ them names a choice.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, Protocol, TypeVar
 
 from dpipe.errors import ConfigError
 
@@ -45,10 +46,7 @@ class Choices(Mapping[str, Choice], Generic[Choice]):
         """Raises `ConfigError` naming the known choices, and the closest one."""
         if name in self._choices:
             return self._choices[name]
-        known = ", ".join(f'"{known}"' for known in self._choices)
-        close = difflib.get_close_matches(name, self._choices, n=1)
-        hint = f'; did you mean "{close[0]}"?' if close else ""
-        raise ConfigError(f"{self._what} must be one of {known}, got {name!r}{hint}")
+        raise ConfigError(f"{self._what} {unknown_name(name, self._choices)}")
 
     def __getitem__(self, name: str) -> Choice:
         return self._choices[name]
@@ -58,3 +56,19 @@ class Choices(Mapping[str, Choice], Generic[Choice]):
 
     def __len__(self) -> int:
         return len(self._choices)
+
+
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    """`must be one of "gpipe", "1f1b", got 'gpip'; did you mean "gpipe"?`"""
+    names = list(known)
+    quoted = ", ".join(f'"{each}"' for each in names)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f'; did you mean "{close[0]}"?' if close else ""
+    return f"must be one of {quoted}, got {name!r}{hint}"
+
+
+def function_at(path: str) -> Callable[..., Any]:
+    """The function of `package.module:function`, by which a table names what needs torch."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -39,7 +39,7 @@ def module_of(engine: Engine, config: Config) -> ModuleType | None:
         case "dpipe":
             return None
         case "torch":
-            return torch_replay if config.model.layers == "replay" else fsdp
+            return fsdp if config.model.family.computes else torch_replay
         case "fsdp":
             return fsdp
         case "megatron":

@@ -40,7 +40,7 @@ from venue import Kind, Venue, overrides, venue
 
 from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config.load import Config, load
-from dpipe.config.parallel import Count
+from dpipe.config.section import Count
 from dpipe.errors import ConfigError, DpipeError, RunError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
@@ -143,7 +143,7 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
     """
     path = ROOT / sweep.config
     base = load(path)
-    if sweep.scale > 1 and base.model.layers != "replay":
+    if sweep.scale > 1 and base.model.family.computes:
         raise ConfigError(
             f"scale {sweep.scale} divides replay.message_bytes, but {path} trains a real model; "
             "drop it"
@@ -305,7 +305,7 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
     """
     if cell.engine == "dpipe":
         return None
-    if cell.config.model.layers != "replay":
+    if cell.config.model.family.computes:
         timeout_s = cell.sweep.timeout_s
         return difference_in_training(
             cell.engine, cell.config_path, cell.overrides, at, timeout_s=timeout_s
@@ -338,7 +338,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     return {
         **asdict(row),
         **found,
-        "mode": "replay" if config.model.layers == "replay" else "real",
+        "mode": "real" if config.model.family.computes else "replay",
         "network": stated(cell.network),
         "venue": cell.sweep.venue,
         "sysctl": cell.sweep.sysctl,

@@ -31,7 +31,7 @@ from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network, parse_network
 from dpipe.schedule.exchange import exchange
-from dpipe.schedule.generate import NAMES, generate
+from dpipe.schedule.generate import generate, schedule_names
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.search import search
@@ -261,7 +261,7 @@ def row_of(line: dict[str, Any]) -> Row:
     this table's.
     """
     row = Row(**{key: line[key] for key in FIELDS})
-    replays_the_table = line["mode"] == "replay" and row.schedule in (*NAMES, "auto")
+    replays_the_table = line["mode"] == "replay" and row.schedule in schedule_names()
     return with_prediction(row, measured_network(line)) if replays_the_table else row
 
 
@@ -350,7 +350,7 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
         raise ConfigError(
-            f"{name} has layouts, no systems by network: --compare and --readme are of {TABLES[0]} "
+            f"{name} has layouts, no systems by network: --compare and --page are of {TABLES[0]} "
             "alone"
         )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
@@ -407,9 +407,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--png", type=_FILE, callback=_drawable, help="Also draw the rows into this file.")
 @click.option(
-    "--readme",
+    "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also put the lines of --compare into this file, between its marks.",
+    help="Also put the lines of --compare between the marks of this page: docs/results.md.",
 )
 def main(
     name: str,
@@ -417,18 +417,18 @@ def main(
     results: Path | None,
     form: str | None,
     png: Path | None,
-    readme: Path | None,
+    page: Path | None,
 ) -> None:
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, "compare" if readme else form, png))
+            click.echo(layouts_text(name, mode, results, "compare" if page else form, png))
             return
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
-        if readme is not None:
-            put_between_marks(readme, name, mode, as_comparison(rows))
+        if page is not None:
+            put_between_marks(page, name, mode, as_comparison(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)

@@ -27,7 +27,7 @@ from tokenizers import BertWordPieceTokenizer
 from dpipe.config.load import Config, build
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 from dpipe.run.launch import free_port
 
 BOUND = 1e-5
@@ -111,8 +111,8 @@ def losses(config: Config) -> list[float]:
 
     def rank_main(rank: int) -> None:
         try:
-            place = Placement(rank, config.world_size, rank, address, token="product")
-            run_rank(config, place, console=Console(file=StringIO()))
+            process = ProcessInfo(rank, config.world_size, rank, address, token="product")
+            run_rank(config, process, console=Console(file=StringIO()))
         except BaseException as error:
             raised.append(error)
 

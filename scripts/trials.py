@@ -21,7 +21,8 @@ from venue import Venue
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, RunError
 from dpipe.report.metrics import read_rows
-from dpipe.run.launch import STOPPING, environment, launch
+from dpipe.run.environment import environment
+from dpipe.run.launch import STOPPING, launch
 
 TableT = TypeVar("TableT", bound=BaseModel)
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_source_distribution_has_what_its_build_compiles_and_its_users_name(tmp_path):
     """It was without protos, and `python -m build`, which makes the wheel of it, ended with
-    "Missing input file."; and without profiles, which README's commands name.
+    "Missing input file."; and without profiles, which the documentation's commands name.
     """
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)

@@ -29,12 +29,12 @@ from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Network
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
+from dpipe.schedule.generate import GENERATORS, GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
     from dpipe.baselines.loopback import Loopback
 
 Row = dict[str, Any]
-_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _TRANSPORTS = ("grpc", "tcp")
 _STEPS = 5  # of a run; the first is left out: it opens buffers
 _ROUNDS = 2  # of all runs, so that other work on the machine affects every pair
@@ -93,7 +93,7 @@ def bench_engine(pace: Pace) -> list[Row]:
     machines: dict[tuple[int, str], Loopback] = {}
     runs: dict[tuple[str, str], list[_Run]] = defaultdict(list)
     for part in pace.parts(
-        list(itertools.product(rounds, _SCHEDULES, transports)),
+        list(itertools.product(rounds, GENERATORS, transports)),
         lambda part: f"{part[1]} over {part[2]}",
     ):
         number, schedule, transport = part
@@ -132,7 +132,7 @@ def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
 
 
 def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
-    per_rank = 2 if schedule == "interleaved" else 1
+    per_rank = 2 if GENERATORS[schedule].needs_several_stages else 1
     with tempfile.TemporaryDirectory() as folder:
         table: dict[str, dict[str, Any]] = {
             "model": {"layers": "replay"},
@@ -196,7 +196,7 @@ def bench_all_reduce(pace: Pace) -> list[Row]:
 def bench_pipelining(pace: Pace) -> list[Row]:
     from dpipe.baselines.torch_pipelining import compare_pipelining
 
-    pairs = list(itertools.product(("gpipe", "1f1b"), _TRANSPORTS))
+    pairs = list(itertools.product((GPIPE.name, ONE_F_ONE_B.name), _TRANSPORTS))
     return [
         compare_pipelining(schedule, transport=transport, pace=pace)
         for schedule, transport in pace.parts(pairs, " over ".join)

@@ -23,8 +23,7 @@ from dpipe.errors import ConfigError, DpipeError
 from dpipe.plan.run_plan import check_device, local_device
 from dpipe.report.metrics import Metrics
 from dpipe.run.build import utilisation
-from dpipe.run.environment import Placement, placement
-from dpipe.run.launch import environment
+from dpipe.run.environment import ProcessInfo, environment, process_info
 from dpipe.store.run_folder import open_folder
 from dpipe.streams import Streams, streams_of
 
@@ -39,17 +38,17 @@ def refuse(engine: str, reasons: dict[str, bool]) -> None:
         raise ConfigError(f"{engine} is run as it is: {'; '.join(held)}")
 
 
-def train_rank(config: Config, place: Placement, check: Check, make: Make) -> None:
+def train_rank(config: Config, process: ProcessInfo, check: Check, make: Make) -> None:
     """One rank, `train.steps` long; rank 0 writes a row a step. Nothing is written before `check`
     has passed.
     """
     check(config)
-    check_place(config, place)
+    check_world_size(config, process)
     torch.set_num_threads(config.node.threads)
-    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
+    config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     check_device(config.node.device)
     metrics = None
-    if place.rank == 0:
+    if process.rank == 0:
         metrics = Metrics(
             open_folder(config, resume=False),
             first_step=0,
@@ -57,8 +56,8 @@ def train_rank(config: Config, place: Placement, check: Check, make: Make) -> No
             show=lambda row: None,
         )
     device = torch.device(config.node.device)
-    _open(config, place, device)
-    step = make(config, place.rank)
+    _open(config, process, device)
+    step = make(config, process.rank)
     streams = streams_of(device)
     for number in range(config.train.steps):
         began = time.perf_counter()
@@ -73,28 +72,28 @@ def train_rank(config: Config, place: Placement, check: Check, make: Make) -> No
         metrics.close()
 
 
-def check_place(config: Config, place: Placement) -> None:
+def check_world_size(config: Config, process: ProcessInfo) -> None:
     """Raises `ConfigError` where other than the configured number of processes were started."""
-    if place.world_size != config.world_size:
+    if process.world_size != config.world_size:
         raise ConfigError(
-            f"{place.world_size} processes were started, but pipeline.stages "
+            f"{process.world_size} processes were started, but pipeline.stages "
             f"{config.pipeline.stages}, "
             f"tensor_parallel.size {config.tensor_parallel.size} and data_parallel.replicas "
             f"{config.data_parallel.replicas} need {config.world_size}; start that many"
         )
 
 
-def _open(config: Config, place: Placement, device: torch.device) -> None:
+def _open(config: Config, process: ProcessInfo, device: torch.device) -> None:
     timeout = timedelta(seconds=max(config.timeouts.join, config.timeouts.transfer))
-    first = place.rank == 0
+    first = process.rank == 0
     store = TCPStore(
-        place.coordinator_host, place.port, place.world_size, is_master=first, timeout=timeout
+        process.coordinator_host, process.port, process.world_size, is_master=first, timeout=timeout
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout
     )
 
 
@@ -126,7 +125,7 @@ def command(about: str, check: Check, make: Make) -> click.Command:
     @click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
     def main(config: str, overrides: tuple[str, ...]) -> None:
         try:
-            train_rank(load(config, overrides), placement(environment()), check, make)
+            train_rank(load(config, overrides), process_info(environment()), check, make)
         except DpipeError as error:
             click.echo(f"dpipe: {error}", err=True)
             sys.exit(error.exit_code)

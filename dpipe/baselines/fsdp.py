@@ -26,13 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.feed import feed_of
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
+from dpipe.wire.format import FORMATS
 
 
 def check_config(config: Config) -> None:
@@ -47,7 +49,7 @@ def check_config(config: Config) -> None:
         ),
         "train.compile must be false": config.train.compile,
         "pipeline.ranks must be above 1": config.pipeline.ranks < 2,
-        'pipeline.wire must be "none"': config.pipeline.wire != "none",
+        'pipeline.wire must be "none"': FORMATS[config.pipeline.wire].lossy,
         'pipeline.split must not be "measured"': config.pipeline.split == "measured",
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
         'data_parallel.kind must be "sharded" or "all-reduce", without delay and with data_parallel.wire "none"': (
@@ -55,7 +57,7 @@ def check_config(config: Config) -> None:
             and (
                 agreement.kind not in ("sharded", "all-reduce")
                 or agreement.delay
-                or agreement.wire != "none"
+                or FORMATS[agreement.wire].lossy
             )
         ),
         "transport.shape must be left out, its network is torch's": config.transport.shape
@@ -146,7 +148,7 @@ class Update:
     here.
     """
 
-    def __init__(self, train: Train, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, train: TrainConfig, parameters: list[nn.Parameter]) -> None:
         self._train = train
         self._parameters = parameters
         groups = [

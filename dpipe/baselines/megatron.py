@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.megatron_weights import BERT, GPT, load, parameters_by_layer
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import vocabulary_of
@@ -33,9 +34,11 @@ from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_ra
 from dpipe.errors import ConfigError
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.ranks import ParallelRanks
+from dpipe.schedule.generate import INTERLEAVED, ONE_F_ONE_B
 from dpipe.stage.bert import IGNORED, NUM_TYPES
 from dpipe.stage.model import materialise
 from dpipe.streams import upload
+from dpipe.wire.format import FORMATS
 
 VERSION = "0.16.1"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,11 +58,11 @@ def check_config(config: Config) -> None:
         ),
         "train.compile must be false": config.train.compile,
         'pipeline.schedule must be "1f1b" or "interleaved"': pipeline.schedule
-        not in ("1f1b", "interleaved"),
+        not in (ONE_F_ONE_B.name, INTERLEAVED.name),
         "pipeline.split must be left out, and model.num_layers divisible by pipeline.stages": (
             pipeline.split != "estimated" or config.model.num_layers % pipeline.stages > 0
         ),
-        'pipeline.wire must be "none"': pipeline.wire != "none",
+        'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "tensor_parallel.sequence_parallel must be false, its own layers need Apex for it": (
             config.tensor_parallel.sequence_parallel
         ),
@@ -68,7 +71,7 @@ def check_config(config: Config) -> None:
             and (
                 agreement.kind not in ("sharded", "all-reduce")
                 or agreement.delay
-                or agreement.wire != "none"
+                or FORMATS[agreement.wire].lossy
             )
         ),
         "transport.shape must be left out, its network is torch's": config.transport.shape
@@ -251,7 +254,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 
 
-def _update(optimizer: Any, train: Train, number: int) -> None:
+def _update(optimizer: Any, train: TrainConfig, number: int) -> None:
     """What Megatron's own scheduler would set; it decays what has one dimension as little as we
     do.
     """

@@ -29,7 +29,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
-from dpipe.schedule.generate import generate
+from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.gpt import gpt
@@ -351,7 +351,7 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
         streams=streams,
     )
     executor = Executor(parts)
-    plan = lower(generate("1f1b", case.stages, case.num_microbatches))
+    plan = lower(one_f_one_b(case.stages, case.num_microbatches))
     timers: dict[str, float] = {}
 
     def on_step(index: int, loss: float | None) -> None:

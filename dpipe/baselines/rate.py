@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import click
 import torch
 
-from dpipe.transport.base import Moved, Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved, Pending
 
 PORT = 7001
 _KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {"tcp": TcpTransport, "grpc": GrpcTransport}

@@ -20,6 +20,7 @@ from dpipe.config.load import Config
 from dpipe.plan.costs import per_stage
 from dpipe.plan.forecast import forecast
 from dpipe.stage.replay import wait
+from dpipe.wire.format import FORMATS
 
 
 class _Wait(torch.autograd.Function):
@@ -70,8 +71,8 @@ def check_config(config: Config) -> None:
     """Raises `ConfigError` for what this engine is not run on here."""
     pipeline = config.pipeline
     reasons = {
-        'model.layers must be "replay"': config.model.layers != "replay",
-        'pipeline.wire must be "none"': pipeline.wire != "none",
+        'model.layers must be "replay"': config.model.family.computes,
+        'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
         "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,
         "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, or a lab)": (

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
-from dpipe.schedule.generate import generate
+from dpipe.schedule.generate import gpipe, one_f_one_b
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import to_csv
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_OWN: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_OWN = {gpipe: ScheduleGPipe, one_f_one_b: Schedule1F1B}
 
 
 def torch_schedule(
@@ -27,8 +27,8 @@ def torch_schedule(
     """What runs `order` on this rank, whose stages are `stages`, lowest first."""
     text = to_csv(order)
     microbatches = order.num_microbatches
-    for name, engine in _OWN.items():
-        if text == to_csv(generate(name, order.num_stages, microbatches)):
+    for make, engine in _OWN.items():
+        if text == to_csv(make(order.num_stages, microbatches)):
             return engine(stages[0], microbatches, loss_fn=loss)
     runtime = _PipelineScheduleRuntime(list(stages), microbatches, loss_fn=loss)
     with TemporaryDirectory() as folder:

@@ -1,8 +1,7 @@
-"""Configuration: frozen models, TOML in, `-o section.key=value` overrides, a digest out. No torch
-here.
+"""Configuration: TOML in, `-o section.key=value` overrides, frozen sections out.
 
-    load(path, overrides) -> Config         raises ConfigError naming the key and what is allowed
-    config.digest()                         equal on every rank of a run, or the coordinator refuses the join
+    load(path, overrides) -> Config    raises ConfigError naming the key and what is allowed
+    config.digest()                    the same on every rank of a run, or a rank may not join
 
 Everything under `[node]` belongs to one process (addresses, certificates, device) and is left out
 of the digest.
@@ -11,406 +10,75 @@ of the digest.
 import difflib
 import hashlib
 import json
-import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, model_validator
 
-from dpipe.config.parallel import (
-    Count,
-    DataParallel,
-    Fraction,
-    NotNegative,
-    Pipeline,
-    Positive,
-    Seconds,
-    Section,
-    TensorParallel,
+from dpipe.config import checks
+from dpipe.config.model import DataConfig, ModelConfig, ReplayConfig
+from dpipe.config.parallel import DataParallelConfig, PipelineConfig, TensorParallelConfig
+from dpipe.config.run import (
+    NodeConfig,
+    PredictConfig,
+    RunConfig,
+    TimeoutsConfig,
+    TrainConfig,
+    TransportConfig,
 )
-from dpipe.config.presets import TRANSFORMERS, filled
+from dpipe.config.section import Section
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 
-_MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
-
-
-class Model(Section):
-    """`layers` is "gpt", "bert", "replay", or "package.module:function" with `options` as its
-    keyword arguments.
-    """
-
-    layers: str = "gpt"
-    options: dict[str, Any] = Field(default_factory=dict)
-    num_layers: Count = 4
-    width: Count = 128
-    num_heads: Count = 4
-    context: Count = 128
-    vocab_size: Count | None = None  # default: the tokenizer's
-    dropout: Fraction = 0.0
-    tie_embeddings: bool = False  # BERT's are tied unless this says that they are not
-    preset: str | None = None  # sizes by name, of which each can still be set
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, given: Any) -> Any:
-        return filled(given) if isinstance(given, dict) else given
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"model.width {self.width} must be a multiple of model.num_heads {self.num_heads}"
-            )
-        module, _, function = self.layers.partition(":")
-        users_own = module and function and not module.startswith(".")
-        if self.layers not in (*TRANSFORMERS, "replay") and not users_own:
-            known = ", ".join(f'"{name}"' for name in (*TRANSFORMERS, "replay"))
-            raise ValueError(
-                f'model.layers {self.layers!r} must be {known} or "package.module:function"'
-            )
-        return self
-
-    @property
-    def is_transformer(self) -> bool:
-        """One of dpipe's own, whose costs are known by formula."""
-        return self.layers in TRANSFORMERS
-
-
-class Replay(Section):
-    """Stage times and message sizes of the replay model: real bytes, no arithmetic. Lists give one
-    value a stage.
-    """
-
-    forward_ms: NotNegative | list[NotNegative] = 10.0
-    backward_ms: NotNegative | list[NotNegative] = 20.0
-    input_share: Fraction = 0.5  # of the backward pass that makes the input gradient
-    message_bytes: Count = 1_000_000
-    parameter_bytes: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = (
-        0  # what replicas agree on
-    )
-    exchanges: Annotated[int, Field(ge=0)] = (
-        0  # all-reduces of a stage's ranks in each forward, and in each backward
-    )
-    exchange_bytes: Count = 1_000_000  # of one of them
-
-
-class Data(Section):
-    """Text files: globs, relative to the working folder, or "package:NAME/GLOB" inside an installed
-    package.
-    """
-
-    files: tuple[str, ...] = ()
-    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
-    held_out: Fraction = 0.05
-    cache: str = ".dpipe-cache"
-
-
-class Train(Section):
-    steps: Count = 100
-    batch_size: Count = 16  # sequences a step, over all replicas
-    num_microbatches: Count = 4  # that each replica cuts its share into
-    learning_rate: Positive = 3e-4
-    min_learning_rate: NotNegative = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    decay: Literal["cosine", "linear", "none"] = "cosine"
-    weight_decay: NotNegative = 0.1
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    clip_norm: NotNegative = 1.0  # by the norm over all stages; 0 does not clip
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"  # half: with fp32 masters, and no autocast
-    compile: bool = False  # the layers, by torch.compile
-    seed: int = 0
-    eval_every: Count | None = None
-    eval_batches: Count = 4
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.parameters not in ("fp32", self.precision):
-            raise ValueError(
-                f"train.parameters {self.parameters!r} computes in {self.parameters}, but "
-                "train.precision is "
-                f"{self.precision!r}: set both to the same, or leave train.parameters out"
-            )
-        return self
-
-
-class Transport(Section):
-    # tcp is faster; grpc passes proxies and inspection that speak HTTP/2; nccl is for GPUs with a
-    # fast network
-    kind: Literal["grpc", "tcp", "nccl"] = "grpc"
-    connections: Count | Literal["auto"] = (
-        "auto"  # TCP connections a link; auto: as many as fill the assumed network's
-    )
-    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = (
-        1 << 20
-    )  # of a message; tcp writes at most 512 KiB
-    shape: str | None = None  # a network profile whose delay and rate are imitated in software
-    buffer_bytes: Count = 256 << 20  # that a link may hold unclaimed before its sender is held back
-
-
-class Timeouts(Section):
-    """One hierarchy, in seconds: transfer < step; a rank that is silent for `heartbeat` is lost."""
-
-    join: Seconds = 120.0
-    connect: Seconds = 20.0
-    transfer: Seconds = 300.0
-    heartbeat: Seconds = 8.0
-
-
-class Predict(Section):
-    """What the simulator assumes before anything was measured."""
-
-    network: str | None = None  # a network profile; default: transport.shape, or loopback
-    gflops: Positive = 20.0  # arithmetic that one rank gets done a second, in 10^9
-    machine_gbps: Positive = (
-        16.0  # between the ranks of a stage, where there are several: gloo's loopback by default
-    )
-    machine_delay_ms: NotNegative = 0.1  # of each of their exchanges
-
-
-class Run(Section):
-    folder: str = "runs/run"
-    log_every: Count = 1
-    trace_steps: Annotated[int, Field(ge=0)] = 3  # the last steps are kept as a trace
-    checkpoint_every: Count | None = None
-    checkpoint_url: str | None = None  # any fsspec URL; default: FOLDER/checkpoints
-    keep: Count = 2
-    tensorboard: bool = True
-    sample: str | None = None  # a prompt that the finished model continues in the summary
-
-    @field_validator("folder")
-    @classmethod
-    def _check_folder(cls, folder: str) -> str:
-        if not folder:
-            raise ValueError(
-                "run.folder is empty, perhaps of a shell variable that is not set; name a folder"
-            )
-        if "\0" in folder or any(
-            len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts
-        ):
-            raise ValueError(
-                f"run.folder {folder!r:.80} is no name of a folder: it holds a NUL, or a name of "
-                "more than "
-                f"{_MAX_NAME_BYTES} bytes"
-            )
-        return folder
-
-
-class Node(Section):
-    """What belongs to this process alone; not part of the digest."""
-
-    bind: str | None = None  # default: the one address that this host uses toward the coordinator
-    advertise: str | None = (
-        None  # default: what `bind` says, or that same address if `bind` is a wildcard
-    )
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    device: str = "cpu"
-    threads: Count = 1  # intra-op threads; on CPU a run repeats bit for bit at the same number
-    token: str = ""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        given = [self.tls_cert, self.tls_key, self.tls_ca]
-        if any(given) and not all(given):
-            raise ValueError(
-                "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
-                "certificate"
-            )
-        return self
-
 
 class Config(Section):
-    model: Model = Model()
-    replay: Replay = Replay()
-    data: Data = Data()
-    train: Train = Train()
-    pipeline: Pipeline = Pipeline()
-    tensor_parallel: TensorParallel = TensorParallel()
-    data_parallel: DataParallel = DataParallel()
-    transport: Transport = Transport()
-    timeouts: Timeouts = Timeouts()
-    predict: Predict = Predict()
-    run: Run = Run()
-    node: Node = Node()
+    """Every setting of a run, by section; what the sections say fits together."""
+
+    model: ModelConfig = ModelConfig()
+    replay: ReplayConfig = ReplayConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    transport: TransportConfig = TransportConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    predict: PredictConfig = PredictConfig()
+    run: RunConfig = RunConfig()
+    node: NodeConfig = NodeConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.transport.kind == "nccl":
-            self._check_nccl()
-        if self.tensor_parallel.size > 1:
-            self._check_tensor_parallel()
-        elif self.replay.exchanges:
-            raise ValueError(
-                "replay.exchanges are among the ranks of a stage: set tensor_parallel.size, or "
-                "drop them"
-            )
-        if self.model.layers == "replay" and self.pipeline.split != "estimated":
-            raise ValueError(
-                "pipeline.split is of layers, and a replayed stage has none: leave it out"
-            )
-        if self.train.compile and self.pipeline.schedule in ("zero-bubble", "auto"):
-            raise ValueError(
-                f'with train.compile pipeline.schedule must not be "{self.pipeline.schedule}": a '
-                "compiled layer "
-                'makes its input and weight gradients together; take "gpipe", "1f1b" or '
-                '"interleaved"'
-            )
-        if self.model.layers == "replay" and self.node.device != "cpu":
-            raise ValueError(
-                'model.layers "replay" computes nothing and moves host memory: set node.device = '
-                '"cpu"'
-            )
-        if self.model.layers == "bert" and self.run.sample is not None:
-            raise ValueError(
-                'run.sample is for models that continue a text, and model.layers is "bert"; leave '
-                "it out"
-            )
-        replicas = self.data_parallel.replicas
-        microbatches = self.train.num_microbatches
-        if self.train.batch_size % (replicas * microbatches):
-            raise ValueError(
-                f"train.batch_size {self.train.batch_size} is not divisible by "
-                f"train.num_microbatches {microbatches}"
-                + (f" for each of data_parallel.replicas {replicas}" if replicas > 1 else "")
-            )
-        self._check_servers()
-        if self.transport.shape is not None and replicas > 1:
-            self._check_shaped_replicas()
+        checks.check_nccl(self.transport, self.model, self.node, self.data_parallel)
+        checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
+        checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)
+        checks.check_compile(self.train, self.pipeline)
+        checks.check_sample(self.model, self.run)
+        checks.check_batch(self.train, self.data_parallel)
+        checks.check_servers(self.data_parallel, self.pipeline, self.train)
+        checks.check_tied_embedding(self.model, self.data_parallel)
+        checks.check_shape(self.transport, self.data_parallel)
         return self
-
-    def _check_servers(self) -> None:
-        chosen = self.data_parallel
-        servers = 1 if chosen.servers == "one" else self.pipeline.stages
-        if chosen.address and len(chosen.address) != servers:
-            raise ValueError(
-                f"data_parallel.address lists {len(chosen.address)} servers, data_parallel.servers "
-                f'"{chosen.servers}" '
-                f"needs {servers}"
-            )
-        if chosen.staleness and (self.train.clip_norm or self.train.precision == "fp16"):
-            raise ValueError(
-                "data_parallel.staleness does not go with clipping or fp16: both wait for all "
-                "replicas before each "
-                'step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
-            )
-        if chosen.replicas > 1 and chosen.wire == "int8" and self.model.tie_embeddings:
-            raise ValueError(
-                'data_parallel.wire "int8" rounds the two copies of a tied embedding differently; '
-                "set "
-                'data_parallel.wire to "bf16" or "none", or model.tie_embeddings = false'
-            )
-        adds_rounded = chosen.group == "torch" and chosen.wire != "none"
-        if chosen.replicas > 2 and adds_rounded and self.model.tie_embeddings:
-            raise ValueError(
-                f'data_parallel.group "torch" rounds the sum of {chosen.replicas} replicas to '
-                f"{chosen.wire} each time "
-                "that it adds, in another order for either copy of a tied embedding; set "
-                "data_parallel.wire = "
-                '"none", leave data_parallel.group out, or set model.tie_embeddings = false'
-            )
-
-    def _check_shaped_replicas(self) -> None:
-        """What is not sent over the links would be as fast as it is, and predicted to be as slow as
-        they are.
-        """
-        for key, wrong, instead in (
-            (
-                "kind",
-                "parameter-server",
-                'data_parallel.kind "all-reduce", "sharded" or "local-sgd"',
-            ),
-            ("group", "torch", 'data_parallel.group "dpipe"'),
-        ):
-            if getattr(self.data_parallel, key) == wrong:
-                raise ValueError(
-                    f"transport.shape slows the links of the ranks, and data_parallel.{key} "
-                    f'"{wrong}" has connections '
-                    f"of its own: take {instead}, or leave transport.shape out and shape the hosts "
-                    "instead (netem, or "
-                    "a lab)"
-                )
-
-    def _check_tensor_parallel(self) -> None:
-        """What must be cut into equal parts, and what cannot be cut."""
-        size = self.tensor_parallel.size
-        model = self.model
-        replays = self.model.layers == "replay"
-        if replays and self.tensor_parallel.sequence_parallel:
-            raise ValueError(
-                "tensor_parallel.sequence_parallel splits a real model; a replay moves "
-                "replay.exchange_bytes either way"
-            )
-        if not (model.is_transformer or replays):
-            raise ValueError(
-                f"tensor_parallel.size {size} splits the layers of dpipe's own models, and "
-                "model.layers is "
-                f"{model.layers!r}; leave tensor_parallel.size out, and take more pipeline.stages"
-            )
-        if self.data_parallel.staleness:
-            raise ValueError(
-                "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks "
-                "of a stage would "
-                "compute with parameters of different steps; set data_parallel.staleness = 0"
-            )
-        if not replays and self.data_parallel.replicas > 1 and self.data_parallel.wire == "int8":
-            raise ValueError(
-                'data_parallel.wire "int8" rounds what every rank of a stage has whole differently '
-                "on each of "
-                f'tensor_parallel.size {size}; set data_parallel.wire to "bf16" or "none"'
-            )
-        divided = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size or size}
-        divided = {} if replays else divided
-        if self.tensor_parallel.sequence_parallel:
-            divided["model.context"] = model.context
-        for key, value in divided.items():
-            if value % size:
-                raise ValueError(
-                    f"{key} {value} is not divisible by tensor_parallel.size {size}; the next that "
-                    "is: "
-                    f"{value + size - value % size}"
-                )
-
-    def _check_nccl(self) -> None:
-        """NCCL moves what is on GPUs, and nothing else."""
-        for key, wrong in {
-            'node.device must be "cuda"': not self.node.device.startswith("cuda"),
-            "transport.shape must not be set": self.transport.shape is not None,
-            'model.layers must not be "replay"': self.model.layers == "replay",
-            'data_parallel.group must be "torch"': self.data_parallel.replicas > 1
-            and self.data_parallel.group != "torch",
-        }.items():
-            if wrong:
-                raise ValueError(f'with transport.kind "nccl" {key}; or take transport.kind "tcp"')
 
     @property
     def world_size(self) -> int:
         return self.pipeline.ranks * self.tensor_parallel.size * self.data_parallel.replicas
 
     def ranks_of(self, rank: int) -> ParallelRanks:
-        """Where `rank` stands among the pipeline stages, the replicas and the tensor-parallel
-        groups.
-        """
+        """The coordinates of `rank` among stages, replicas and tensor-parallel groups."""
         replicas = self.data_parallel.replicas
         return ParallelRanks(rank, self.pipeline.ranks, replicas, self.tensor_parallel.size)
 
     @property
     def num_machines(self) -> int:
-        """The ranks of a network profile: those that hold a stage together are one, and send as
-        one.
-        """
+        """The nodes of a network profile: a tensor-parallel group is one, and sends as one."""
         return self.world_size // self.ranks_per_machine
 
     @property
     def ranks_per_machine(self) -> int:
-        """Replayed tensor parallelism is there to be tried over a network: each of its ranks is a
-        host.
-        """
-        return 1 if self.model.layers == "replay" else self.tensor_parallel.size
+        """1 for a replay: its tensor parallelism is tried over a network, each rank a host."""
+        return self.tensor_parallel.size if self.model.family.computes else 1
 
     @property
     def microbatch_size(self) -> int:
@@ -423,8 +91,8 @@ class Config(Section):
 
     @property
     def counts_headers(self) -> bool:
-        """Whether that network's rates are interfaces', packet headers included; the shaped
-        transport's are not.
+        """Whether the network's rates include packet headers, as an interface's do; those of the
+        shaped transport do not.
         """
         return self.transport.shape is None
 
@@ -450,20 +118,28 @@ class Config(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides (TOML values; a bare word is a
-    string).
+    """Read a TOML file and apply `section.key=value` overrides.
+
+    The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
+    cannot be read, and for every mistake in it.
     """
+    table = read_table(path)
+    for text in overrides:
+        override(table, text)
+    return build(table)
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """The file as it is, not checked. Raises `ConfigError` where it cannot be read."""
     try:
-        table = tomllib.loads(
-            Path(path).read_text(encoding="utf-8-sig")
-        )  # some editors begin a file with a mark
+        # some editors begin a file with a byte order mark
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"configuration {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not TOML: {error}") from None
-    for text in overrides:
-        _override(table, text)
-    return build(table)
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
 
 
 def build(table: dict[str, Any]) -> Config:
@@ -474,7 +150,8 @@ def build(table: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
 
 
-def _override(table: dict[str, Any], text: str) -> None:
+def override(table: dict[str, Any], text: str) -> None:
+    """Apply `section.key=value` to a table. Raises `ConfigError` where it does not look so."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
@@ -494,14 +171,22 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: Any) -> str:
+    """One line for one of pydantic's errors."""
     where = [str(part) for part in error["loc"]]
     name = ".".join(where[:2]) or "the configuration"
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {name!r}{_did_you_mean(where)}"
-    message = str(error["msg"]).removeprefix("Value error, ").replace("a valid tuple", "a list")
-    return (
-        message if error["type"] == "value_error" else f"{name}: {message}, got {error['input']!r}"
-    )
+    message = str(error["msg"])
+    match error["type"]:
+        case "extra_forbidden":
+            return f"unknown key {name!r}{_did_you_mean(where)}"
+        case "value_error":  # one of ours, which names its keys
+            return message.removeprefix("Value error, ")
+        case "name":
+            return f"{name} {message}"
+        case "model_type":
+            return f"{name} must be a section, [{name}], got {error['input']!r}"
+        case _:
+            message = message.replace("a valid tuple", "a list")
+            return f"{name}: {message}, got {error['input']!r}"
 
 
 def _did_you_mean(where: list[str]) -> str:
@@ -511,4 +196,6 @@ def _did_you_mean(where: list[str]) -> str:
         assert section is not None
         fields = section.model_fields
     close = difflib.get_close_matches(where[-1], fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(fields)}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known keys: {', '.join(fields)}"

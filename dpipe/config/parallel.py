@@ -1,8 +1,7 @@
-"""How a run is spread over ranks: the sections [pipeline], [tensor_parallel] and [data_parallel].
-No torch.
+"""How a run is spread over ranks: [pipeline], [tensor_parallel], [data_parallel].
 
-The order of ranks, innermost first: those of a stage, the stages, the replicas. With T = 2, two
-stages, two replicas:
+The order of ranks, innermost first: tensor-parallel group, stages, replicas. With
+tensor_parallel.size 2, two stages and two replicas:
 
     replica 0    stage 0: ranks 0 1    stage 1: ranks 2 3
     replica 1    stage 0: ranks 4 5    stage 1: ranks 6 7
@@ -10,50 +9,55 @@ stages, two replicas:
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Seconds = Annotated[
-    float, Field(gt=0, le=30 * 86_400)
-]  # a wait: far longer ones do not fit what clocks count in
+from dpipe.config.section import Count, CountOrZero, Fraction, Name, Positive, Section
+from dpipe.schedule.generate import AUTO, GENERATORS, ONE_F_ONE_B, who_take
+from dpipe.wire.format import FORMATS
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes true for the number 1."""
-        assert info.field_name is not None
-        given = value if isinstance(value, list | tuple) else [value]
-        if cls.model_fields[info.field_name].annotation is not bool and any(
-            isinstance(each, bool) for each in given
-        ):
-            raise PydanticCustomError("truth", "Input should not be true or false")
-        return value
+def elementwise_formats() -> str:
+    """The formats between replicas that round each value by itself, for messages."""
+    names = [form.name for form in FORMATS.values() if form.between_replicas and form.elementwise]
+    return " or ".join(f'"{name}"' for name in names)
 
 
-class Pipeline(Section):
+class PipelineConfig(Section):
+    """How the model is cut into stages, and in which order ranks compute micro-batches."""
+
     stages: Count = 1
+    """Stages that the layers are cut into."""
+
     stages_per_rank: Count = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "auto"] = "1f1b"
-    in_flight: Count | None = (
-        None  # micro-batches in flight on the first rank; default: the number of stages
-    )
-    memory_limit: Count | None = None  # micro-batches that a rank may hold at once
-    memory_gb: Positive | None = (
-        None  # 10^9 bytes that a rank may hold; what is predicted to hold more is refused
-    )
-    recompute: Literal["none", "selective", "full"] = "none"  # selective: the attention cores alone
-    split: tuple[Count, ...] | Literal["estimated", "measured"] = (
-        "estimated"  # layers a stage, or how to find it
-    )
-    wire: Literal["none", "bf16", "fp16", "int8"] = "none"
+    """Stages on each rank. Above 1 for "interleaved"; "gpipe" and "auto" can have it too."""
+
+    schedule: Annotated[str, Name(GENERATORS, pattern=AUTO, matches=AUTO.__eq__)] = ONE_F_ONE_B.name
+    """The order of forward and backward passes. "auto" takes what the simulator finds fastest on
+    predict.network."""
+
+    in_flight: Count | None = None
+    """Micro-batches in flight on the first rank: how many forward passes it runs ahead of their
+    backward passes. Left out: as many as there are stages."""
+
+    memory_limit: Count | None = None
+    """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
+    limit but what the schedule needs."""
+
+    memory_gb: Positive | None = None
+    """10^9 bytes that a rank may hold. A run that is predicted to hold more is refused. Left out:
+    no limit."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the attention cores, or
+    each layer from its input."""
+
+    split: tuple[Count, ...] | Literal["estimated", "measured"] = "estimated"
+    """Layers of each stage: a list, or how to find one. "estimated" counts operations, "measured"
+    times each layer on rank 0."""
+
+    wire: Annotated[str, Name(FORMATS, lambda form: form.between_stages)] = "none"
+    """Format of activations and their gradients between stages. "none" sends them as they are,
+    "int8" with one scale for 256 values."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,33 +71,46 @@ class Pipeline(Section):
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
             )
-        if (self.stages_per_rank > 1) != (self.schedule == "interleaved") and self.schedule not in (
-            "auto",
-            "gpipe",
-        ):
-            raise ValueError(
-                'pipeline.stages_per_rank above 1 goes with pipeline.schedule "interleaved", and '
-                "only there"
-            )
+        self._check_stages_per_rank()
         return self
+
+    def _check_stages_per_rank(self) -> None:
+        if self.schedule == AUTO:
+            return
+        generator = GENERATORS[self.schedule]
+        if self.stages_per_rank > 1 and not generator.takes_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" has one stage a rank: '
+                "pipeline.stages_per_rank above 1 goes with pipeline.schedule "
+                f"{who_take('stages_per_rank')}"
+            )
+        if self.stages_per_rank == 1 and generator.needs_several_stages:
+            raise ValueError(
+                f'pipeline.schedule "{self.schedule}" needs pipeline.stages_per_rank above 1'
+            )
 
     @property
     def ranks(self) -> int:
         return self.stages // self.stages_per_rank
 
 
-class TensorParallel(Section):
-    """Each stage spans `size` ranks of one machine, each with a part of every matrix (Shoeybi et
-    al. 2019).
+class TensorParallelConfig(Section):
+    """Several ranks of one machine that share each stage, each with a shard of every matrix.
 
-    Those of a replayed stage are hosts, which exchange what `[replay]` says.
+    Shoeybi et al. 2019. With model.layers = "replay" these ranks are hosts, which exchange what
+    [replay] says.
     """
 
     size: Count = 1
-    sequence_parallel: bool = (
-        False  # between the matrices each rank has a part of the sequence (Korthikanti et al.)
-    )
-    scatter_gather: bool = True  # between stages each rank sends its part of the activation alone
+    """Ranks of a tensor-parallel group. Divides model.num_heads and model.vocab_size."""
+
+    sequence_parallel: bool = False
+    """Whether each of them has a part of the sequence between the matrices (Korthikanti et al.
+    2022). Then size divides model.context."""
+
+    scatter_gather: bool = True
+    """Whether each of them sends only its part of an activation to the next stage, where the parts
+    are gathered."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,39 +121,76 @@ class TensorParallel(Section):
         return self
 
 
-class DataParallel(Section):
-    """Replicas of the whole pipeline. Ranks: replica r's come after those of replica r - 1."""
+class DataParallelConfig(Section):
+    """Replicas of the whole pipeline, and how they keep their parameters equal."""
 
     kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
+    """How replicas agree: gradients averaged directly; the same with the optimizer's state sharded;
+    through a server; or parameters averaged every inner_steps steps (DiLoCo)."""
+
     replicas: Count = 1
-    wire: Literal["none", "bf16", "int8"] = "none"  # of gradients; int8 with error feedback
-    chunk_bytes: Annotated[int, Field(ge=4096)] = (
-        8 << 20
-    )  # of a gradient that are exchanged at once
-    group: Literal["dpipe", "torch"] = (
-        "dpipe"  # torch: a torch.distributed group, gloo on CPU and NCCL on GPUs
-    )
-    # each step uses the mean gradient of the step before, whose exchange hides behind this one
+    """Pipelines that train side by side."""
+
+    wire: Annotated[str, Name(FORMATS, lambda form: form.between_replicas)] = "none"
+    """Format of gradients between replicas. "int8" carries its rounding errors into the next step
+    (error feedback)."""
+
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 8 << 20
+    """Bytes of a gradient that are exchanged at once."""
+
+    group: Literal["dpipe", "torch"] = "dpipe"
+    """What moves the gradients of "all-reduce": dpipe's transport, or a torch.distributed group
+    (gloo on CPU, NCCL on GPUs)."""
+
     delay: bool = False
-    servers: Literal["one", "per-stage"] = "one"  # parameter servers
-    address: tuple[
-        str, ...
-    ] = ()  # HOST:PORT of `dpipe serve`, or one a stage; default: embedded in replica 0's ranks
-    staleness: Annotated[int, Field(ge=0)] = 0  # steps that a replica may be ahead of the slowest
-    inner_steps: Count = 100  # local-sgd: steps that each replica takes by itself before they agree
+    """Whether each step uses the mean gradient of the step before, so that its exchange hides
+    behind this step's computation."""
+
+    servers: Literal["one", "per-stage"] = "one"
+    """Parameter servers: one for all stages, or one for each."""
+
+    address: tuple[str, ...] = ()
+    """HOST:PORT of each `dpipe serve`. Left out: the servers live in the ranks of replica 0."""
+
+    staleness: CountOrZero = 0
+    """Steps that a replica may be ahead of the slowest, with a parameter server."""
+
+    inner_steps: Count = 100
+    """Steps that each replica takes by itself before "local-sgd" averages."""
+
     outer_learning_rate: Positive = 0.7
+    """Learning rate of the step on the averaged difference ("local-sgd")."""
+
     outer_momentum: Fraction = 0.9
-    fragments: Count = 1  # local-sgd: parts of each stage that take turns to agree
-    overlap: bool = False  # local-sgd: what replicas exchange has the next step to arrive
+    """Nesterov momentum of that step."""
+
+    fragments: Count = 1
+    """Parts of each stage that are averaged in turns, so that less is sent at once
+    ("local-sgd")."""
+
+    overlap: bool = False
+    """Whether the outer exchange overlaps the next inner step, and is applied one step late
+    ("local-sgd")."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "none" and self.replicas > 1:
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say "
-                "how they agree; "
-                'set it, for example to "all-reduce"'
+                'how they agree; set it, for example to "all-reduce"'
             )
+        addable = FORMATS[self.wire].elementwise
+        if self.group == "torch" and (self.kind != "all-reduce" or not addable):
+            raise ValueError(
+                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
+                f"data_parallel.wire {elementwise_formats()}, not {self.kind!r} and "
+                f"{self.wire!r}: leave data_parallel.group out"
+            )
+        self._check_local_sgd()
+        self._check_server()
+        return self
+
+    def _check_local_sgd(self) -> None:
         if self.kind == "local-sgd" and self.delay:
             raise ValueError(
                 'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap '
@@ -145,37 +199,29 @@ class DataParallel(Section):
         if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
             raise ValueError(
                 "data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "
-                '"local-sgd", not '
-                f"{self.kind!r}: leave them out"
+                f'"local-sgd", not {self.kind!r}: leave them out'
             )
         if self.fragments > self.inner_steps:
             raise ValueError(
-                f"data_parallel.fragments is {self.fragments}, but at most one agrees at each of "
-                "the "
-                f"data_parallel.inner_steps {self.inner_steps}"
+                f"data_parallel.fragments is {self.fragments}, but at most one is averaged at each "
+                f"of the data_parallel.inner_steps {self.inner_steps}"
             )
-        if self.group == "torch" and (self.kind != "all-reduce" or self.wire == "int8"):
-            raise ValueError(
-                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
-                'data_parallel.wire "none" '
-                f'or "bf16", not {self.kind!r} and {self.wire!r}: leave data_parallel.group out'
-            )
-        served = self.kind == "parameter-server"
-        if not served and (self.address or self.staleness or self.servers != "one"):
+
+    def _check_server(self) -> None:
+        has_server = self.kind == "parameter-server"
+        if not has_server and (self.address or self.staleness or self.servers != "one"):
             raise ValueError(
                 "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
-                "data_parallel.kind "
-                f'"parameter-server", not with "{self.kind}"'
+                f'data_parallel.kind "parameter-server", not with "{self.kind}"'
             )
-        if served and self.delay:
+        if has_server and self.delay:
             raise ValueError(
                 "data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1"
             )
-        return self
 
     @field_validator("address", mode="before")
     @classmethod
-    def _list(cls, address: Any) -> Any:
+    def _accept_one(cls, address: Any) -> Any:
         return (address,) if isinstance(address, str) else address
 
     @field_validator("address")

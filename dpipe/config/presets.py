@@ -2,7 +2,7 @@
 
 from typing import Any
 
-TRANSFORMERS = ("gpt", "bert")  # the models that are dpipe's own
+from dpipe.stage.families import family_of
 
 
 def _gpt(
@@ -32,17 +32,14 @@ PRESETS = {
 }
 
 
-def filled(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `[model]`, with what a preset says of those that are not given; a BERT's
-    embeddings are tied.
-
-    Raises `ValueError` for a preset that is not known.
+def filled(table: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `[model]` with those of its preset, where they are not set. A preset that is
+    not known adds none. The family says whether embeddings are tied.
     """
-    known = given
-    if (name := given.get("preset")) is not None:
-        if name not in PRESETS:
-            raise ValueError(
-                f"model.preset {name!r} is not known; choose one of {', '.join(PRESETS)}"
-            )
-        known = PRESETS[name] | given
-    return {"tie_embeddings": True, **known} if known.get("layers") == "bert" else known
+    preset = table.get("preset")
+    if isinstance(preset, str):
+        table = PRESETS.get(preset, {}) | table
+    layers = table.get("layers")
+    if isinstance(layers, str) and family_of(layers).ties_embeddings:
+        return {"tie_embeddings": True} | table
+    return table

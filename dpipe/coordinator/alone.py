@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from dpipe.coordinator.base import Gathered
+from dpipe.coordinator.base import Coordination, Gathered
 from dpipe.errors import RunAborted
 
 
-class Alone:
+class Alone(Coordination):
     """See `base.Coordination`. `on_upload` takes what `CoordinatorServer` would hand to its own."""
 
     rank = 0
@@ -30,9 +30,6 @@ class Alone:
         else:
             gathered.parts.set_result((payload,))
         return gathered
-
-    def barrier(self, name: str, timeout_s: float) -> None:
-        self.gather(f"barrier/{name}", b"").wait(timeout_s)
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
         if self._over is None:

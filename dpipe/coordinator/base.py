@@ -1,10 +1,11 @@
 """What a run asks of its coordinator. `client.Coordinator` and `alone.Alone` both answer."""
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
-from dpipe.errors import RunAborted, RunError
+from dpipe.errors import RunAborted, RunError, TransferError
 
 _ANSWER_S = 2.0  # how long the coordinator has to say who is missing, once a gather has timed out
 
@@ -41,6 +42,16 @@ class Gathered:
             return "and the coordinator does not say who is missing"
 
 
+def _decoded(payload: bytes, key: str, rank: int) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError:
+        raise TransferError(
+            f"rank {rank} sent {len(payload)} bytes for {key!r} that are not JSON; install one "
+            "dpipe version everywhere"
+        ) from None
+
+
 def name_ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -59,8 +70,18 @@ class Coordination(Protocol):
     def gather(self, key: str, payload: bytes) -> Gathered:
         """Give this rank's part of `key` and return at once. A key is used once by each rank."""
 
+    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
+        """Every rank's JSON value of `key`, by rank, once all have given theirs.
+
+        Raises as `Gathered.wait` does, and `TransferError` naming a rank that sent no JSON. What
+        returns went through JSON, this rank's own value too: tuples are lists.
+        """
+        payloads = self.gather(key, json.dumps(value).encode()).wait(timeout_s)
+        return [_decoded(payload, key, rank) for rank, payload in enumerate(payloads)]
+
     def barrier(self, name: str, timeout_s: float) -> None:
         """Wait until all ranks are here; raises as `Gathered.wait` does."""
+        self.gather(f"barrier/{name}", b"").wait(timeout_s)
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
         """End the run for all ranks; returns what all of them are told, which names the first

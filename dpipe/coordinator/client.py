@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from dpipe.coordinator.base import Gathered, name_ranks
+from dpipe.coordinator.base import Coordination, Gathered, name_ranks
 from dpipe.coordinator.frame import MAX_BYTES, METHOD, PROTOCOL, assemble, cut
 from dpipe.errors import JoinError, RunAborted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
@@ -43,7 +43,7 @@ class _NotThere(Exception):  # noqa: N818 - not an error yet: the coordinator ma
     pass
 
 
-class Coordinator:
+class Coordinator(Coordination):
     """See `base.Coordination`. Made by `join`; every method may be called from any thread."""
 
     def __init__(
@@ -177,9 +177,6 @@ class Coordinator:
         else:
             self._send(pb.ToCoordinator(part=pb.Part(key=key, payload=payload)))
         return gathered
-
-    def barrier(self, name: str, timeout_s: float) -> None:
-        self.gather(f"barrier/{name}", b"").wait(timeout_s)
 
     def upload(self, kind: str, payload: bytes) -> None:
         if self._over:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from dpipe.config.load import Config, Train
+from dpipe.config.load import Config
+from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer, Sequences
 from dpipe.data.corpus import Corpus
@@ -28,7 +29,7 @@ class TextFeed:
     """
 
     corpus: Corpus
-    train: Train
+    train: TrainConfig
     context: int
     replica: int = 0
     num_replicas: int = 1
@@ -54,7 +55,7 @@ class PairFeed:
     """
 
     pairs: SentencePairs
-    train: Train
+    train: TrainConfig
     replica: int = 0
     num_replicas: int = 1
 

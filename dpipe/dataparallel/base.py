@@ -23,13 +23,12 @@ before, and from `begin` to `step` parameters are where this replica's own gradi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved
 
-T_co = TypeVar("T_co", covariant=True)
 Named = tuple[str, torch.nn.Parameter]
 Moments = Mapping[str, torch.Tensor]
 
@@ -53,17 +52,6 @@ class Report:
 
     squares: Mapping[int, float] = field(default_factory=dict)
     bad: str | None = None
-
-
-class Moved(Protocol):
-    """When bytes moved, as this end saw it: `transport.base.Moved`."""
-
-    @property
-    def start_ns(self) -> int: ...
-    @property
-    def end_ns(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +137,3 @@ class DataParallel(Protocol):
 
     def close(self) -> None:
         """End threads. The links are closed by whoever opened them, before."""
-
-
-class Pending(Protocol[T_co]):
-    """As `transport.base.Pending`."""
-
-    def wait(self) -> T_co: ...
-    def done(self) -> bool: ...
-    @property
-    def moved(self) -> Moved | None: ...
-
-
-class Links(Protocol):
-    """The links between the replicas of a stage: what is asked of `transport.base.Transport`."""
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Pending[None]: ...
-    def recv(
-        self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
-    ) -> Pending[torch.Tensor]: ...
-    def fail(self, error: Exception) -> None: ...

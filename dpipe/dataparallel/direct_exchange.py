@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from dpipe.dataparallel.base import Links, Pending, Traffic
+from dpipe.dataparallel.base import Traffic
 from dpipe.dataparallel.feedback import Wire
 from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Links, Pending
 
 _WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
 

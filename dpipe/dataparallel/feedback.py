@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from dpipe.wire.codec import Codec, codec
+from dpipe.wire.format import FORMATS
 from dpipe.wire.spec import TensorSpec
 
 Key = tuple[object, ...]
@@ -80,11 +81,8 @@ class FeedbackWire(PlainWire):
 
 
 def wire(name: str) -> Wire:
-    """The wire called `name`; raises `ValueError` on an unknown one. Only int8 rounds enough to
-    need feedback.
-    """
-    return (
-        FeedbackWire(codec(name))
-        if name == "int8"
-        else PlainWire(codec(name), lossy=name != "none")
-    )
+    """The wire of format `name`; raises `ConfigError` on an unknown one."""
+    form = FORMATS.named(name)
+    if form.error_feedback:
+        return FeedbackWire(codec(name))
+    return PlainWire(codec(name), lossy=form.lossy)

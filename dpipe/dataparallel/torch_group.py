@@ -23,17 +23,11 @@ from dpipe.dataparallel.background import Ready
 from dpipe.dataparallel.base import Traffic
 from dpipe.errors import PeerLost
 from dpipe.streams import Streams, streams_of
+from dpipe.wire.codec import codec
 from dpipe.wire.collective import open_group
+from dpipe.wire.transfer import Moved
 
 _AHEAD = 8  # parts under way at once
-_HALF = {"none": None, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    start_ns: int
-    end_ns: int
-    num_bytes: int
 
 
 class TorchGroup:
@@ -60,7 +54,7 @@ class TorchGroup:
         self.replica = replica
         self.device = torch.device(device)
         self._num_replicas = num_replicas
-        self._half = _HALF[wire]
+        self._codec = codec(wire)
         self._part_values = part_bytes // 4
         self._group: Any = open_group(
             store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
@@ -109,14 +103,14 @@ class TorchGroup:
         self._group.abort()
 
     def _begin(self, values: torch.Tensor) -> "_Part":
-        wire = values if self._half is None else values.to(self._half)
+        wire = self._codec.encode(values)  # `values` itself where the format changes nothing
         return _Part(values, wire, self._group.allreduce([wire]), time.perf_counter_ns())
 
     def _end(self, part: "_Part", stage: int) -> Traffic:
         part.work.wait()
         torch.div(part.wire.to(part.values.dtype), self._num_replicas, out=part.values)
         share = 2 * (self._num_replicas - 1) / self._num_replicas
-        moved = _Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
+        moved = Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
         return Traffic(stage, (self.replica + 1) % self._num_replicas, moved)
 
 

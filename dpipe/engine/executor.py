@@ -27,9 +27,10 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import draw
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane
-from dpipe.transport.base import Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.wire.codec import Codec
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Pending
 
 Tensors = tuple[torch.Tensor, ...]
 

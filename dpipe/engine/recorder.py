@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from dpipe.dataparallel.base import Moved
 from dpipe.schedule.action import Action
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.timeline.span import Lane, Span
+from dpipe.wire.transfer import Moved
 
 
 class _Note(NamedTuple):

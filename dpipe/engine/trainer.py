@@ -5,7 +5,6 @@ every `eval_every` steps and at both ends: held-out loss, by the same executor o
 schedule every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
 """
 
-import json
 import logging
 import resource
 import time
@@ -14,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dpipe.config.load import Run, Train
+from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor
 from dpipe.engine.recorder import Recorder
-from dpipe.engine.update import Gathering, Update, Verdict, learning_rate
+from dpipe.engine.update import Update, Verdict, learning_rate
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import Metrics
 from dpipe.report.trace import StepSpans, dump_steps
@@ -42,7 +41,7 @@ class Meeting(Protocol):
     @property
     def clock_offset_ns(self) -> int: ...
 
-    def gather(self, key: str, payload: bytes) -> Gathering: ...
+    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]: ...
     def upload(self, kind: str, payload: bytes) -> None: ...
 
 
@@ -51,8 +50,8 @@ class Job:
     """What one rank trains, and with what."""
 
     here: ParallelRanks
-    train: Train
-    run: Run
+    train: TrainConfig
+    run: RunConfig
     context: int
     configuration: Mapping[str, Any]
     schedule: Schedule
@@ -244,10 +243,8 @@ class Trainer:
         ]
         job.recorder.take()
         losses = losses if job.here.tp_rank == 0 else [None]
-        payloads = job.coordinator.gather(f"held-out/{step}", json.dumps(losses).encode()).wait(
-            job.timeout_s
-        )
-        loss = _mean([_mean(known) for known in map(json.loads, payloads) if None not in known])
+        by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s)
+        loss = _mean([_mean(known) for known in by_rank if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
             job.metrics.write({"step": step, "held_out_loss": loss})
@@ -268,9 +265,7 @@ class Trainer:
             parameters,
             moments,
             {**numbers, "configuration": job.configuration},
-            lambda payload: job.coordinator.gather(f"checkpoint/{step}", payload).wait(
-                job.timeout_s
-            ),
+            lambda part: job.coordinator.share(f"checkpoint/{step}", part, job.timeout_s),
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),

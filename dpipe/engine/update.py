@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dpipe.config.load import Train
+from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.base import DataParallel
 from dpipe.errors import NumericError
 from dpipe.ranks import ParallelRanks
@@ -58,7 +58,7 @@ class Verdict:
     reports: tuple[dict[str, Any], ...] = field(default=())
 
 
-def learning_rate(train: Train, step: int) -> float:
+def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up to `learning_rate`, then decay to `min_learning_rate` at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
@@ -113,7 +113,7 @@ class Update:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        train: Train,
+        train: TrainConfig,
         data_parallel: DataParallel,
         *,
         gather: Callable[[str, bytes], Gathering],

@@ -43,6 +43,7 @@ from dpipe.paramserver.messages import (
 from dpipe.paramserver.spec import RowSpec, StepRule
 from dpipe.paramserver.stage_state import Verdict
 from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.transfer import Moved
 from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
@@ -59,15 +60,6 @@ _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
 
 Outbox = Callable[[int], torch.Tensor]  # chunk -> what goes on the wire, the same each time
 Put = Callable[[int, bool, memoryview], None]  # (chunk, whole, bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """A `base.Moved`."""
-
-    start_ns: int
-    end_ns: int
-    num_bytes: int
 
 
 class _Away(Exception):  # noqa: N818 - not an error yet: the server may come back
@@ -326,7 +318,7 @@ class ParameterLine:
             wire = self._kept[step](chunk)
             began = time.perf_counter_ns()
             yield piece(pb.Piece(chunk=chunk), wire)
-            moved = _Moved(began, time.perf_counter_ns(), wire.nbytes)
+            moved = Moved(began, time.perf_counter_ns(), wire.nbytes)
             self.traffic.append(Traffic(self.stage, SERVER, moved))
 
     def _pull(self, step: int, verdict: Verdict, pulled: "_Pulled", push: bool) -> None:
@@ -449,7 +441,7 @@ class _Pulled:
             num_bytes += len(body)
             self.next += 1
         if num_bytes:
-            moved = _Moved(began, time.perf_counter_ns(), num_bytes)
+            moved = Moved(began, time.perf_counter_ns(), num_bytes)
             line.traffic.append(Traffic(line.stage, SERVER, moved, received=True))
         ends = [parse(message)[0].committed for stream in streams for message in stream]
         self.committed = max(ends, default=0)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+from dpipe.wire.format import FORMATS
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -56,7 +58,7 @@ class StepRule:
         """Parameters go out as rounded differences. A worker that skips versions needs them whole
         instead.
         """
-        return self.wire != "none" and self.staleness == 0
+        return FORMATS.named(self.wire).lossy and self.staleness == 0
 
 
 @dataclass(frozen=True)

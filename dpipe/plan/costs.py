@@ -9,13 +9,7 @@ from dpipe.errors import ConfigError
 from dpipe.network.link import Network
 from dpipe.plan.memory.formulas import layers_memory
 from dpipe.plan.tensor_parallel import exchange_s, only_link, ring_us
-from dpipe.stage.flops import (
-    attention_core_flops,
-    bert_layer_flops,
-    bert_layer_parameter_bytes,
-    gpt_layer_flops,
-    gpt_layer_parameter_bytes,
-)
+from dpipe.stage.flops import attention_core_flops
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.memory import LayerMemory
 from dpipe.wire.format import wire_bytes
@@ -64,7 +58,7 @@ def transformer_costs(config: Config) -> LayerCosts:
     message = wire_bytes(
         config.pipeline.wire, tokens * model.width, 4 if config.train.parameters == "fp32" else 2
     )
-    lengths = config.microbatch_size * _LENGTH_BYTES if model.layers == "bert" else 0
+    lengths = config.microbatch_size * _LENGTH_BYTES if model.family.reads_pairs else 0
     activation, gradient = ((size,) * len(flops) for size in (message + lengths, message))
     tied = vocabulary_of(config) * model.width * 4 if model.tie_embeddings else 0
     parameters = layer_parameter_bytes(config)
@@ -156,15 +150,15 @@ def per_stage(value: Number | list[Number], stages: int) -> list[Number]:
 
 def layer_flops(config: Config, num_sequences: int) -> tuple[float, ...]:
     """Operations of the forward pass of each layer."""
-    formula = bert_layer_flops if config.model.layers == "bert" else gpt_layer_flops
+    formula = config.model.family.layer_flops
+    assert formula is not None, "only a family with a builder is costed by formula"
     return formula(batch_size=num_sequences, **_sizes(config))
 
 
 def layer_parameter_bytes(config: Config) -> tuple[int, ...]:
     """The fp32 parameters of each layer."""
-    formula = (
-        bert_layer_parameter_bytes if config.model.layers == "bert" else gpt_layer_parameter_bytes
-    )
+    formula = config.model.family.layer_parameter_bytes
+    assert formula is not None, "only a family with a builder is costed by formula"
     return formula(**_sizes(config))
 
 

@@ -27,7 +27,7 @@ from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
 from dpipe.schedule.exchange import direct, exchange, silent
-from dpipe.schedule.generate import forward_only, generate, least_in_flight
+from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
@@ -86,7 +86,7 @@ def choose_schedule(
 ) -> Schedule:
     pipeline = config.pipeline
     microbatches = config.train.num_microbatches
-    if pipeline.schedule == "auto":
+    if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
             limits |= {
@@ -114,7 +114,7 @@ def without_search(
     """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the
     stages alike.
     """
-    if config.pipeline.schedule == "auto":
+    if config.pipeline.schedule == AUTO:
         return first_fit(
             config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config)
         )
@@ -147,7 +147,7 @@ def forecast(
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
     stages: Stages
-    if config.model.layers == "replay":
+    if not config.model.family.computes:
         cut = (1,) * pipeline.stages
         cost = replay_cost(config, network)
         stages = ()
@@ -170,10 +170,10 @@ def forecast(
     check(evaluation)
     memory = peak_memory(schedule, stages) if stages else ()
     if stages and pipeline.memory_gb is not None:
-        searching = choose is without_search and pipeline.schedule == "auto"
+        searching = choose is without_search and pipeline.schedule == AUTO
         check_fits(
             config,
-            peak_memory(leanest(config), stages) if searching else memory,
+            peak_memory(leanest_of_auto(config), stages) if searching else memory,
             held_by_transformer,
         )
     timeline = simulate(schedule, cost, network, hosts, agreeing)
@@ -194,24 +194,17 @@ def held_by_transformer(config: Config) -> int:
     cut = choose_split(config, layers)
     cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
     schedule = (
-        leanest(config)
-        if config.pipeline.schedule == "auto"
+        leanest_of_auto(config)
+        if config.pipeline.schedule == AUTO
         else choose_schedule(config, cost, Network())
     )
     return most_held(schedule, stages_memory(config, layers.memory, cut, server_ranks(config)))
 
 
-def leanest(config: Config) -> Schedule:
+def leanest_of_auto(config: Config) -> Schedule:
     """Of those that "auto" chooses from, one that holds as little as can be."""
     pipeline = config.pipeline
-    microbatches = config.train.num_microbatches
-    if pipeline.stages_per_rank == 1:
-        return generate("1f1b", pipeline.stages, microbatches, in_flight=1)
-    least = least_in_flight(pipeline.ranks, pipeline.stages_per_rank, microbatches)
-    per_rank = pipeline.stages_per_rank
-    return generate(
-        "interleaved", pipeline.stages, microbatches, stages_per_rank=per_rank, in_flight=least
-    )
+    return leanest(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:

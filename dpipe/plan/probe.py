@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpipe.errors import ConfigError, RunError
 from dpipe.stage.master_weights import in_precision
-from dpipe.stage.model import LayeredModel, given_by, materialise
+from dpipe.stage.model import LayeredModel, as_tensors, materialise
 from dpipe.stage.recompute import attention_cores
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
@@ -52,7 +52,7 @@ def probe(
         try:
             layer = in_precision(_without_memory(model, index, seed), dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                outputs = given_by(index, layer, layer(*tensors))
+                outputs = as_tensors(index, layer, layer(*tensors))
             kept = _kept_bytes(layer, tensors)
         except RunError as error:
             raise ConfigError(str(error)) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dpipe.choices import function_at
 from dpipe.config.load import Config
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
 from dpipe.data.corpus import Corpus, prepare
@@ -21,8 +22,6 @@ from dpipe.plan.costs import LayerCosts, transformer_costs
 from dpipe.plan.forecast import Choice, Forecast, choose_schedule, forecast
 from dpipe.plan.memory.formulas import layers_memory, of_parameters, with_masters
 from dpipe.plan.probe import LayerCost, measure, probe
-from dpipe.stage.bert import bert
-from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
@@ -61,7 +60,7 @@ def draft(
     """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of
     each layer.
     """
-    if config.model.layers == "replay":
+    if not config.model.family.computes:
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         messages = ((message,),) * (config.pipeline.stages - 1)
         return RunPlan(config, None, None, messages, forecast(config, None, network, choose))
@@ -138,18 +137,18 @@ def read_text(config: Config) -> Corpus:
         else:
             corpus.check_length(model.context, need_held_out=need_held_out)
 
-    is_bert = model.layers == "bert"
-    tokenizer = SentenceTokenizer(data.tokenizer) if is_bert else open_tokenizer(data.tokenizer)
-    between = b"\n\n" if is_bert else b"\n"  # each file is a document of its own
+    pairs = model.family.reads_pairs
+    tokenizer = SentenceTokenizer(data.tokenizer) if pairs else open_tokenizer(data.tokenizer)
+    between = b"\n\n" if pairs else b"\n"  # each file is a document of its own
     return prepare(data.files, tokenizer, Path(data.cache), data.held_out, accept, between)
 
 
 def make_model(config: Config) -> LayeredModel:
     model = config.model
-    if not model.is_transformer:
+    builder = model.family.builder
+    if builder is None:
         return load_layers(model.layers, model.options, config.train.seed)
-    make = bert if model.layers == "bert" else gpt
-    return make(
+    layered: LayeredModel = function_at(builder)(
         vocab_size=vocabulary_of(config),
         num_layers=model.num_layers,
         width=model.width,
@@ -158,6 +157,7 @@ def make_model(config: Config) -> LayeredModel:
         dropout=model.dropout,
         tied=model.tie_embeddings,
     )
+    return layered
 
 
 def layer_costs(
@@ -242,7 +242,7 @@ def _inputs(config: Config) -> tuple[TensorSpec, ...]:
     """
     tokens = TensorSpec((config.microbatch_size, config.model.context), torch.int64)
     lengths = TensorSpec((config.microbatch_size,), torch.int32)
-    return (tokens, tokens, lengths) if config.model.layers == "bert" else (tokens,)
+    return (tokens, tokens, lengths) if config.model.family.reads_pairs else (tokens,)
 
 
 def _wire_bytes(wire: str, spec: TensorSpec) -> int:

@@ -16,7 +16,7 @@ def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as
     """What `dpipe simulate` prints."""
     config = load(path, overrides)
     known = of_config(config, network) if network else None
-    if config.model.is_transformer or config.model.layers == "replay":
+    if config.model.is_transformer or not config.model.family.computes:
         found = forecast(config, None, known)
     else:
         from dpipe.plan.run_plan import draft  # a user's own layers are counted by torch
@@ -47,7 +47,7 @@ def as_row(found: Forecast) -> dict[str, Any]:
 def as_text(row: dict[str, Any], config: Config) -> str:
     assumed = (
         f", assuming {config.predict.gflops:g} GFLOP/s a rank"
-        if config.model.layers != "replay"
+        if config.model.family.computes
         else ""
     )
     agrees = ""
@@ -79,7 +79,7 @@ def _tensor_lines(config: Config) -> Iterator[str]:
     """
     size = config.tensor_parallel.size
     predict = config.predict
-    if size > 1 and config.model.layers == "replay":
+    if size > 1 and not config.model.family.computes:
         yield f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of them"
     elif size > 1:
         link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"

@@ -1,6 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl` and TensorBoard on rank 0, a line in the log of
-every rank.
-"""
+"""Where the numbers of a run go: `metrics.jsonl` and TensorBoard, both on rank 0."""
 
 import json
 import logging
@@ -23,7 +21,7 @@ class Metrics:
     """Appends rows to `FOLDER/metrics.jsonl` and, if asked, to a TensorBoard log in
     `FOLDER/tensorboard`.
 
-    A resumed run drops the rows after the step that it resumes from: they are trained again.
+    A resumed run drops the rows of `first_step` and later: it trains those steps again.
     """
 
     def __init__(self, folder: Path, *, first_step: int, tensorboard: bool, show: Show) -> None:
@@ -35,10 +33,10 @@ class Metrics:
         self._board = _Board(folder / "tensorboard", first_step) if tensorboard else None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row: {"step": ..., name: value, ...}. Numbers, also one level down, become
-        TensorBoard scalars.
+        """Write one row, `{"step": ..., name: value, ...}`. Numbers, also those one level down,
+        become TensorBoard scalars.
 
-        Raises `RunError` where there is no room for it.
+        Raises `RunError` if the disk has no room for it.
         """
         with needing_room(self._path):
             self._file.write(json.dumps(row) + "\n")
@@ -48,28 +46,26 @@ class Metrics:
         self._show(row)
 
     def close(self) -> None:
-        with suppress(OSError):  # of a row that there was no room for, as `write` has said
+        # A row that found no room is still in the buffer; `write` has already raised for it.
+        with suppress(OSError):
             self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 class _Board:
-    """A TensorBoard log. It only shows what the rows have: where it cannot be written, the run goes
-    on without it.
+    """A TensorBoard log. It repeats what the rows hold, so if it cannot be written the run goes on
+    without it.
 
-    TensorBoard's own writer would fail in a thread of its own, with a traceback and a step later.
+    TensorBoard's own writer would fail in a thread of its own, a step later, with a traceback. Its
+    modules are imported when used: they take a while.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import (  # imported when used: it takes its time
-            Event,
-            SessionLog,
-        )
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._path = (
-            folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        )
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
         self._file: BinaryIO | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +73,7 @@ class _Board:
         except OSError as error:
             self._give_up(error)
         self._write(Event(file_version="brain.Event:2"))
-        # What an earlier try logged of this step and later ones is not shown any more.
+        # TensorBoard hides what an earlier run logged of this step and later ones.
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, scalars: Sequence[tuple[str, float]]) -> None:
@@ -106,49 +102,42 @@ class _Board:
     def _give_up(self, error: OSError) -> None:
         file = self._file
         self._file = None
-        with suppress(OSError):
-            if file is not None:
+        if file is not None:
+            with suppress(OSError):
                 file.close()
         LOG.warning("cannot write %s: %s; the run goes on without it", self._path, error)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """All rows of a run, in order."""
-    return [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def keep_rows_before(path: Path, step: int) -> None:
-    """Rewrite the file without the rows of `step` and later, and without lines that are none: one
-    was cut short.
-    """
+    """Rewrite the file without the rows of `step` and later, and without lines that are no row."""
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]
-    whole = path.with_suffix(".tmp")
-    whole.write_bytes(b"".join(line + b"\n" for line in kept))
-    os.replace(whole, path)
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(rewritten, path)
 
 
 def _step_of(line: bytes) -> float:
+    """Infinity for a line that is no row, such as one cut short by a crash."""
     try:
         return float(json.loads(line)["step"])
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-    ):  # torn by a crash in the middle of a write, or no row of a run
+    except (ValueError, LookupError, TypeError):
         return math.inf
 
 
 def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
-    nested = [
-        (f"{k}/{inner}", v)
-        for k, value in row.items()
-        if isinstance(value, dict)
-        for inner, v in value.items()
-    ]
-    flat = [(k, v) for k, v in row.items() if k != "step"]
-    return [(k, v) for k, v in (*flat, *nested) if isinstance(v, int | float)]
+    """All numbers of a row by their tag: first those of the row itself, then those of dicts in it,
+    as `name/key`.
+    """
+    values = [(name, value) for name, value in row.items() if name != "step"]
+    for name, value in row.items():
+        if isinstance(value, dict):
+            values += [(f"{name}/{key}", inner) for key, inner in value.items()]
+    return [(tag, value) for tag, value in values if isinstance(value, int | float)]

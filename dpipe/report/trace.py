@@ -1,8 +1,8 @@
 """The trace of a run: the last steps' spans of every rank, on one clock, beside what the simulator
 predicts.
 
-FOLDER/trace/rank-N.json    as each rank uploaded them to rank 0
-FOLDER/trace/plan.json      schedule, message sizes and network: what a prediction needs besides measured costs
+FOLDER/trace/rank-N.json    spans, as each rank uploaded them to rank 0
+FOLDER/trace/plan.json      what a prediction needs besides measured costs: `TraceInputs`
 FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
@@ -39,91 +39,111 @@ class StepSpans:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a prediction needs besides measured times: of `cost` only the bytes. `replicas` are
-    those of a usual step; `hosts` the machines that have fewer cores than ranks.
-    """
+class TraceInputs:
+    """What a prediction needs besides measured times."""
 
     schedule: Schedule
-    cost: Cost
-    network: str | None
+    cost: Cost  # only its bytes: `measured_cost` fills in the times
+    network: str | None  # the profile; None is loopback
     connections: int = 1
-    hosts: tuple[Host, ...] = ()
-    replicas: Replicas | None = None
-    headers: bool = False  # whether the network's rates count those of packets
-    tensor_size: int = 1  # ranks that hold a stage together: one of the schedule's
+    hosts: tuple[Host, ...] = ()  # the machines that have fewer cores than ranks
+    replicas: Replicas | None = None  # those of a usual step
+    headers: bool = False  # whether the network's rates include packet headers
+    tensor_size: int = 1  # ranks of a tensor-parallel group: one rank of the schedule
 
     @property
     def num_replicas(self) -> int:
         return 1 if self.replicas is None else self.replicas.count
 
+    @property
+    def world_size(self) -> int:
+        return self.schedule.num_ranks * self.num_replicas * self.tensor_size
+
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
     rows = [
-        {
-            "step": s.step,
-            "spans": [
-                [x.lane, str(x.action), x.start_us, x.end_us, x.num_bytes, x.cpu_us, x.peer]
-                for x in s.spans
-            ],
-        }
-        for s in steps
+        {"step": step.step, "spans": [_span_as_list(span) for span in step.spans]} for step in steps
     ]
     return json.dumps(rows).encode()
 
 
 def load_steps(data: bytes, rank: int) -> list[StepSpans]:
+    """The inverse of `dump_steps`; spans do not say which rank's they are."""
     return [
-        StepSpans(
-            row["step"],
-            tuple(
-                Span(rank, Lane(lane), parse_action(action), *numbers)
-                for lane, action, *numbers in row["spans"]
-            ),
-        )
+        StepSpans(row["step"], tuple(_span_from_list(rank, *values) for values in row["spans"]))
         for row in json.loads(data)
     ]
 
 
-def save_plan(folder: Path, plan: Plan) -> None:
-    schedule = plan.schedule
+def _span_as_list(span: Span) -> list[Any]:
+    return [
+        span.lane,
+        str(span.action),
+        span.start_us,
+        span.end_us,
+        span.num_bytes,
+        span.cpu_us,
+        span.peer,
+    ]
+
+
+def _span_from_list(rank: int, lane: str, action: str, *numbers: Any) -> Span:
+    return Span(rank, Lane(lane), parse_action(action), *numbers)
+
+
+def save_inputs(folder: Path, inputs: TraceInputs) -> None:
+    """Write `plan.json` in `folder`. Raises `RunError` if the disk has no room for it."""
+    schedule = inputs.schedule
     table = {
         "num_microbatches": schedule.num_microbatches,
         "rank_of_stage": schedule.rank_of_stage,
         "programs": [[str(action) for action in program] for program in schedule.programs],
         "name": schedule.name,
         "tied": schedule.tied,
-        "cost": asdict(plan.cost),
-        "network": plan.network,
-        "connections": plan.connections,
-        "headers": plan.headers,
-        "tensor_size": plan.tensor_size,
-        "hosts": [[host.ranks, host.cores] for host in plan.hosts],
-        "replicas": None if plan.replicas is None else _as_table(plan.replicas),
+        "cost": asdict(inputs.cost),
+        "network": inputs.network,
+        "connections": inputs.connections,
+        "headers": inputs.headers,
+        "tensor_size": inputs.tensor_size,
+        "hosts": [[host.ranks, host.cores] for host in inputs.hosts],
+        "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
     path = folder / "plan.json"
     with needing_room(path):
         path.write_text(json.dumps(table), encoding="utf-8")
 
 
-def load_plan(folder: Path) -> Plan:
-    """Raises `ConfigError` where it is missing or damaged."""
-    return _read(folder / "plan.json", _parse_plan)
+def load_inputs(folder: Path) -> TraceInputs:
+    """Raises `ConfigError` if `plan.json` is missing or damaged."""
+    return _read(folder / "plan.json", _parse_inputs)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
-    again = "copy the run again from where it is whole, or train some more of it"
+    remedy = "copy the run again from where it is whole, or train some more of it"
     try:
         return parse(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; {again}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, LookupError, TypeError, ScheduleError) as error:
-        raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {again}") from None
+        raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {remedy}") from None
 
 
-def _parse_plan(data: bytes) -> Plan:
+def _parse_inputs(data: bytes) -> TraceInputs:
     table = json.loads(data)
-    schedule = Schedule(
+    return TraceInputs(
+        schedule=_schedule_from_table(table),
+        cost=_cost_from_table(table["cost"]),
+        network=table["network"],
+        connections=table["connections"],
+        hosts=tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"]),
+        replicas=None if table["replicas"] is None else _from_table(table["replicas"]),
+        headers=table["headers"],
+        tensor_size=table.get("tensor_size", 1),  # older traces have none
+    )
+
+
+def _schedule_from_table(table: dict[str, Any]) -> Schedule:
+    return Schedule(
         table["num_microbatches"],
         tuple(table["rank_of_stage"]),
         tuple(tuple(parse_action(text) for text in program) for program in table["programs"]),
@@ -131,29 +151,20 @@ def _parse_plan(data: bytes) -> Plan:
         lowered=True,
         tied=table["tied"],
     )
-    sizes: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in table["cost"].items()
+
+
+def _cost_from_table(table: dict[str, Any]) -> Cost:
+    """JSON has lists where `Cost` has tuples."""
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
     }
-    hosts = tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"])
-    replicas = None if table["replicas"] is None else _from_table(table["replicas"])
-    return Plan(
-        schedule,
-        Cost(**sizes),
-        table["network"],
-        table["connections"],
-        hosts,
-        replicas,
-        table["headers"],
-        table.get("tensor_size", 1),
-    )
+    return Cost(**values)
 
 
 def _as_table(replicas: Replicas) -> dict[str, Any]:
-    made = {
-        key: getattr(replicas.exchange, key)
-        for key in ("name", "num_replicas", "num_parts", "barrier", "stale")
-    }
-    return {"exchange": made, "servers": replicas.servers, "delayed": replicas.delayed}
+    keys = ("name", "num_replicas", "num_parts", "barrier", "stale")
+    settings = {key: getattr(replicas.exchange, key) for key in keys}
+    return {"exchange": settings, "servers": replicas.servers, "delayed": replicas.delayed}
 
 
 def _from_table(table: dict[str, Any]) -> Replicas:
@@ -166,7 +177,7 @@ class Trace:
     prediction.
     """
 
-    plan: Plan
+    inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
     predicted: Timeline
 
@@ -176,83 +187,80 @@ class Trace:
 
 
 def load_trace(run: Path) -> Trace:
-    """Read `FOLDER/trace`; raises `ConfigError` where the run has none, or a part of it is missing
-    or damaged.
-    """
+    """Read `FOLDER/trace`. Raises `ConfigError` if it, or a part of it, is missing or damaged."""
     folder = run / "trace"
     if not (folder / "plan.json").exists():
         raise ConfigError(
             f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by "
             "itself"
         )
-    plan = load_plan(folder)
-    ranks = range(plan.schedule.num_ranks * plan.num_replicas * plan.tensor_size)
+    inputs = load_inputs(folder)
     by_rank = [
-        _read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank)) for rank in ranks
+        _read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank))
+        for rank in range(inputs.world_size)
     ]
     traced = [[step.step for step in steps] for steps in by_rank]
-    if not traced[0] or traced.count(traced[0]) < len(traced):
+    if not traced[0] or any(numbers != traced[0] for numbers in traced):
         raise ConfigError(
-            f"{folder} holds other steps of each rank, by rank {traced}: its files are not of one "
-            "run"
+            f"{folder} holds different steps for each rank, by rank {traced}: its files are not of "
+            "one run"
         )
-    steps = tuple(_join(same_step, plan) for same_step in zip(*by_rank, strict=True))
-    cost = measured_cost(plan, [timeline for _, _, timeline in steps])
-    network = assumed_network(plan.network, plan.connections, headers=plan.headers)
-    predicted = simulate(plan.schedule, cost, network, plan.hosts, plan.replicas)
-    return Trace(plan, steps, _first_of_each(predicted, plan.tensor_size))
+    steps = tuple(_join(same_step, inputs) for same_step in zip(*by_rank, strict=True))
+    cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
+    network = assumed_network(inputs.network, inputs.connections, headers=inputs.headers)
+    predicted = simulate(inputs.schedule, cost, network, inputs.hosts, inputs.replicas)
+    return Trace(inputs, steps, _on_first_ranks(predicted, inputs.tensor_size))
 
 
-def _first_of_each(timeline: Timeline, size: int) -> Timeline:
-    """As the spans of the first of the ranks that hold a stage together, whom the simulator takes
-    for one.
-    """
+def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
+    """The simulator takes a tensor-parallel group for one rank: show it as the group's first."""
     spans = tuple(span._replace(rank=span.rank * size) for span in timeline.spans)
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 
 
-def _join(same_step: Sequence[StepSpans], plan: Plan) -> tuple[int, float, Timeline]:
-    spans = [span for rank in same_step for span in rank.spans]
-    origin = min(span.start_us for span in spans)
-    moved = (s._replace(start_us=s.start_us - origin, end_us=s.end_us - origin) for s in spans)
-    return (
-        same_step[0].step,
-        origin,
-        Timeline(len(same_step), tuple(moved), plan.num_replicas, plan.tensor_size),
+def _join(same_step: Sequence[StepSpans], inputs: TraceInputs) -> tuple[int, float, Timeline]:
+    """All ranks' spans of one step, counted from the first of them."""
+    spans = [span for of_rank in same_step for span in of_rank.spans]
+    began_us = min(span.start_us for span in spans)
+    moved = tuple(
+        span._replace(start_us=span.start_us - began_us, end_us=span.end_us - began_us)
+        for span in spans
     )
+    timeline = Timeline(len(same_step), moved, inputs.num_replicas, inputs.tensor_size)
+    return same_step[0].step, began_us, timeline
 
 
-def measured_cost(plan: Plan, timelines: Sequence[Timeline]) -> Cost:
-    """The mean cost of each stage's actions as measured; what a schedule does not use is left at
-    zero.
+def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
+    """The mean measured cost of each stage's actions; zero for those that the schedule lacks.
 
-    Of ranks that share a host's cores it is processor time: the simulator shares the cores out
-    itself.
+    Of ranks that share a host's cores it is processor time: the simulator itself shares the cores
+    out.
     """
-    sharing = {rank for host in plan.hosts for rank in host.ranks}
+    sharing = {rank for host in inputs.hosts for rank in host.ranks}
     durations: dict[tuple[int, str], list[float]] = {}
-    for span in (span for timeline in timelines for span in timeline.spans):
-        if span.lane in (Lane.COMPUTE, Lane.UPDATE):
+    for timeline in timelines:
+        for span in timeline.spans:
+            if span.lane not in (Lane.COMPUTE, Lane.UPDATE):
+                continue
             took_us = span.cpu_us if span.rank in sharing else span.duration_us
             durations.setdefault((span.action.stage, span.action.op), []).append(took_us)
 
-    def of(op: Op) -> tuple[float, ...]:
-        return tuple(
-            mean(durations.get((stage, op), [0.0])) for stage in range(plan.schedule.num_stages)
-        )
+    def by_stage(op: Op) -> tuple[float, ...]:
+        stages = range(inputs.schedule.num_stages)
+        return tuple(mean(durations.get((stage, op), [0.0])) for stage in stages)
 
     return replace(
-        plan.cost,
-        forward_us=of(Op.F),
-        backward_us=of(Op.B),
-        input_us=of(Op.I),
-        weight_us=of(Op.W),
-        update_us=of(Op.STEP),
+        inputs.cost,
+        forward_us=by_stage(Op.F),
+        backward_us=by_stage(Op.B),
+        input_us=by_stage(Op.I),
+        weight_us=by_stage(Op.W),
+        update_us=by_stage(Op.STEP),
     )
 
 
 def write_chrome(run: Path) -> Path:
-    """Write `FOLDER/trace.json` and return its path; raises `ConfigError` where it cannot be."""
+    """Write `FOLDER/trace.json` and return its path. Raises `ConfigError` if it cannot."""
     trace = load_trace(run)
     path = run / "trace.json"
     steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]

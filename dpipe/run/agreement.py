@@ -42,7 +42,7 @@ def data_parallel(
     """
     train = config.train
     chosen = config.data_parallel
-    replayed = config.model.layers == "replay"
+    replayed = not config.model.family.computes
     adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
     if chosen.replicas == 1:
         return Single(stages, adam, uncounted)
@@ -103,10 +103,10 @@ def torch_group(
     host = _host(coordinator.addresses[here.rank], here.rank)
     store = open_store(host, 0, timeout_s, master=True) if here.dp_rank == 0 else None
     port = 0 if store is None else store.port
-    told = coordinator.gather("torch group", str(port).encode()).wait(timeout_s)
+    ports = coordinator.share("torch group", port, timeout_s)
     if store is None:
         store = open_store(
-            _host(coordinator.addresses[first], first), int(told[first]), timeout_s, master=False
+            _host(coordinator.addresses[first], first), ports[first], timeout_s, master=False
         )
     group = TorchGroup(
         store,

@@ -37,18 +37,19 @@ from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
-from dpipe.report.trace import Plan, save_plan
+from dpipe.report.trace import TraceInputs, save_inputs
 from dpipe.run.agreement import data_parallel
-from dpipe.run.environment import Placement, placement
+from dpipe.run.environment import ProcessInfo, environment, load_kernels_at_start, process_info
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
-from dpipe.run.launch import environment, launch, load_kernels_at_start
+from dpipe.run.launch import launch
 from dpipe.run.parameter_servers import Servers, attended, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
+from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
@@ -119,19 +120,19 @@ def train_rank(
     fallback: bool,
 ) -> None:
     """One rank, from configuration to summary."""
-    place = placement(environment(), rank, world_size, coordinator)
+    process = process_info(environment(), rank, world_size, coordinator)
     config = configuration(path, overrides, resume)
-    if place.world_size != config.world_size:
-        (fitting,) = _cut_for(config, place.world_size)
+    if process.world_size != config.world_size:
+        (fitting,) = _cut_for(config, process.world_size)
         raise ConfigError(
-            f"{place.world_size} processes were started, but pipeline.stages "
+            f"{process.world_size} processes were started, but pipeline.stages "
             f"{config.pipeline.stages}, "
             f"pipeline.stages_per_rank {config.pipeline.stages_per_rank}, tensor_parallel.size "
             f"{config.tensor_parallel.size} and data_parallel.replicas "
             f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
-    run_rank(config, place, resume=resume is not None, fallback=fallback, join_s=timeout)
+    run_rank(config, process, resume=resume is not None, fallback=fallback, join_s=timeout)
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -161,7 +162,7 @@ def _cut_for(config: Config, num_ranks: int) -> tuple[str, ...]:
 
 def run_rank(
     config: Config,
-    place: Placement,
+    process: ProcessInfo,
     *,
     resume: bool = False,
     fallback: bool = False,
@@ -175,34 +176,34 @@ def run_rank(
     torch.set_num_threads(config.node.threads)
     if config.transport.kind == "nccl":
         load_kernels_at_start()
-    config = config.with_(node__device=local_device(config.node.device, place.local_rank))
-    if place.rank == 0:
+    config = config.with_(node__device=local_device(config.node.device, process.local_rank))
+    if process.rank == 0:
         refuse_folder(config, resume)
     run_plan = draft(config, choose=without_search)
-    start = find_start(config, run_plan, place.rank, fallback=fallback) if resume else None
+    start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
     direct = config.data_parallel.kind != "parameter-server"
-    here = config.ranks_of(place.rank)
+    here = config.ranks_of(process.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
     ) | ring_peers(config, here)
     with (
-        opened(config, resume, place.rank) as folder,
-        logging_to(folder, place.rank),
-        joined(config, place, peers, join_s, streams) as (coordinator, transport),
+        opened(config, resume, process.rank) as folder,
+        logging_to(folder, process.rank),
+        joined(config, process, peers, join_s, streams) as (coordinator, transport),
     ):
-        if config.pipeline.split == "measured" or config.pipeline.schedule == "auto":
-            run_plan = as_rank_0_decides(run_plan, coordinator)
+        if config.pipeline.split == "measured" or config.pipeline.schedule == AUTO:
+            run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
         if resume:
             start = agreed_start(config, run_plan, start, coordinator, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
-            listening = listening_on(config, place), security_of(config, place)
+            listening = listening_on(config, process), security_of(config, process)
             servers = stack.enter_context(
                 parameter_servers(config, run_plan.forecast.schedule, coordinator, *listening)
             )
             wants_stop = stack.enter_context(stop_on_signals())
-            around = Surroundings(
+            around = RankResources(
                 coordinator,
                 transport,
                 streams,
@@ -210,12 +211,11 @@ def run_rank(
                 tensor_group(config, here, coordinator),
                 wants_stop,
             )
-            job = assemble(run_plan, place.rank, around, start, stack)
+            job = assemble(run_plan, process.rank, around, start, stack)
             start = None  # as large as the model and its moments
-            coordinator.gather("assembled", b"").wait(
-                config.timeouts.transfer
-            )  # none has refused: now the folder changes
-            if place.rank == 0:
+            # No rank has refused: now the folder changes.
+            coordinator.barrier("assembled", config.timeouts.transfer)
+            if process.rank == 0:
                 save_configuration(folder, config)
                 show = stack.enter_context(Display(console, first_step, config.train.steps)).show
                 metrics = Metrics(
@@ -227,35 +227,33 @@ def run_rank(
                 rehearse(job, transport, first_step)
             trainer = Trainer(job, first_step)
             stopped = trainer.run()
-            hosts = crowded_hosts(config, coordinator)
-        if place.rank == 0:
+            hosts = oversubscribed_hosts(config, coordinator)
+        if process.rank == 0:
             if config.run.trace_steps and trainer.next_step > first_step:
-                write_plan(run_plan, hosts, folder)
-            finish(run_plan, folder, console, stopped)
+                save_trace_inputs(run_plan, hosts, folder)
+            show_result(run_plan, folder, console, stopped)
 
 
-def as_rank_0_decides(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
+def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
     """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take
     its word.
 
     Ranks that share a machine's cores would search many times as long.
     """
     config = run_plan.config
-    word = b""
+    decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s).forecast.schedule
-        word = json.dumps([layer_s, to_csv(schedule), schedule.name]).encode()
-    layer_s, programs, name = json.loads(
-        coordinator.gather("plan", word).wait(config.timeouts.transfer)[0]
-    )
+        decision = [layer_s, to_csv(schedule), schedule.name]
+    layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
         config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
     )
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RankResources:
     """What a rank finds when it has joined."""
 
     coordinator: Coordination
@@ -269,7 +267,7 @@ class Surroundings:
 def assemble(
     run_plan: RunPlan,
     rank: int,
-    around: Surroundings,
+    around: RankResources,
     start: checkpoint.Loaded | None,
     stack: ExitStack,
 ) -> Job:
@@ -339,7 +337,7 @@ def assemble(
     )
 
 
-def recorder_of(rank: int, around: Surroundings) -> Recorder:
+def recorder_of(rank: int, around: RankResources) -> Recorder:
     recorder = Recorder(rank, around.streams)
     if around.group is not None:
         around.group.watch = recorder.exchanging
@@ -392,7 +390,7 @@ def make_update(
     )
 
 
-def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
+def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:
     """The machines whose ranks want more cores than they have. All ranks meet here at the end of a
     run.
 
@@ -400,24 +398,25 @@ def crowded_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]
     no processor's time, so that their spans are taken to be as long as they were, cores shared and
     all.
     """
-    here = json.dumps([socket.gethostname(), len(os.sched_getaffinity(0))]).encode()
-    told = coordinator.gather("trained", here).wait(config.timeouts.transfer)
-    machines = [tuple(json.loads(payload)) for payload in told]
+    here = [socket.gethostname(), len(os.sched_getaffinity(0))]
+    machines = [
+        tuple(machine) for machine in coordinator.share("trained", here, config.timeouts.transfer)
+    ]
     ranks = {
         machine: tuple(r for r, other in enumerate(machines) if other == machine)
         for machine in machines
     }
-    computes = config.model.layers != "replay" and torch.device(config.node.device).type == "cpu"
+    computes = config.model.family.computes and torch.device(config.node.device).type == "cpu"
     computes = computes and config.tensor_parallel.size == 1
     crowded = {m: r for m, r in ranks.items() if computes and len(r) * config.node.threads > m[1]}
     return tuple(Host(r, cores // config.node.threads or 1) for (_, cores), r in crowded.items())
 
 
-def write_plan(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
+def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     found = run_plan.forecast
     config = run_plan.config
-    plan = Plan(
+    inputs = TraceInputs(
         found.schedule,
         found.cost,
         config.network_profile,
@@ -427,10 +426,10 @@ def write_plan(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None
         config.counts_headers,
         config.tensor_parallel.size,
     )
-    save_plan(folder / "trace", plan)
+    save_inputs(folder / "trace", inputs)
 
 
-def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> None:
+def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> None:
     """Rank 0's last word: how to go on, or the summary."""
     config = run_plan.config
     corpus = run_plan.corpus
@@ -441,18 +440,18 @@ def finish(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> 
     scale = url = text = None
     if corpus is not None:
         url = checkpoint_url(config)
-        if config.model.layers != "bert":
+        if config.model.family.continues_text:
             entropy = corpus.bigram_entropy()
             scale = TextScale(
                 corpus.bytes_per_token("train"), corpus.bytes_per_token("held_out"), entropy
             )
         if config.run.sample:
-            text = written_by(config, corpus, url, config.run.sample)
+            text = sample_text(config, corpus, url, config.run.sample)
     shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 
-def written_by(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
+def sample_text(config: Config, corpus: Corpus, url: str, prompt: str) -> str | None:
     """What the finished model makes of `prompt`; None, and a warning, where this machine has not
     all of the model.
 

@@ -1,5 +1,4 @@
-"""Which rank this process is, and where the ranks meet. Pure: the environment comes as a mapping
-(`launch` reads it).
+"""Which rank this process is, and where the coordinator is. The only reader of `os.environ`.
 
     flags  ▶  DPIPE_*  ▶  torchrun's  ▶  Slurm's  ▶  alone          the first that is there says it all
 
@@ -9,6 +8,7 @@ Rank 0 makes the coordinator's server, the others find it:
     others:  address = here.find(timeout_s)
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,20 @@ from typing import Any
 from dpipe.errors import ConfigError, JoinError
 
 _PUBLISH_S = 60.0
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process, for `process_info` and `launch`."""
+    return os.environ
+
+
+def load_kernels_at_start() -> None:
+    """For NCCL, before the first use of CUDA: load all kernels at start.
+
+    A kernel that is loaded at its first use may wait for everything that runs on the device, and a
+    receive that was posted early runs until its peer sends.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class AgentStore:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ProcessInfo:
     """This process among the ranks. `coordinator` is `host:port`; None where `store` tells it, or
     where it is alone.
     """
@@ -110,12 +124,12 @@ class Placement:
         return self.coordinator
 
 
-def placement(
+def process_info(
     environ: Mapping[str, str],
     rank: int | None = None,
     world_size: int | None = None,
     coordinator: str | None = None,
-) -> Placement:
+) -> ProcessInfo:
     """Read the flags, or else the environment. Raises `ConfigError` naming what is missing or is
     not a number.
     """
@@ -128,32 +142,32 @@ def placement(
         return _from_torchrun(environ, token)
     if _any(environ, "SLURM_PROCID"):
         return _from_slurm(environ, token)
-    return Placement(token=token)
+    return ProcessInfo(token=token)
 
 
 def _from_flags(
     rank: int | None, world_size: int | None, coordinator: str | None, token: str
-) -> Placement:
+) -> ProcessInfo:
     if rank is None or world_size is None or (coordinator is None and world_size > 1):
         flags = {"--rank": rank, "--world-size": world_size, "--coordinator": coordinator}
         missing = " and ".join(flag for flag, value in flags.items() if value is None)
         raise ConfigError(f"--rank, --world-size and --coordinator go together; {missing} missing")
-    return Placement(rank, world_size, 0, coordinator, token=token)
+    return ProcessInfo(rank, world_size, 0, coordinator, token=token)
 
 
-def _from_dpipe(environ: Mapping[str, str], token: str) -> Placement:
+def _from_dpipe(environ: Mapping[str, str], token: str) -> ProcessInfo:
     rank = _int(environ, "DPIPE_RANK")
     world_size = _int(environ, "DPIPE_WORLD_SIZE")
     coordinator = _get(environ, "DPIPE_COORDINATOR") if world_size > 1 else None
-    return Placement(
+    return ProcessInfo(
         rank, world_size, _int(environ, "DPIPE_LOCAL_RANK", "0"), coordinator, token=token
     )
 
 
-def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
+def _from_torchrun(environ: Mapping[str, str], token: str) -> ProcessInfo:
     rank = _int(environ, "RANK")
     world_size = _int(environ, "WORLD_SIZE")
-    here = Placement(rank, world_size, _int(environ, "LOCAL_RANK", "0"), token=token)
+    here = ProcessInfo(rank, world_size, _int(environ, "LOCAL_RANK", "0"), token=token)
     if world_size == 1:
         return here
     host = _get(environ, "MASTER_ADDR")
@@ -161,23 +175,23 @@ def _from_torchrun(environ: Mapping[str, str], token: str) -> Placement:
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # else a restart finds the last one
         key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return Placement(
+        return ProcessInfo(
             here.rank, world_size, here.local_rank, store=AgentStore(host, port, key), token=token
         )
-    return Placement(
+    return ProcessInfo(
         here.rank, world_size, here.local_rank, f"{_bracketed(host)}:{port}", token=token
     )
 
 
-def _from_slurm(environ: Mapping[str, str], token: str) -> Placement:
+def _from_slurm(environ: Mapping[str, str], token: str) -> ProcessInfo:
     rank = _int(environ, "SLURM_PROCID")
     world_size = _int(environ, "SLURM_NTASKS")
     local_rank = _int(environ, "SLURM_LOCALID", "0")
     if world_size == 1:
-        return Placement(rank, 1, local_rank, token=token)
+        return ProcessInfo(rank, 1, local_rank, token=token)
     nodes = environ.get("SLURM_STEP_NODELIST") or _get(environ, "SLURM_JOB_NODELIST")
     port = 20_000 + _int(environ, "SLURM_JOB_ID") % 40_000
-    return Placement(rank, world_size, local_rank, f"{first_host(nodes)}:{port}", token=token)
+    return ProcessInfo(rank, world_size, local_rank, f"{first_host(nodes)}:{port}", token=token)
 
 
 def first_host(hostlist: str) -> str:

@@ -11,6 +11,7 @@ from dpipe.config.load import Config
 from dpipe.data.tokenizer import Tokenizer, open_tokenizer
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.plan.run_plan import make_model
+from dpipe.stage.families import FAMILIES
 from dpipe.stage.model import materialise, saved_buffers
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import checkpoint_url, load_configuration
@@ -28,14 +29,15 @@ def generate_text(
     continues no text.
     """
     config = load_configuration(run)
-    if config.model.layers == "bert":
+    family = config.model.family
+    if not family.computes:
+        raise ConfigError(f"{run} is a run of replayed stages, which have learned nothing")
+    if not family.continues_text:
+        others = " or ".join(f'"{name}"' for name in FAMILIES if FAMILIES[name].continues_text)
         raise ConfigError(
-            f'{run} is a run of model.layers "bert", which fills in masked words and continues no '
-            "text; generate from "
-            'a run of "gpt"'
+            f'{run} is a run of model.layers "{family.name}", which continues no text; generate '
+            f"from a run of {others}"
         )
-    if config.model.layers == "replay":
-        raise ConfigError(f"{run} is a run of replayed stages, which have learnt nothing")
     layers = load_all_layers(config, checkpoint_url(config, run), fallback=fallback)
     return _continue(
         config, layers, open_tokenizer(config.data.tokenizer), prompt, tokens, temperature, seed

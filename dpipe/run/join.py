@@ -2,7 +2,6 @@
 checked.
 """
 
-import json
 import logging
 import socket
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.plan.assumed_network import assumed_network, connections_of
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
 from dpipe.streams import CudaStreams, Streams
 from dpipe.transport.base import Transport
@@ -32,14 +31,14 @@ LOG = logging.getLogger("dpipe")
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 
-def security_of(config: Config, place: Placement) -> Security:
+def security_of(config: Config, process: ProcessInfo) -> Security:
     node = config.node
-    return Security.load(node.token or place.token, node.tls_cert, node.tls_key, node.tls_ca)
+    return Security.load(node.token or process.token, node.tls_cert, node.tls_key, node.tls_ca)
 
 
 @contextmanager
 def joined(
-    config: Config, place: Placement, peers: set[int], join_s: float | None, streams: Streams
+    config: Config, process: ProcessInfo, peers: set[int], join_s: float | None, streams: Streams
 ) -> Iterator[tuple[Coordination, Transport]]:
     """This rank among the others: coordinator joined, links open. An error inside ends the run for
     all of them.
@@ -48,18 +47,18 @@ def joined(
     asked for the cause.
     """
     folder = Path(config.run.folder)
-    if place.world_size == 1:
+    if process.world_size == 1:
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
         timeouts = config.timeouts
-        security = security_of(config, place)
-        links = _links(config, place, security, streams)
+        security = security_of(config, process)
+        links = _links(config, process, security, streams)
         stack.callback(links.close)
         transport = shaped(config, links, streams)
         stack.callback(transport.close)
         coordinator = _join(
-            config, place, security, timeouts.join if join_s is None else join_s, stack, links
+            config, process, security, timeouts.join if join_s is None else join_s, stack, links
         )
         coordinator.on_abort(transport.fail)
         try:
@@ -80,7 +79,7 @@ def joined(
 
 
 def _links(
-    config: Config, place: Placement, security: Security, streams: Streams
+    config: Config, process: ProcessInfo, security: Security, streams: Streams
 ) -> GrpcTransport | TcpTransport | NcclTransport:
     node = config.node
     timeouts = config.timeouts
@@ -88,7 +87,7 @@ def _links(
     if chosen.kind == "nccl":
         assert isinstance(streams, CudaStreams)
         return NcclTransport(
-            place.rank,
+            process.rank,
             streams,
             transfer_timeout_s=timeouts.transfer,
             connect_timeout_s=timeouts.connect,
@@ -98,8 +97,8 @@ def _links(
         "tcp": TcpTransport,
     }
     return kinds[chosen.kind](
-        place.rank,
-        bind=listening_on(config, place),
+        process.rank,
+        bind=listening_on(config, process),
         port=node.port,
         security=security,
         connections=connections_of(config),
@@ -117,10 +116,8 @@ def _connect_gpus(
     """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for
     each rank.
     """
-    told = coordinator.gather("nccl", json.dumps([links.gpu, links.offer(peers)]).encode()).wait(
-        timeout_s
-    )
-    gpus, offers = zip(*map(json.loads, told), strict=True)
+    told = coordinator.share("nccl", [links.gpu, links.offer(peers)], timeout_s)
+    gpus, offers = zip(*told, strict=True)
     refuse_shared_gpus(gpus)
     links.connect(
         {rank: {int(peer): id for peer, id in offer.items()} for rank, offer in enumerate(offers)}
@@ -151,7 +148,7 @@ def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
 
 def _join(
     config: Config,
-    place: Placement,
+    process: ProcessInfo,
     security: Security,
     join_s: float,
     stack: ExitStack,
@@ -160,24 +157,24 @@ def _join(
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node = config.node
     heartbeat_s = config.timeouts.heartbeat
-    bind = listening_on(config, place)
-    host = advertised_host(bind, node.advertise, place.coordinator_host)
-    if place.rank == 0:
+    bind = listening_on(config, process)
+    host = advertised_host(bind, node.advertise, process.coordinator_host)
+    if process.rank == 0:
         server = CoordinatorServer(
-            place.world_size,
+            process.world_size,
             bind=bind,
-            port=place.port,
+            port=process.port,
             security=security,
             heartbeat_s=heartbeat_s,
             join_s=join_s,
             on_upload=partial(keep_upload, Path(config.run.folder)),
         )
         stack.callback(server.close)
-        place.publish(f"{host}:{server.port}")
+        process.publish(f"{host}:{server.port}")
     coordinator = Coordinator.join(
-        place.find(join_s),
-        place.rank,
-        place.world_size,
+        process.find(join_s),
+        process.rank,
+        process.world_size,
         shared=config.shared(),
         advertised=None if host is None else f"{host}:{links.port}",
         security=security,
@@ -189,9 +186,9 @@ def _join(
     return coordinator
 
 
-def listening_on(config: Config, place: Placement) -> str:
+def listening_on(config: Config, process: ProcessInfo) -> str:
     """The address that everything of this rank listens on."""
-    return config.node.bind or address_toward(place.coordinator_host)
+    return config.node.bind or address_toward(process.coordinator_host)
 
 
 def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:

@@ -1,4 +1,4 @@
-"""All ranks as local processes. The only reader of the environment.
+"""All ranks as local processes of one launcher.
 
 launcher ──┬── rank 0    this terminal
            ├── rank 1    RUN/logs/rank-1.log
@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.run import leash
+from dpipe.run.environment import environment
 
 # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing
 # themselves
@@ -41,25 +42,13 @@ _TAIL_BYTES = 64 << 10
 Say = Callable[[str], None]
 
 
-def environment() -> Mapping[str, str]:
-    """The environment of this process, for `placement` and `launch`."""
-    return os.environ
-
-
-def load_kernels_at_start() -> None:
-    """For NCCL, before the first use of CUDA: a kernel that is loaded when it is first used may
-    wait for all that runs, and a receive that is posted early runs until its peer sends.
-    """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
-
 def launch(
     argv_of_rank: Callable[[int], list[str]],
     num_ranks: int,
     *,
     logs: Path,
     coordinator: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     on_line: Say = lambda line: None,
     grace_s: float = GRACE_S,
     timeout_s: float = math.inf,
@@ -75,10 +64,11 @@ def launch(
     failed first. Exit code 2 promises that nothing was written, so the logs of such a run are taken
     back. Call it from the main thread: it handles signals meanwhile.
     """
+    inherited = environment() if environ is None else environ
     shared = {
         "DPIPE_WORLD_SIZE": str(num_ranks),
         "DPIPE_COORDINATOR": coordinator or f"127.0.0.1:{free_port()}",
-        "DPIPE_TOKEN": environ.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
+        "DPIPE_TOKEN": inherited.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
         "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
     }
     ranks = _Ranks(on_line, quiet)
@@ -86,7 +76,7 @@ def launch(
         try:
             for rank in range(num_ranks):
                 own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
-                ranks.start(rank, argv_of_rank(rank), {**environ, **shared, **own}, logs)
+                ranks.start(rank, argv_of_rank(rank), {**inherited, **shared, **own}, logs)
             failed = ranks.wait(grace_s, timeout_s)
         finally:
             ranks.kill()

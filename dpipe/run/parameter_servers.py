@@ -9,7 +9,6 @@ Where several ranks of a replica hold a stage together, each has its own part on
 row of its own.
 """
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +27,8 @@ from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.kind import ServedStages
 from dpipe.paramserver.server import ParameterServer
 from dpipe.plan.assumed_network import connections_of
+from dpipe.run.environment import environment
 from dpipe.run.join import address_toward
-from dpipe.run.launch import environment
 from dpipe.run.signals import stop_on_signals
 from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint
@@ -94,10 +93,7 @@ def parameter_servers(
     server = ParameterServer(bind=bind, security=security) if embedded and rank in hosts else None
     try:
         told = {"session": secrets.token_hex(8), "port": None if server is None else server.port}
-        gathered = coordinator.gather("parameter servers", json.dumps(told).encode()).wait(
-            config.timeouts.join
-        )
-        everybody = [json.loads(part) for part in gathered]
+        everybody = coordinator.share("parameter servers", told, config.timeouts.join)
         if embedded:
             addresses = tuple(
                 _beside(coordinator.addresses[host], everybody[host]["port"], host)

@@ -14,8 +14,9 @@ import torch
 
 from dpipe.config.load import Config
 from dpipe.ranks import ParallelRanks
-from dpipe.transport.base import Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Pending
 
 _TAG = "exchange"
 
@@ -59,4 +60,6 @@ def neighbours(here: ParallelRanks) -> tuple[int, int]:
 
 def ring_peers(config: Config, here: ParallelRanks) -> set[int]:
     """The ranks that a replay has links to for its exchanges."""
-    return set(neighbours(here)) if config.model.layers == "replay" and here.tp_size > 1 else set()
+    if config.model.family.computes or here.tp_size == 1:
+        return set()
+    return set(neighbours(here))

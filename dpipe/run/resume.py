@@ -51,10 +51,7 @@ def agreed_start(
     Also where a measured split gives this rank other layers than it has looked for.
     """
     assert found is not None
-    told = coordinator.gather("checkpoint found", str(found.step).encode()).wait(
-        config.timeouts.transfer
-    )
-    steps = [int(text) for text in told]
+    steps = coordinator.share("checkpoint found", found.step, config.timeouts.transfer)
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
             f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the "

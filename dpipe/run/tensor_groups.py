@@ -2,7 +2,6 @@
 the next stage.
 """
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -30,16 +29,13 @@ def tensor_group(
     Raises `ConfigError` on every rank where some group is not on one machine.
     """
     if (
-        here.tp_size == 1 or config.model.layers == "replay"
+        here.tp_size == 1 or not config.model.family.computes
     ):  # which has links instead (`replayed.py`)
         return None
     timeout_s = config.timeouts.transfer
     store = open_store(_LOOPBACK, 0, timeout_s, master=True) if here.tp_rank == 0 else None
     own = {"machine": machine(), "name": socket.gethostname(), "port": store.port if store else 0}
-    told = [
-        json.loads(p)
-        for p in coordinator.gather("tensor groups", json.dumps(own).encode()).wait(timeout_s)
-    ]
+    told = coordinator.share("tensor groups", own, timeout_s)
     refuse_apart(told, here.tp_size)
     group = TensorGroup(
         store or open_store(_LOOPBACK, told[here.tp_group[0]]["port"], timeout_s, master=False),

@@ -6,17 +6,37 @@ micro-batch order, so that gradients add up in one order whatever the plan. Stag
 time. `tests/schedule/test_schedule_generate.py` draws them again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from dpipe.choices import Choices
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.split import SplitProgram
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-
 Program = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A named way to make a schedule, and what is known of all schedules that it makes.
+
+    `make(num_stages, num_microbatches, **parameters)` gets those of the parameters of `generate()`
+    that `takes` lists.
+    """
+
+    name: str
+    make: Callable[..., Schedule]
+    takes: frozenset[str] = frozenset()  # of "stages_per_rank", "in_flight", "memory_limit"
+    splits_backward: bool = False  # into input gradients (I) and weight gradients (W)
+    needs_several_stages: bool = False  # a rank: with one a simpler schedule does the same
+
+    @property
+    def takes_several_stages(self) -> bool:
+        """Whether a rank may hold more than one stage."""
+        return "stages_per_rank" in self.takes
 
 
 def generate(
@@ -28,33 +48,48 @@ def generate(
     in_flight: int | None = None,
     memory_limit: int | None = None,
 ) -> Schedule:
-    """The schedule called `name`, one of `NAMES`; raises `ScheduleError` for a parameter that it
-    does not have.
+    """The schedule that the generator called `name` makes, one of `GENERATORS`.
 
-    "auto" is not here: it needs the simulator (`dpipe.timeline.search`).
+    `None` is the generator's own default. Raises `ScheduleError` for an unknown name and for a
+    parameter that the generator does not take. `AUTO` is not here: it needs the simulator
+    (`dpipe.timeline.search`).
     """
-    if name != "zero-bubble":
-        _refuse(
-            name,
-            "memory_limit",
-            memory_limit is not None,
-            'only "zero-bubble" can limit what is held',
-        )
-    if name in ("1f1b", "zero-bubble"):
-        _refuse(name, "stages_per_rank", stages_per_rank != 1, 'use "interleaved" or "gpipe"')
-    match name:
-        case "gpipe":
-            _refuse(name, "in_flight", in_flight is not None, "it always runs every forward first")
-            return gpipe(num_stages, num_microbatches, stages_per_rank)
-        case "1f1b":
-            return one_f_one_b(num_stages, num_microbatches, in_flight)
-        case "interleaved":
-            num_ranks = _ranks(num_stages, stages_per_rank)
-            return interleaved(num_ranks, stages_per_rank, num_microbatches, in_flight)
-        case "zero-bubble":
-            return zero_bubble(num_stages, num_microbatches, in_flight, memory_limit)
-        case _:
-            raise ScheduleError(f"no schedule is called {name!r}; choose one of {', '.join(NAMES)}")
+    if name not in GENERATORS:
+        known = ", ".join(GENERATORS)
+        raise ScheduleError(f"no schedule is called {name!r}; choose one of {known}")
+    generator = GENERATORS[name]
+    defaults = {"stages_per_rank": 1, "in_flight": None, "memory_limit": None}
+    parameters = {
+        "stages_per_rank": stages_per_rank,
+        "in_flight": in_flight,
+        "memory_limit": memory_limit,
+    }
+    for parameter, default in defaults.items():
+        if parameter not in generator.takes and parameters.pop(parameter) != default:
+            raise ScheduleError(
+                f"schedule {name!r} takes no {parameter}: use {who_take(parameter)}, or leave it out"
+            )
+    return generator.make(num_stages, num_microbatches, **parameters)
+
+
+def who_take(parameter: str) -> str:
+    """The generators with `parameter`, for a message: `"gpipe" or "interleaved"`."""
+    return _either(g.name for g in GENERATORS.values() if parameter in g.takes)
+
+
+def names_that_keep_backward_whole() -> str:
+    """The generators that never split the backward pass, for a message."""
+    return _either(g.name for g in GENERATORS.values() if not g.splits_backward)
+
+
+def schedule_names() -> tuple[str, ...]:
+    """What `pipeline.schedule` may be: the generators, and the search over all of them."""
+    return (*GENERATORS, AUTO)
+
+
+def may_split_backward(name: str) -> bool:
+    """Whether schedules called `name`, a value of `pipeline.schedule`, may have I and W for B."""
+    return name == AUTO or GENERATORS[name].splits_backward
 
 
 def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -218,6 +253,15 @@ def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int)
     return _least(stages_per_rank, len(_groups(num_ranks, num_microbatches)[0]))
 
 
+def leanest(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """A schedule that holds as few activations as any that `AUTO` chooses from."""
+    if stages_per_rank == 1:
+        return one_f_one_b(num_stages, num_microbatches, in_flight=1)
+    num_ranks = _ranks(num_stages, stages_per_rank)
+    least = least_in_flight(num_ranks, stages_per_rank, num_microbatches)
+    return interleaved(num_ranks, stages_per_rank, num_microbatches, least)
+
+
 def _neighbours(ranks: list[SplitProgram], stage: int) -> tuple[int, int]:
     """How many inputs the rank before `stage` has made for it, and how many gradients the rank
     after.
@@ -321,6 +365,34 @@ def _at_least_one(what: str, value: int) -> None:
         raise ScheduleError(f"{what} must be at least 1, got {value}")
 
 
-def _refuse(name: str, parameter: str, given: bool, advice: str) -> None:
-    if given:
-        raise ScheduleError(f"schedule {name!r} takes no {parameter}: {advice}")
+def _either(names: Iterable[str]) -> str:
+    *others, last = (f'"{name}"' for name in names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _interleaved(
+    num_stages: int, num_microbatches: int, *, stages_per_rank: int, in_flight: int | None
+) -> Schedule:
+    num_ranks = _ranks(num_stages, stages_per_rank)
+    return interleaved(num_ranks, stages_per_rank, num_microbatches, in_flight)
+
+
+GPIPE = Generator("gpipe", gpipe, takes=frozenset({"stages_per_rank"}))
+ONE_F_ONE_B = Generator("1f1b", one_f_one_b, takes=frozenset({"in_flight"}))
+INTERLEAVED = Generator(
+    "interleaved",
+    _interleaved,
+    takes=frozenset({"stages_per_rank", "in_flight"}),
+    needs_several_stages=True,
+)
+ZERO_BUBBLE = Generator(
+    "zero-bubble",
+    zero_bubble,
+    takes=frozenset({"in_flight", "memory_limit"}),
+    splits_backward=True,
+)
+
+GENERATORS: Choices[Generator] = Choices(
+    "pipeline.schedule", GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE
+)
+AUTO = "auto"  # no generator: a search among what they make, by simulation

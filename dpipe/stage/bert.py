@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2019) as a list of layers: embedding, blocks, head. It fills in words and
 judges pairs.
 
-    tokens, types [B, T], lengths [B] ──Embedding──> x_BTD, lengths ──Layer──> ... ──Head──> logits_BTV, pair [B, 2]
+    tokens_BT, types_BT, lengths_B ──BertEmbedding──> x_BTD, lengths_B ──BertBlock──> ...
+        ... ──> x_BTD, lengths_B ──BertHead──> logits_BTV, pair_B2
 
 The norms are where Megatron's BERT 345M has them: each block normalises what it reads and adds to
 an unnormalised stream, with one norm behind the last (Shoeybi et al. 2019, section 5.3);
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpipe.stage.gpt import Block, initialise, word_loss
+from dpipe.stage.gpt import TransformerBlock, initialise, word_loss
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import (
@@ -39,7 +40,7 @@ NUM_TYPES = 2  # the first passage of a pair, and the second
 Masked = tuple[torch.Tensor, torch.Tensor]  # x_BTD, lengths_B
 
 
-class Embedding(nn.Module):
+class BertEmbedding(nn.Module):
     tensor_plan: ClassVar = {
         "tokens": VocabularyEmbedding,
         "positions": SequenceEmbedding,
@@ -64,21 +65,23 @@ class Embedding(nn.Module):
         return self.dropout(x_BTD), lengths_B
 
 
-class Layer(nn.Module):
+class BertBlock(nn.Module):
     """A GPT's block that looks both ways, as far as each sequence goes."""
 
-    tensor_plan: ClassVar = {f"block.{place}": kind for place, kind in Block.tensor_plan.items()}
+    tensor_plan: ClassVar = {
+        f"block.{name}": kind for name, kind in TransformerBlock.tensor_plan.items()
+    }
 
     def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
-        self.block = Block(width, num_heads, num_layers, dropout, causal=False)
+        self.block = TransformerBlock(width, num_heads, num_layers, dropout, causal=False)
         self.draws = self.block.draws
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor) -> Masked:
         return self.block(x_BTD, lengths_B), lengths_B
 
 
-class Head(nn.Module):
+class BertHead(nn.Module):
     """Logits of every word, from a transform and the embedding's table with a bias; and from the
     first token, pooled, whether the second passage follows the first.
     """
@@ -116,11 +119,11 @@ def bert(
     tied: bool,
 ) -> LayeredModel:
     """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
-    layer = partial(Layer, width, num_heads, num_layers, dropout)
+    layer = partial(BertBlock, width, num_heads, num_layers, dropout)
     layers: tuple[Callable[[], nn.Module], ...] = (
-        partial(Embedding, vocab_size, width, context, dropout),
+        partial(BertEmbedding, vocab_size, width, context, dropout),
         *(layer for _ in range(num_layers)),
-        partial(Head, vocab_size, width),
+        partial(BertHead, vocab_size, width),
     )
     ends = ("tokens.weight", "output.weight") if tied else None
     return LayeredModel(

@@ -1,7 +1,7 @@
 """A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers: embedding, blocks,
 head.
 
-    tokens [B, T] ──Embedding──> x_BTD ──Block──> ... ──Block──> x_BTD ──Head──> logits [B, T, V]
+    tokens_BT ──GptEmbedding──> x_BTD ──TransformerBlock──> ... ──> x_BTD ──GptHead──> logits_BTV
 
 B batch · T position · D width · N heads · H width of a head · V vocabulary
 """
@@ -34,7 +34,7 @@ from dpipe.stage.vocabulary import split_cross_entropy
 _INIT_STD = 0.02
 
 
-class Embedding(nn.Module):
+class GptEmbedding(nn.Module):
     tensor_plan: ClassVar = {
         "tokens": VocabularyEmbedding,
         "positions": SequenceEmbedding,
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return x_BTNH.transpose(1, 2)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the
     stream.
     """
@@ -172,7 +172,7 @@ class Block(nn.Module):
         return x_BTD + y_BTD
 
 
-class Head(nn.Module):
+class GptHead(nn.Module):
     draws = False
     tensor_plan: ClassVar = {"output": ColumnLinear}
 
@@ -198,11 +198,11 @@ def gpt(
     tied: bool,
 ) -> LayeredModel:
     """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
-    block = partial(Block, width, num_heads, num_layers, dropout)
+    block = partial(TransformerBlock, width, num_heads, num_layers, dropout)
     layers: tuple[Callable[[], nn.Module], ...] = (
-        partial(Embedding, vocab_size, width, context, dropout),
+        partial(GptEmbedding, vocab_size, width, context, dropout),
         *(block for _ in range(num_layers)),
-        partial(Head, vocab_size, width),
+        partial(GptHead, vocab_size, width),
     )
     ends = ("tokens.weight", "output.weight") if tied else None
     return LayeredModel(layers, word_loss, ends, lambda group: partial(word_loss, group=group))

@@ -73,7 +73,7 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in layer.named_buffers() if name in persistent)
 
 
-def given_by(index: int, layer: nn.Module, returned: object) -> tuple[torch.Tensor, ...]:
+def as_tensors(index: int, layer: nn.Module, returned: object) -> tuple[torch.Tensor, ...]:
     """What `layer` has returned, as a tuple of tensors. Raises `RunError` where it is anything
     else.
     """

@@ -1,13 +1,13 @@
 """A stage: some layers of a model, forward and backward, one micro-batch at a time.
 
-    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2           one graph a stage, from a leaf that holds its input
+    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2      one graph a stage, from a leaf: its input
     backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2
 
-What passes between layers is as it would be over a wire, there and back, so that a layer computes
-the same bits in any cut. To recompute all is to keep each layer's input alone, a leaf then, and to
-make the layer's graph again; a graph is also cut where layers pass on several tensors that learn,
-as only the cut gives zeros to one that the next does not use. Nothing here knows of ranks,
-neighbours or schedules.
+What layers pass on is contiguous and in the stored precision, as after a hop over a wire: a layer
+computes the same bits wherever the model is cut. With `recompute="full"` only each layer's input is
+kept; backward rebuilds its graph. A graph is also cut where a layer passes on several
+differentiable tensors: autograd returns None, not zeros, for an unused one. A stage knows nothing
+of ranks, neighbours or schedules.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from torch import nn
 from dpipe.errors import RunError, TransferError
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.master_weights import MasterWeights
-from dpipe.stage.model import Loss, given_by, saved_buffers
+from dpipe.stage.model import Loss, as_tensors, saved_buffers
 from dpipe.stage.recompute import recompute_attention
 from dpipe.stage.seeding import seeded
 from dpipe.stage.tensor_parallel import Split, leave_uncompiled
@@ -29,38 +29,38 @@ from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
-Timed = Callable[
-    [str], AbstractContextManager[object]
-]  # around a part of the work, by its timer's name
+# Called with a timer's name: times a part of the work.
+Timed = Callable[[str], AbstractContextManager[object]]
 
 _HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One graph's part of a micro-batch, between forward and backward; `outputs` is None where it
-    is made again.
-    """
+class _Graph:
+    """One autograd graph of a micro-batch, between forward and backward."""
 
     run: Callable[[Tensors], Tensors]
-    inputs: Tensors
-    outputs: Tensors | None
+    inputs: Tensors  # leaves
+    outputs: Tensors | None  # None: backward makes them again
 
 
 class Stage:
     """`layers` by global index, in order, on `device`; the last stage has the `loss`.
 
-    `recompute` "full" holds only the layers' inputs between forward and backward, "selective"
-    everything but what is inside an attention core, "none" everything. `precision` "bf16" and
-    "fp16" run the layers under autocast; parameters, gradients and what crosses a layer's boundary
-    stay fp32. With `parameters` in half precision the layers compute in it, and it crosses the
-    boundaries; what is learned, and seen from outside, are their fp32 masters. Micro-batch m draws
-    the random numbers of micro-batch `first_microbatch` + m of the whole batch, of which each
-    replica has a share. Without `splits_backward`, which `backward_input` needs, linear layers stay
-    torch's own: 3 % faster, and the same to the bit. `compiled` layers cannot split it. `split`
-    says how the layers were cut for the ranks that hold this stage together, where there are
-    several: what lies between their exchanges can be compiled then, and `loss` is the one for such
-    ranks. `timed(name)` is around what half precision adds to the update.
+    `recompute`          what is kept between forward and backward: "full" the layers' inputs alone,
+                         "selective" all but the inside of attention cores, "none" everything
+    `precision`          "bf16" and "fp16" run the layers under autocast; parameters, gradients and
+                         what crosses a layer's boundary stay fp32
+    `parameters`         in half precision, layers compute in it and pass it on; what is learned, and
+                         seen from outside, are fp32 master weights
+    `first_microbatch`   this replica's first in the whole batch: micro-batch m draws the random
+                         numbers of `first_microbatch` + m
+    `splits_backward`    prepare for `backward_input`; without it linear layers stay torch's own,
+                         which is 3 % faster and the same to the bit
+    `compiled`           by torch.compile; such layers cannot split the backward pass
+    `split`              the tensor-parallel sharding, None on one rank. With it, only the code
+                         between collectives is compiled, and `loss` is the group's
+    `timed`              called around what master weights add to a step
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Stage:
         timed: Timed = nullcontext,
     ) -> None:
         self.index = index
+        self.split = split
         self._first_microbatch = first_microbatch
         self._timed = timed
         self._layers = dict(layers)
@@ -89,30 +90,32 @@ class Stage:
         self._last = max(layers)
         self._num_microbatches = num_microbatches
         self._keeps_graph = recompute != "full"
+        self._splits_backward = splits_backward
         self._seed = seed
-        stored = _HALF[parameters]
         self._device = torch.device(device)
+        stored = _HALF[parameters]
         self._half = _HALF[precision] if stored is None else None
         self._masters = None if stored is None else MasterWeights(self._layers, stored)
-        self._stale = True  # whether the masters may have changed since the layers last saw them
-        self._passes: dict[int, list[_Pass]] = {}
-        self._waiting: dict[int, Products] = {}  # weight gradients that are still to be made
+        self._stale = True  # whether the layers have yet to be given the masters' values
+        self._graphs: dict[int, list[_Graph]] = {}
+        self._waiting: dict[int, Products] = {}  # weight gradients that `backward_weight` will make
         self._weight_gradients = WeightGradients()
         self._expected: tuple[TensorSpec, ...] | None = None
-        self._splits_backward = splits_backward
-        self.split = split
+        self._prepare_layers(recompute, compiled)
+        self.begin_step(0)
+
+    def _prepare_layers(self, recompute: str, compiled: bool) -> None:
         for layer in self._layers.values():
             if recompute == "selective":
-                recompute_attention(layer, compiled=compiled and split is None)
+                recompute_attention(layer, compiled=compiled and self.split is None)
             if compiled:
                 leave_uncompiled(layer)
                 layer.compile()
-            elif splits_backward:
+            elif self._splits_backward:
                 defer_weight_gradients(layer, self._weight_gradients)
-        self.begin_step(0)
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
-        """The random numbers of what follows are those of `step`; its loss is multiplied by
+        """What follows draws the random numbers of `step`; its loss is multiplied by
         `loss_scale`.
         """
         self._step = step
@@ -122,39 +125,39 @@ class Stage:
     def forward(
         self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
     ) -> Tensors:
-        """Run the layers and stash what their backward needs. `targets` are for the last stage,
-        whose output is the loss: a scalar in fp32, the mean over the micro-batch, not scaled.
-        Outputs carry no graph.
+        """Run the layers and stash what their backward needs. Outputs carry no graph.
 
-        Raises `TransferError` where `inputs` are not as they were at the first micro-batch, and
-        `RunError` where the loss is no scalar.
+        `targets` are for the last stage, whose output is the loss: a scalar in fp32, the mean over
+        the micro-batch, not scaled.
+
+        Raises `TransferError` if `inputs` are not as they were at the first micro-batch, and
+        `RunError` if the loss is no scalar.
         """
-        assert microbatch not in self._passes, f"micro-batch {microbatch} is already stashed"
+        assert microbatch not in self._graphs, f"micro-batch {microbatch} is already stashed"
         self._check_inputs(microbatch, inputs)
         self._refresh()
         targets = None if targets is None else upload(targets, self._device)
-        passes: list[_Pass] = []
+        number = self._first_microbatch + microbatch
+        graphs: list[_Graph] = []
         for index in self._layers:
-            number = self._first_microbatch + microbatch
-            run = partial(
-                self._run, index, ("draw", self._seed, self._step, number, index), targets
-            )
-            if passes and self._keeps_graph and _learn_as_one(inputs):
-                _go_on(inputs)
+            draw_key = ("draw", self._seed, self._step, number, index)
+            run = partial(self._run, index, draw_key, targets)
+            if graphs and self._keeps_graph and _has_one_gradient(inputs):
+                _make_gradients_contiguous(inputs)
             else:
                 inputs = self._leaves(index, inputs)
-                passes.append(_Pass(run, inputs, None))
+                graphs.append(_Graph(run, inputs, None))
             if self._keeps_graph:
                 with torch.enable_grad():
-                    passes[-1].outputs = inputs = run(inputs)
+                    inputs = run(inputs)
+                graphs[-1].outputs = inputs
             else:
                 inputs = self._run_first(index, run, inputs)
-        self._passes[microbatch] = passes
+        self._graphs[microbatch] = graphs
         return tuple(output.detach() for output in inputs)
 
     def backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        """All gradients of one micro-batch: the input's are returned, the parameters' added to
-        `.grad`.
+        """All gradients of one micro-batch: returns the inputs', adds the parameters' to `.grad`.
 
         `grads` are those of the floating-point outputs, in order; none on the last stage. Returns
         those of the floating-point inputs, in order; none on the first stage, whose inputs are
@@ -181,8 +184,8 @@ class Stage:
         self._collect()
 
     def complete(self) -> None:
-        """All gradients of the step are made: add up those of which several ranks have made
-        terms.
+        """After the last backward of a step: sum gradients over the tensor-parallel group, where
+        each rank has some terms.
         """
         if self.split is not None:
             self.split.add_up(self.named_parameters())
@@ -200,30 +203,30 @@ class Stage:
 
     @property
     def held(self) -> int:
-        """Micro-batches that are stashed, whole or for their weight gradients alone; 0 after a
+        """Stashed micro-batches, those that only wait for `backward_weight` included; 0 after a
         step.
         """
-        return len(self._passes) + len(self._waiting)
+        return len(self._graphs) + len(self._waiting)
 
     def clear(self) -> None:
         """Forget a step that was aborted: the stash and the gradients."""
-        self._passes.clear()
+        self._graphs.clear()
         self._waiting.clear()
         self._weight_gradients.take()
         self.zero_grad()
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
-        """Parameters by layer, in order, named for the whole model, such as
+        """Parameters by layer, in order, named as in the whole model:
         `layers.3.attention.qkv.weight`.
         """
-        named: Mapping[int, Iterable[tuple[str, nn.Parameter]]] = (
-            self._masters.named
-            if self._masters is not None
-            else {index: layer.named_parameters() for index, layer in self._layers.items()}
-        )
+        named: Mapping[int, Iterable[tuple[str, nn.Parameter]]]
+        if self._masters is None:
+            named = {index: layer.named_parameters() for index, layer in self._layers.items()}
+        else:
+            named = self._masters.named
         return {
-            i: [(f"layers.{i}.{name}", parameter) for name, parameter in pairs]
-            for i, pairs in named.items()
+            index: [(f"layers.{index}.{name}", parameter) for name, parameter in pairs]
+            for index, pairs in named.items()
         }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -240,7 +243,8 @@ class Stage:
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of `buffers` that a checkpoint holds, named as parameters are."""
         for index, layer in self._layers.items():
-            yield from ((f"layers.{index}.{name}", buffer) for name, buffer in saved_buffers(layer))
+            for name, buffer in saved_buffers(layer):
+                yield f"layers.{index}.{name}", buffer
 
     def zero_grad(self) -> None:
         self._stale = True
@@ -250,38 +254,39 @@ class Stage:
             parameter.grad = None
 
     def _backward(self, microbatch: int, grads: Tensors) -> Tensors:
-        passes = self._passes[microbatch]
+        graphs = self._graphs[microbatch]
         if self._loss is not None:
             assert not grads, "the last stage makes its gradient itself"
-            grads = (
-                torch.full((), self._loss_factor, device=self._device),
-            )  # made there: a copy would be waited for
-        while passes:
-            grads = self._backward_graph(microbatch, passes.pop(), grads)
-        del self._passes[microbatch]
+            # Made on the device: the host would wait for a copy.
+            grads = (torch.full((), self._loss_factor, device=self._device),)
+        while graphs:
+            grads = self._backward_graph(microbatch, graphs.pop(), grads)
+        del self._graphs[microbatch]
         return grads
 
-    def _backward_graph(self, microbatch: int, graph: _Pass, grads: Tensors) -> Tensors:
-        """A call of its own, so that what this graph has made is freed before the next one's is
-        made again.
+    def _backward_graph(self, microbatch: int, graph: _Graph, grads: Tensors) -> Tensors:
+        """A call of its own, so that this graph's tensors are freed before the next graph is
+        rebuilt.
         """
-        outputs = graph.run(graph.inputs) if graph.outputs is None else graph.outputs
+        outputs = graph.outputs
+        if outputs is None:
+            outputs = graph.run(graph.inputs)
         self._differentiate(microbatch, outputs, grads)
         return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
 
     def _run_first(self, index: int, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
-        """A forward pass of a layer that backward runs again. Raises `RunError` where that would be
-        another one.
+        """A forward pass of a layer that backward runs again. Raises `RunError` if the layer writes
+        to its buffers, because the second pass would see other values.
         """
         layer = self._layers[index]
-        before = _buffers_of(layer)
+        before = _buffer_versions(layer)
         with torch.no_grad():
             outputs = run(inputs)
-        if _buffers_of(layer) != before:
+        if _buffer_versions(layer) != before:
             raise RunError(
-                f"layer {index} ({type(layer).__name__}) changes its buffers as it runs, and is "
-                "run twice with "
-                'pipeline.recompute = "full": set it to "none", or let the layer keep its buffers'
+                f"layer {index} ({type(layer).__name__}) changes its buffers as it runs, and "
+                'pipeline.recompute = "full" runs it twice: set it to "none", or let the layer '
+                "keep its buffers"
             )
         return outputs
 
@@ -306,29 +311,26 @@ class Stage:
         """One layer, and the loss behind the model's last."""
         layer = self._layers[index]
         # A layer is taken to draw random numbers unless it says that it does not.
-        drawing = (
-            seeded(*draw_key, device=self._device)
-            if getattr(layer, "draws", True)
-            else nullcontext()
-        )
+        drawing: AbstractContextManager[None] = nullcontext()
+        if getattr(layer, "draws", True):
+            drawing = seeded(*draw_key, device=self._device)
         try:
             with drawing, self._autocast():
                 returned = layer(*inputs)
-            outputs = self._canonical(given_by(index, layer, returned))
+            outputs = self._as_after_a_hop(as_tensors(index, layer, returned))
             if self._loss is not None and index == self._last:
-                outputs = (
-                    self._learnable(_scalar(self._loss(*map(_single, outputs), targets)), inputs),
-                )
+                loss = _scalar(self._loss(*map(_as_float, outputs), targets))
+                outputs = (self._learnable(loss, inputs),)
         except Exception as error:
             error.add_note(f"in layer {index} ({type(layer).__name__}) of stage {self.index}")
             raise
         return outputs
 
     def _learnable(self, loss: torch.Tensor, inputs: Tensors) -> torch.Tensor:
-        """Raises `RunError` for a training step's loss without a graph: it would go on, and teach
-        nobody anything.
+        """Raises `RunError` for a training step's loss without a graph: the run would go on and
+        learn nothing.
 
-        Where there is nothing to learn, as every parameter is frozen, none is asked for.
+        A stage whose parameters are all frozen, with nothing to pass back, needs no graph.
         """
         if loss.requires_grad or not torch.is_grad_enabled():
             return loss
@@ -337,57 +339,60 @@ class Stage:
         )
         if any(learner.requires_grad for learner in (*inputs, *parameters)):
             raise RunError(
-                "the loss has no gradient, so that nothing would learn: let the last layers and "
-                "the model's loss "
-                "function go without .detach(), .item() and torch.no_grad()"
+                "the loss has no gradient, so that nothing would learn: remove .detach(), .item() "
+                "and torch.no_grad() from the last layers and the model's loss function"
             )
         return loss
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return (
-            nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
-        )
+        if self._half is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._half)
 
-    def _canonical(self, outputs: Tensors) -> Tensors:
-        """As they would arrive over a wire, so that a neighbour in the same stage sees the same:
-        contiguous, fp32.
+    def _as_after_a_hop(self, outputs: Tensors) -> Tensors:
+        """Contiguous, and fp32 where autocast made half precision: the next layer sees the same in
+        this stage as on another rank.
         """
-        return tuple((o.float() if o.dtype is self._half else o).contiguous() for o in outputs)
+        half = self._half
+        return tuple((out.float() if out.dtype is half else out).contiguous() for out in outputs)
 
     def _leaves(self, layer: int, inputs: Tensors) -> Tensors:
-        """What a graph starts from; the inputs of the whole model need no gradient."""
+        """What a graph starts from. The inputs of the model's first layer need no gradient."""
         moved = [upload(tensor.detach(), self._device) for tensor in inputs]
         return tuple(t.requires_grad_(layer > 0 and t.is_floating_point()) for t in moved)
 
     def _differentiate(self, microbatch: int, outputs: Tensors, grads: Tensors) -> None:
         floating = [output for output in outputs if output.is_floating_point()]
-        expected, got = ([tuple(t.shape) for t in tensors] for tensors in (floating, grads))
-        if expected != got:
+        expected = [tuple(output.shape) for output in floating]
+        arrived = [tuple(grad.shape) for grad in grads]
+        if expected != arrived:
             raise TransferError(
-                f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {got} came "
-                "back for outputs of "
-                f"shapes {expected}; the stage behind must return one for each floating-point "
-                "tensor it was given"
+                f"stage {self.index}, micro-batch {microbatch}: gradients of shapes {arrived} came "
+                f"back for outputs of shapes {expected}; the next stage must return one for each "
+                "floating-point tensor that it was given"
             )
         pairs = [
-            (o, g.to(o.device)) for o, g in zip(floating, grads, strict=True) if o.requires_grad
+            (output, grad.to(output.device))
+            for output, grad in zip(floating, grads, strict=True)
+            if output.requires_grad
         ]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
     def _check_inputs(self, microbatch: int, inputs: Tensors) -> None:
-        got = tuple(TensorSpec.of(tensor) for tensor in inputs)
-        self._expected = self._expected or got
-        if got != self._expected:
+        arrived = tuple(TensorSpec.of(tensor) for tensor in inputs)
+        if self._expected is None:
+            self._expected = arrived
+        if arrived != self._expected:
             raise TransferError(
                 f"stage {self.index}, micro-batch {microbatch}: expected {_listed(self._expected)} "
-                "as at the first "
-                f"micro-batch, got {_listed(got)}; shapes and dtypes must not change during a run"
+                f"as at the first micro-batch, got {_listed(arrived)}; shapes and dtypes must not "
+                "change during a run"
             )
 
 
-def _single(tensor: torch.Tensor) -> torch.Tensor:
-    """As a loss takes it: in fp32, whatever the layers compute in."""
+def _as_float(tensor: torch.Tensor) -> torch.Tensor:
+    """A loss is computed in fp32, whatever the layers compute in."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -395,33 +400,31 @@ def _scalar(loss: object) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise RunError(
             f"the model's loss function returned {type(loss).__name__}; it must return a scalar "
-            "tensor, the mean over "
-            "the micro-batch"
+            "tensor, the mean over the micro-batch"
         )
     if loss.dim():
         raise RunError(
             f"the loss is of shape {list(loss.shape)}; it must be a scalar, the mean over the "
-            "micro-batch: end the "
-            "model's loss function with .mean()"
+            "micro-batch: end the model's loss function with .mean()"
         )
     return loss.float()
 
 
-def _buffers_of(layer: nn.Module) -> list[tuple[int, int]]:
-    """Which they are, and how often each has been written to."""
+def _buffer_versions(layer: nn.Module) -> list[tuple[int, int]]:
+    """The identity of each buffer, and how often it has been written to."""
     return [(id(buffer), buffer._version) for buffer in layer.buffers()]
 
 
-def _learn_as_one(tensors: Tensors) -> bool:
-    """Whether one of them has a gradient: of several, one that a layer does not use would have
-    none, and not zeros.
+def _has_one_gradient(tensors: Tensors) -> bool:
+    """Whether one graph can go on through them: autograd returns None, not zeros, for one of
+    several that the next layer does not use.
     """
     return sum(tensor.is_floating_point() for tensor in tensors) == 1
 
 
-def _go_on(tensors: Tensors) -> None:
-    """Within a graph a gradient is passed on as `_taken_grad` would give it: products may round by
-    their strides.
+def _make_gradients_contiguous(tensors: Tensors) -> None:
+    """Inside a graph, pass a gradient on as `_taken_grad` would between two: a product may round
+    differently for other strides.
     """
     for tensor in tensors:
         if tensor.requires_grad:
@@ -429,7 +432,7 @@ def _go_on(tensors: Tensors) -> None:
 
 
 def _taken_grad(leaf: torch.Tensor) -> torch.Tensor:
-    """A gradient as it would go over a wire: zeros where the layer did not use the input."""
+    """A gradient as after a hop: contiguous, and zeros if the layer did not use the input."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
 
 

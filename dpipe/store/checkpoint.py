@@ -81,7 +81,7 @@ def save(
     tensors: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
-    gather: Callable[[bytes], Sequence[bytes]],
+    share: Callable[[Any], Sequence[Any]],
     keep: int,
     layouts: Mapping[str, Shard] = MappingProxyType({}),
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
@@ -93,7 +93,7 @@ def save(
     `layouts` are those of the tensors of the optimizer that are rows of several ranks' parts
     (`shards.py`).
 
-    `gather` exchanges bytes with all ranks and is the barrier behind which all files are there. The
+    `share` exchanges JSON with all ranks and is the barrier behind which all files are there. The
     newest `keep` stay; newer steps than `step` are of a course that was given up, and go. Whatever
     fails, earlier checkpoints stay whole. `buffers` are saved with `tensors`. Raises `RunError`,
     which ends in the `remedy`, where it cannot be written, and `NumericError` where one of
@@ -108,7 +108,7 @@ def save(
         for kind, content in zip(_KINDS, ({**tensors, **buffers}, optimizer), strict=True):
             part[kind] = _write_part(store, step, rank, kind, content)
     part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
-    parts = [json.loads(payload) for payload in gather(json.dumps(part).encode())]
+    parts = share(part)
     _refuse(parts, step)
     index = {
         "step": step,

@@ -9,13 +9,21 @@ tests/timeline/test_greedy.py.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.check import peak_in_flight
-from dpipe.schedule.generate import generate, least_in_flight
+from dpipe.schedule.generate import (
+    AUTO,
+    GENERATORS,
+    Generator,
+    generate,
+    gpipe,
+    least_in_flight,
+)
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
@@ -148,9 +156,7 @@ def _bounds(
     """The least activations that a rank must be able to hold, and the most that it may."""
     everything = num_microbatches * stages_per_rank
     limit = everything if memory_limit is None else min(memory_limit, everything)
-    generate(
-        "gpipe", num_stages, num_microbatches, stages_per_rank=stages_per_rank
-    )  # refuses sizes that make no sense
+    gpipe(num_stages, num_microbatches, stages_per_rank)  # refuses sizes that make no sense
     least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
     if limit < least:
         raise ScheduleError(
@@ -165,38 +171,56 @@ def _bounds(
 def _candidates(
     num_stages: int, num_microbatches: int, stages_per_rank: int, shallowest: int, limit: int
 ) -> Iterator[Schedule]:
-    """Every generator with depths that grow geometrically from `shallowest` up to what fits."""
+    """What every generator makes for so many stages a rank, with depths that grow geometrically
+    from `shallowest` up to what fits.
+    """
 
-    def named(name: str, **parameters: int) -> Schedule:
-        per_rank = 1 if name in ("1f1b", "zero-bubble") else stages_per_rank
-        schedule = generate(
-            name, num_stages, num_microbatches, stages_per_rank=per_rank, **parameters
-        )
-        chosen = ", ".join(f"{key}={value}" for key, value in parameters.items())
-        return replace(schedule, name=f"auto: {name}" + (f" {chosen}" if chosen else ""))
+    def made_by(generator: Generator, **parameters: int) -> Schedule:
+        several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
+        schedule = generate(generator.name, num_stages, num_microbatches, **several, **parameters)
+        values = ", ".join(f"{key}={value}" for key, value in parameters.items())
+        return replace(schedule, name=f"{AUTO}: {generator.name} {values}".rstrip())
 
-    yield named("gpipe")
+    usable = [
+        generator
+        for generator in GENERATORS.values()
+        if (stages_per_rank > 1 and generator.takes_several_stages)
+        or (stages_per_rank == 1 and not generator.needs_several_stages)
+    ]
+    for generator in usable:
+        if "in_flight" not in generator.takes:
+            yield made_by(generator)
     for depth in _depths(shallowest, limit):
-        if stages_per_rank > 1:
-            yield named("interleaved", in_flight=depth)
-            continue
-        yield named("1f1b", in_flight=depth)
-        for held in _held(depth, limit):
-            schedule = named("zero-bubble", in_flight=depth, memory_limit=held)
-            yield schedule
-            if max(peak_in_flight(schedule)) < held:
-                break  # a higher limit changes nothing
+        for generator in usable:
+            if "in_flight" not in generator.takes:
+                continue
+            make = partial(made_by, generator, in_flight=depth)
+            if "memory_limit" in generator.takes:
+                yield from _until_unlimited(make, _held(depth, limit))
+            else:
+                yield make()
+
+
+def _until_unlimited(
+    make: Callable[..., Schedule], memory_limits: Sequence[int]
+) -> Iterator[Schedule]:
+    for memory_limit in memory_limits:
+        schedule = make(memory_limit=memory_limit)
+        yield schedule
+        if max(peak_in_flight(schedule)) < memory_limit:
+            break  # a higher limit changes nothing
 
 
 def _greedy_candidates(
     num_stages: int, num_microbatches: int, cost: Cost, network: Network, limit: int
 ) -> Iterator[Schedule]:
+    def made(in_flight: int, memory_limit: int) -> Schedule:
+        schedule = greedy(num_stages, num_microbatches, cost, network, in_flight, memory_limit)
+        values = f"in_flight={in_flight}, memory_limit={memory_limit}"
+        return replace(schedule, name=f"{AUTO}: greedy {values}")
+
     for depth in _depths(min(num_stages, limit), limit):
-        for held in _held(depth, limit):
-            schedule = greedy(num_stages, num_microbatches, cost, network, depth, held)
-            yield replace(schedule, name=f"auto: greedy in_flight={depth}, memory_limit={held}")
-            if max(peak_in_flight(schedule)) < held:
-                break
+        yield from _until_unlimited(partial(made, depth), _held(depth, limit))
 
 
 def _held(depth: int, limit: int) -> list[int]:

@@ -18,10 +18,10 @@ import torch
 
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.transport.base import Moved
 from dpipe.transport.staging import Staging
 from dpipe.wire.message import Header, byte_view
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved
 
 _WAKE_S = 5.0  # a thread that may wait for as long as the peer likes looks around this often
 

@@ -27,8 +27,8 @@ import torch
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
 from dpipe.streams import CudaStreams, Mark
-from dpipe.transport.base import Moved
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved
 
 _CLOSE_S = 5.0  # for the last sends to leave
 _WATCH_S = 0.1

@@ -28,9 +28,10 @@ from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.egress import Egress, Sent
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.transport.base import Moved, Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved, Pending
 
 _CLOSE_S = 5.0  # for what was sent before closing to be handed over
 _WAKE_S = 5.0  # an idle shaper looks around this often

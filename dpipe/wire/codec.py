@@ -1,16 +1,15 @@
-"""Codecs: what a floating-point tensor looks like on the wire. The sizes are those of
-`wire/format.py`.
+"""Codecs: wire formats on tensors. `format.py` declares the formats and their sizes.
 
-    name   on the wire                                            |x - decode(encode(x))| at most
-    none   as it is                                               0
-    bf16   rounded to bfloat16                                    |x| / 256
-    fp16   rounded to float16; inf beyond 65504                   |x| / 2048, or 2^-25 where |x| < 2^-14
-    int8   a fp32 scale for each block of INT8_BLOCK values,      max|block| / 254
+    name   on the wire                                         |x - decode(encode(x))| at most
+    none   as it is                                            0
+    bf16   rounded to bfloat16                                 |x| / 256
+    fp16   rounded to float16; inf beyond 65504                |x| / 2048; 2^-25 if |x| < 2^-14
+    int8   an fp32 scale for each block of INT8_BLOCK values,  max|block| / 254
            then the values as int8, in one uint8 tensor
 
-The bounds leave out the rounding of the tensor's own dtype. Tensors of other dtypes (token ids,
-masks) always cross as they are. A codec hides no overflow: what is inf or nan before it is not
-finite after it.
+The bounds do not include the rounding to the tensor's own dtype. Tensors that are not
+floating-point (token ids, masks) are sent unchanged. A codec never hides an overflow: values that
+are inf or nan before encoding are not finite after decoding.
 """
 
 from dataclasses import dataclass
@@ -20,29 +19,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dpipe.wire.format import INT8_BLOCK, wire_bytes
+from dpipe.choices import function_at
+from dpipe.wire.format import FORMATS, INT8_BLOCK, int8_bytes
 from dpipe.wire.spec import TensorSpec
 
 _INT8_MAX = 127
-_SMALLEST_SCALE = torch.finfo(
-    torch.float32
-).smallest_normal  # a smaller scale has too few bits to keep the bound
+# A smaller scale is a subnormal number, which has too few bits to keep the bound.
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 
 class Codec(Protocol):
     def encode(self, tensor: Tensor) -> Tensor:
-        """The contiguous tensor to put on the wire, on the same device; `tensor` itself where
-        nothing changes.
-        """
+        """The contiguous tensor to send, on the same device; may share memory with `tensor`."""
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
-        """The tensor of shape and dtype `like` that `wire` stands for."""
+        """The tensor of shape and dtype `like` that `wire` encodes."""
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
-        """What `encode` makes of a tensor such as `like`: the spec that a receive must expect."""
+        """The spec of what `encode` returns for a tensor of spec `like`: what a receive expects."""
 
 
-class _Same:
+class AsIs:
+    """Sends the tensor's own bytes."""
+
     def encode(self, tensor: Tensor) -> Tensor:
         return tensor.detach().contiguous()
 
@@ -54,7 +53,9 @@ class _Same:
 
 
 @dataclass(frozen=True)
-class _Cast:
+class Cast:
+    """Rounds each value to `dtype`."""
+
     dtype: torch.dtype
 
     def encode(self, tensor: Tensor) -> Tensor:
@@ -64,16 +65,18 @@ class _Cast:
         return wire.to(like.dtype)
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
-        return TensorSpec(like.shape, self.dtype) if like.dtype.is_floating_point else like
+        if not like.dtype.is_floating_point:
+            return like
+        return TensorSpec(like.shape, self.dtype)
 
 
-class _Int8:
+class Int8:
     """Symmetric quantization by block of the flattened tensor.
 
-        [ scale 0 | scale 1 | ... | q q q ... q (block 0) | q q ... (block 1) | ... ]      x ~ scale * q
-          4 bytes   4 bytes          1 byte each; the last block may be short
+        [ scale 0 | scale 1 | ... | q q q ... q (block 0) | q q ... (block 1) | ... ]
+          4 bytes   4 bytes         1 byte each, x ~ scale * q; the last block may be short
 
-    A block that holds an inf or a nan becomes nan as a whole; one below 1e-36 throughout becomes
+    A block with an inf or a nan in it decodes to nan throughout, a block of values below 1e-36 to
     zeros.
     """
 
@@ -83,15 +86,10 @@ class _Int8:
         flat = tensor.detach().reshape(-1)
         blocks = pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK).float()
         scales = _scales(blocks)
-        quantized = (
-            (blocks / scales[:, None])
-            .round_()
-            .nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            .to(torch.int8)
-        )
-        return torch.cat(
-            [scales.view(torch.uint8), quantized.view(torch.uint8).view(-1)[: flat.numel()]]
-        )
+        # A scale of 0 or nan gives nan or inf here; the scale alone says so at the other end.
+        rounded = (blocks / scales[:, None]).round_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        quantized = rounded.to(torch.int8).view(torch.uint8).view(-1)
+        return torch.cat([scales.view(torch.uint8), quantized[: flat.numel()]])
 
     def decode(self, wire: Tensor, like: TensorSpec) -> Tensor:
         if not like.dtype.is_floating_point:
@@ -100,16 +98,17 @@ class _Int8:
         scales = wire[: 4 * num_blocks].view(torch.float32)
         values = wire[4 * num_blocks :].view(torch.int8)
         padded = pad(values, (0, -values.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
-        return (padded * scales[:, None]).view(-1)[: values.numel()].view(like.shape).to(like.dtype)
+        flat = (padded * scales[:, None]).view(-1)[: values.numel()]
+        return flat.view(like.shape).to(like.dtype)
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         if not like.dtype.is_floating_point:
             return like
-        return TensorSpec((wire_bytes("int8", like.num_bytes // like.dtype.itemsize),), torch.uint8)
+        return TensorSpec((int8_bytes(like.num_bytes // like.dtype.itemsize),), torch.uint8)
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    """One scale a block: max|x| / 127; 0 where that has too few bits to keep the bound, nan where it is not finite."""
+    """One scale a block: max|x| / 127; 0 where that is subnormal, nan where it is not finite."""
     scales = blocks.abs().amax(dim=1) / _INT8_MAX
     scales = torch.where(scales < _SMALLEST_SCALE, 0.0, scales)
     return torch.where(scales.isfinite(), scales, torch.nan)
@@ -119,15 +118,15 @@ def _num_blocks(like: TensorSpec) -> int:
     return -(-like.num_bytes // like.dtype.itemsize // INT8_BLOCK)
 
 
+def bf16() -> Codec:
+    return Cast(torch.bfloat16)
+
+
+def fp16() -> Codec:
+    return Cast(torch.float16)
+
+
 def codec(name: str) -> Codec:
-    """The codec called `name`; raises `ValueError` on an unknown one."""
-    match name:
-        case "none":
-            return _Same()
-        case "bf16":
-            return _Cast(torch.bfloat16)
-        case "fp16":
-            return _Cast(torch.float16)
-        case "int8":
-            return _Int8()
-    raise ValueError(f"unknown wire format {name!r}; one of none, bf16, fp16, int8")
+    """The codec of the wire format `name`; raises `ConfigError` on an unknown one."""
+    made: Codec = function_at(FORMATS.named(name).codec)()
+    return made

@@ -136,7 +136,8 @@ def load_hosts(path: Path) -> Hosts:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HostsError(
-            f"hosts file {path} does not exist; scripts/aws up writes one, the README shows one"
+            f"hosts file {path} does not exist; scripts/aws up writes one, docs/machines.md shows "
+            "one"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise HostsError(f"hosts file {path} is not TOML: {error}") from None

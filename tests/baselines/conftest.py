@@ -16,7 +16,7 @@ from dpipe.baselines.foreign import train_rank
 from dpipe.config.load import load
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 from dpipe.run.launch import free_port
 
 # Relative: sums in another order, of which Adam makes a whole step where a gradient is all but
@@ -78,7 +78,7 @@ def our_losses(job: Path, tmp_path: Path) -> Callable[..., object]:
     def run(*overrides: str) -> object:
         alone = ("pipeline.stages=1", f"run.folder={tmp_path / 'ours'}")
         config = load(job, (*overrides, *alone))
-        run_rank(config, Placement(), console=Console(file=StringIO()))
+        run_rank(config, ProcessInfo(), console=Console(file=StringIO()))
         losses = [row["loss"] for row in read_rows(tmp_path / "ours") if "loss" in row]
         return pytest.approx(losses, rel=ROUNDING[config.train.precision])
 
@@ -96,14 +96,14 @@ def their_rows(job: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]
         address, world = f"127.0.0.1:{free_port()}", config.world_size
         context = get_context("forkserver")
         context.set_forkserver_preload(["dpipe.baselines.fsdp", "megatron.core.optimizer"])
-        places = [Placement(rank, world, rank, address) for rank in range(world)]
+        processes = [ProcessInfo(rank, world, rank, address) for rank in range(world)]
         ranks = [
             context.Process(
                 target=train_rank,
-                args=(config, place, engine.check_config, engine.make_step),
+                args=(config, process, engine.check_config, engine.make_step),
                 daemon=True,
             )
-            for place in places
+            for process in processes
         ]
         for rank in ranks:
             rank.start()

@@ -1,9 +1,9 @@
 import pytest
 
-from dpipe.baselines.foreign import check_place, refuse
+from dpipe.baselines.foreign import check_world_size, refuse
 from dpipe.config.load import build
 from dpipe.errors import ConfigError
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 
 
 def test_refusal_lists_every_reason_that_holds():
@@ -16,4 +16,4 @@ def test_other_number_of_processes_than_configured_is_refused():
     with pytest.raises(
         ConfigError, match=r"3 processes were started, but pipeline.stages 2, .* need 4; start that"
     ):
-        check_place(config, Placement(0, 3, 0, "127.0.0.1:7000"))
+        check_world_size(config, ProcessInfo(0, 3, 0, "127.0.0.1:7000"))

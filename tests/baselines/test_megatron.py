@@ -14,7 +14,7 @@ from dpipe.baselines.megatron import VERSION, check_config, transformer_config
 from dpipe.config.load import load
 from dpipe.errors import ConfigError
 from dpipe.report.metrics import read_rows
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 
 ONE_RANK = ("pipeline.stages=1",)
 TWO_REPLICAS = (
@@ -34,7 +34,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> fake_megatron.ParallelState:
 @pytest.mark.usefixtures("groups")
 def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
     config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}"))
-    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     rows = read_rows(tmp_path / "theirs")
     assert [row["loss"] for row in rows] == our_losses()
 
@@ -42,14 +42,14 @@ def test_megatron_learns_what_we_do(job: Path, tmp_path: Path, our_losses):
 @pytest.mark.usefixtures("groups")
 def test_megatrons_bert_learns_what_ours_does(job: Path, tmp_path: Path, as_bert, our_losses):
     config = load(job, (*ONE_RANK, *as_bert, f"run.folder={tmp_path / 'theirs'}"))
-    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     rows = read_rows(tmp_path / "theirs")
     assert [row["loss"] for row in rows] == our_losses(*as_bert)
 
 
 def test_ranks_stand_where_ours_do(job: Path, tmp_path: Path, groups):
     config = load(job, (*ONE_RANK, f"run.folder={tmp_path / 'theirs'}", "train.steps=1"))
-    train_rank(config, Placement(), lambda config: None, megatron.make_step)
+    train_rank(config, ProcessInfo(), lambda config: None, megatron.make_step)
     assert groups.called == {"tensor": 1, "pipeline": 1, "virtual": None, "order": "tp-cp-ep-pp-dp"}
 
 

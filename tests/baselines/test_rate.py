@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from dpipe.baselines import rate
 from dpipe.errors import JoinError
-from dpipe.transport.base import Moved
 from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.transfer import Moved
 
 MS = 1_000_000  # nanoseconds
 MB = 1_000_000

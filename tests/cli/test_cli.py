@@ -9,7 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dpipe.cli.main import MAX_WAIT_S, main
+from dpipe.cli.main import main
+from dpipe.cli.options import MAX_WAIT_S
 from dpipe.config.load import build
 
 
@@ -84,12 +85,28 @@ def test_answer_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
 
 def test_character_that_a_terminal_has_not_is_replaced() -> None:
     """Such as one of what the model writes."""
-    code = "from dpipe.cli import main as cli; cli.main.callback(); cli._print('5 \u20ac')"
+    code = (
+        "from dpipe.cli.main import main\n"
+        "from dpipe.cli.options import show\n"
+        "main.callback(); show('5 \u20ac')"
+    )
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ
     )
     assert done.stdout == "5 ?\n", done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in commands())])
+def test_help_comes_fast_without_torch_and_pydantic(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "for slow in ('torch', 'pydantic', 'numpy', 'grpc', 'rich'): sys.modules[slow] = None\n"
+        f"from dpipe.cli.main import main; main({words!r}, prog_name='dpipe')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: dpipe")
 
 
 def test_simulate_answers_without_torch(tmp_path: Path) -> None:

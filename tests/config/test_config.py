@@ -50,7 +50,7 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         *(
             (
                 {"model": {"layers": name}},
-                'must be "gpt", "bert", "replay" or "package.module:function"',
+                'model.layers must be one of "gpt", "bert", "replay", "package.module:function"',
             )
             for name in ("mine", ":", "mine:", ":layers", ".mine:layers")
         ),
@@ -59,7 +59,19 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
             {"pipeline": {"stages": 2, "split": [3]}},
             "split lists 1 stages, but pipeline.stages is 2",
         ),
-        ({"pipeline": {"stages": 4, "stages_per_rank": 2}}, "goes with pipeline.schedule"),
+        (
+            {"pipeline": {"stages": 4, "stages_per_rank": 2}},
+            'above 1 goes with pipeline.schedule "gpipe" or "interleaved"',
+        ),
+        (
+            {"pipeline": {"stages": 4, "schedule": "interleaved"}},
+            '"interleaved" needs pipeline.stages_per_rank above 1',
+        ),
+        (
+            {"pipeline": {"schedule": "interleave"}},
+            'pipeline.schedule must be one of "gpipe", .*, "auto", got \'interleave\'; '
+            'did you mean "interleaved"',
+        ),
         ({"node": {"tls_cert": "a.pem"}}, "go together"),
         (
             {"tensor_parallel": {"size": 3}},
@@ -96,7 +108,8 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
         ),
         (
             {"replay": {"exchanges": 2}},
-            "replay.exchanges are among the ranks of a stage: set tensor_parallel.size",
+            "replay.exchanges are among the ranks of a tensor-parallel group: set "
+            "tensor_parallel.size",
         ),
         (
             {
@@ -119,8 +132,7 @@ def test_file_is_read_and_overridden(tmp_path: Path) -> None:
                 "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
                 "train": {"batch_size": 32},
             },
-            "rounds what every rank of a stage has whole differently on each of "
-            "tensor_parallel.size 2",
+            "rounds parameters that are not sharded differently on each of tensor_parallel.size 2",
         ),
     ],
 )
@@ -176,6 +188,16 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.toml")
 
 
+def test_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"configuration .* cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_section_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^train must be a section, \[train\], got 3$"):
+        load(written(tmp_path, "train = 3"))
+
+
 def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job\.toml is not TOML"):
         load(written(tmp_path, "steps 5"))
@@ -221,7 +243,7 @@ def test_configuration_survives_json() -> None:
         ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
         (
             {"fragments": 5, "inner_steps": 4},
-            "data_parallel.fragments is 5, but at most one agrees at each",
+            "data_parallel.fragments is 5, but at most one is averaged at each",
         ),
     ],
 )
@@ -289,7 +311,7 @@ def test_sample_of_bert_is_refused() -> None:
 
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match="model.preset 'gpt5' is not known; choose one of bert-345m, gpt2-345m"
+        ConfigError, match='model.preset must be one of "bert-345m", "gpt2-345m", .* got \'gpt5\''
     ):
         build({"model": {"preset": "gpt5"}})
 

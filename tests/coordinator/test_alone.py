@@ -10,6 +10,7 @@ def test_alone_gathers_its_own_part():
     gathered = alone.gather("step/1", b"x")
     assert gathered.done()
     assert gathered.wait(0.0) == (b"x",)
+    assert alone.share("port", (1, None), 0.0) == [[1, None]]
     alone.barrier("end", 0.0)
     assert (alone.addresses, alone.clock_offset_ns) == ({0: "here:1"}, 0)
     alone.leave()

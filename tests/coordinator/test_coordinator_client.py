@@ -11,7 +11,7 @@ from dpipe.coordinator import client
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
-from dpipe.errors import JoinError, RunAborted, RunError
+from dpipe.errors import JoinError, RunAborted, RunError, TransferError
 from dpipe.wire.rpc import Security, serve
 
 
@@ -224,6 +224,28 @@ def test_gather_twice_under_one_key_is_a_mistake(run):
     first.gather("step/1", b"")
     with pytest.raises(ValueError, match="has already given its part of 'step/1'"):
         first.gather("step/1", b"")
+
+
+def test_share_gives_every_rank_the_values_of_all_by_rank(run):
+    ranks = run.meet(3)
+    values = [{"port": 1}, [2.5, None], "three"]
+    shared = run.at_once(
+        *(lambda rank=rank: rank.share("where", values[rank.rank], 5) for rank in ranks)
+    )
+    assert shared == [values] * 3
+
+
+def test_share_names_the_rank_whose_payload_is_not_json(run):
+    first, second = run.meet(2)
+    second.gather("where", b"\xff{")
+    with pytest.raises(TransferError, match="rank 1 sent 2 bytes for 'where' that are not JSON"):
+        first.share("where", 1, 5)
+
+
+def test_share_that_times_out_names_who_is_missing(run):
+    first, _ = run.meet(2)
+    with pytest.raises(RunError, match=r"waited 0.05 s for 'where': no word from rank 1"):
+        first.share("where", 1, 0.05)
 
 
 def test_barrier_waits_for_the_last(run):

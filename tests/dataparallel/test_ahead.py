@@ -8,12 +8,13 @@ from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, with
 
 from dpipe.dataparallel.ahead import Ahead
 from dpipe.dataparallel.allreduce import AllReduce
-from dpipe.dataparallel.base import DataParallel, Links
+from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
+from dpipe.wire.transfer import Links
 
 KINDS = pytest.mark.parametrize("kind", ["all-reduce", "sharded"])
 

@@ -20,7 +20,7 @@ from support.layered import (
 )
 
 from dpipe.dataparallel.allreduce import AllReduce
-from dpipe.dataparallel.base import DataParallel, Links, Report
+from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
@@ -29,6 +29,7 @@ from dpipe.paramserver.client import Worker
 from dpipe.paramserver.kind import ServedStages
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import StepRule
+from dpipe.wire.transfer import Links
 
 RUNS = itertools.count()
 PART_BYTES = 40  # a few parts in so small a row

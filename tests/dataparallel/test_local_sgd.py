@@ -5,11 +5,12 @@ import torch
 from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, train, with_replicas
 from torch import nn
 
-from dpipe.dataparallel.base import DataParallel, Links
+from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings, fragments
 from dpipe.dataparallel.single import Single
+from dpipe.wire.transfer import Links
 
 MEAN = {"learning_rate": 1.0, "momentum": 0.0}
 DILOCO = {"learning_rate": 0.7, "momentum": 0.9}

@@ -18,10 +18,10 @@ from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage
 from dpipe.streams import CudaStreams, HostStreams
 from dpipe.timeline.span import Lane
-from dpipe.transport.base import Moved
 from dpipe.transport.local import LocalHub
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved
 
 NUMBER = TensorSpec((1,), torch.float32)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpipe.config.load import Train
+from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.single import Single
 from dpipe.engine.update import LossScale, Update, count, learning_rate
@@ -45,7 +45,7 @@ class Heard:
 
 def an_update(stage: OneLayer, **train: Any) -> Update:
     settings = {"steps": 10, "learning_rate": 0.5, "decay": "none", "weight_decay": 0.0} | train
-    chosen = Train(**settings)
+    chosen = TrainConfig(**settings)
     single = Single(
         {0: stage}, AdamSettings(chosen.learning_rate, chosen.weight_decay, chosen.betas)
     )
@@ -78,7 +78,9 @@ def ballot(
     ],
 )
 def test_learning_rate_warms_up_and_decays(decay: str, expected: list[float]) -> None:
-    train = Train(steps=10, learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2, decay=decay)
+    train = TrainConfig(
+        steps=10, learning_rate=1.0, min_learning_rate=0.1, warmup_steps=2, decay=decay
+    )
     assert [learning_rate(train, step) for step in (0, 1, 2, 4, 6, 10)] == pytest.approx(
         expected, abs=1e-4
     )
@@ -213,7 +215,7 @@ def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
     here, heard = ParallelRanks(rank=1, tp_size=2), Heard()
     stage = OneLayer()
     update = Update(
-        {0: stage}, Train(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here
+        {0: stage}, TrainConfig(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here
     )
     update.begin(0, lambda: False, dict)
     update._settle(1.5)

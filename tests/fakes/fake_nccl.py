@@ -17,8 +17,9 @@ from threading import Barrier, Condition
 
 import torch
 
-from dpipe.transport.base import Pending, Transport
+from dpipe.transport.base import Transport
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Pending
 from fakes.fake_cuda import HANG_S, FakeStream
 
 BUFFER = 4 << 20

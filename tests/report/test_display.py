@@ -48,7 +48,7 @@ def test_held_out_loss_has_a_line_of_its_own() -> None:
 def test_output_that_is_full_is_given_up_with_one_warning(
     buffering: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ended the training."""
+    """The failed write used to end the training."""
     with open("/dev/full", "w", buffering=1 if buffering == "line by line" else -1) as full:
         console = Console(file=lasting(full))
         with Display(console, first_step=0, num_steps=10) as display:
@@ -56,13 +56,13 @@ def test_output_that_is_full_is_given_up_with_one_warning(
                 display.show(ROW)
         console.print("the end")
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/full cannot be written ([Errno 28] No space left on device): all goes on, and "
+        "cannot write to /dev/full ([Errno 28] No space left on device): the run goes on, and "
         "nothing more is shown"
     ]
 
 
 def test_output_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """rich ends the process of it."""
+    """rich by itself would end the process."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -70,5 +70,5 @@ def test_output_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) 
     assert "Broken pipe" in caplog.text
 
 
-def test_output_that_is_not_there_is_not_written() -> None:
+def test_missing_output_is_not_written() -> None:
     Console(file=lasting(None)).print("the end")

@@ -7,13 +7,13 @@ import pytest
 from dpipe.errors import ConfigError
 from dpipe.network.link import Host
 from dpipe.report.trace import (
-    Plan,
     StepSpans,
+    TraceInputs,
     dump_steps,
-    load_plan,
+    load_inputs,
     load_steps,
     measured_cost,
-    save_plan,
+    save_inputs,
     write_chrome,
 )
 from dpipe.schedule.action import parse_action
@@ -26,18 +26,18 @@ from dpipe.timeline.span import Lane, Span, Timeline
 
 SCHEDULE = lower(generate("1f1b", 2, 2))
 COST = Cost.uniform(2, 10, 20, message_bytes=1000)
-PLAN = Plan(SCHEDULE, COST, None)
-CROWDED = Plan(SCHEDULE, COST, "slow.toml", 2, (Host((0, 1), cores=1),))
-REPLICATED = Plan(
+INPUTS = TraceInputs(SCHEDULE, COST, None)
+CROWDED = TraceInputs(SCHEDULE, COST, "slow.toml", 2, (Host((0, 1), cores=1),))
+REPLICATED = TraceInputs(
     SCHEDULE,
     replace(COST, reduce_bytes=(8, 9)),
     None,
     replicas=Replicas(direct(3, 2), delayed=True),
 )
-SERVED = Plan(
+SERVED = TraceInputs(
     SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4))
 )
-STALE = Plan(
+STALE = TraceInputs(
     SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, stale=True), servers=(4, 4))
 )
 
@@ -58,11 +58,11 @@ def test_spans_survive_the_upload() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [PLAN, CROWDED, REPLICATED, SERVED, STALE, replace(PLAN, tensor_size=2)]
+    "inputs", [INPUTS, CROWDED, REPLICATED, SERVED, STALE, replace(INPUTS, tensor_size=2)]
 )
-def test_plan_survives_its_file(plan: Plan, tmp_path: Path) -> None:
-    save_plan(tmp_path, plan)
-    assert load_plan(tmp_path) == plan
+def test_inputs_survive_their_file(inputs: TraceInputs, tmp_path: Path) -> None:
+    save_inputs(tmp_path, inputs)
+    assert load_inputs(tmp_path) == inputs
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def traced(tmp_path: Path) -> Path:
     """The folder of a run of two ranks that has a trace."""
     folder = tmp_path / "trace"
     folder.mkdir()
-    save_plan(folder, PLAN)
+    save_inputs(folder, INPUTS)
     for rank in range(2):
         spans = (span(rank, f"{rank}F0", 0.0, 2.0),)
         (folder / f"rank-{rank}.json").write_bytes(dump_steps([StepSpans(7, spans)]))
@@ -91,7 +91,7 @@ def test_trace_is_written_beside_its_parts(traced: Path) -> None:
             b'[{"step": 7, "spans": [["compute", "what", 0, 1]]}]',
             r"rank-1\.json is damaged",
         ),
-        ("rank-1.json", b"[]", r"holds other steps of each rank, by rank \[\[7\], \[\]\]"),
+        ("rank-1.json", b"[]", r"holds different steps for each rank, by rank \[\[7\], \[\]\]"),
         ("plan.json", b"", r"plan\.json is damaged: JSONDecodeError"),
         ("plan.json", b"{}", r"plan\.json is damaged: KeyError: 'num_microbatches'"),
         ("plan.json", b"[]", r"plan\.json is damaged: TypeError"),
@@ -118,7 +118,7 @@ def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:
 
 def test_cost_is_the_mean_of_what_was_measured() -> None:
     steps = [Timeline(2, (span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)))]
-    cost = measured_cost(PLAN, steps)
+    cost = measured_cost(INPUTS, steps)
     assert cost.forward_us == (15.0, 0.0)
     assert cost.backward_us == (0.0, 50.0)
 
@@ -127,4 +127,4 @@ def test_cost_of_ranks_that_share_cores_is_processor_time() -> None:
     slow = Span(0, Lane.COMPUTE, parse_action("0F0"), 0, 30, cpu_us=10.0)
     steps = [Timeline(2, (slow,))]
     assert measured_cost(CROWDED, steps).forward_us == (10.0, 0.0)
-    assert measured_cost(PLAN, steps).forward_us == (30.0, 0.0)
+    assert measured_cost(INPUTS, steps).forward_us == (30.0, 0.0)

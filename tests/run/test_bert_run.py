@@ -119,7 +119,8 @@ def test_generate_refuses_a_model_that_continues_no_text(small: Make, tmp_path: 
     folder = open_folder(small(), resume=False)
     save_configuration(folder, small())
     with pytest.raises(
-        ConfigError, match='run of model.layers "bert", which fills in masked words'
+        ConfigError,
+        match='run of model.layers "bert", which continues no text; generate from a run of "gpt"',
     ):
         generate_text(folder, "the fox", tokens=1, temperature=0.0, seed=0)
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from dpipe.errors import ConfigError, JoinError
-from dpipe.run.environment import AgentStore, Placement, first_host, placement
+from dpipe.run.environment import AgentStore, ProcessInfo, first_host, process_info
 
 DPIPE = {
     "DPIPE_RANK": "1",
@@ -33,40 +33,40 @@ SLURM = {
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
-def test_placement_alone_when_nothing_says_otherwise():
-    assert placement({}) == Placement(rank=0, world_size=1, local_rank=0, coordinator=None)
+def test_process_info_alone_when_nothing_says_otherwise():
+    assert process_info({}) == ProcessInfo(rank=0, world_size=1, local_rank=0, coordinator=None)
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (DPIPE, Placement(1, 2, 1, "127.0.0.1:4000")),
-        (TORCHRUN, Placement(2, 4, 0, "node0:29500")),
+        (DPIPE, ProcessInfo(1, 2, 1, "127.0.0.1:4000")),
+        (TORCHRUN, ProcessInfo(2, 4, 0, "node0:29500")),
         (
             TORCHRUN | AGENT,
-            Placement(2, 4, 0, store=AgentStore("node0", 29500, "dpipe/coordinator/1")),
+            ProcessInfo(2, 4, 0, store=AgentStore("node0", 29500, "dpipe/coordinator/1")),
         ),
-        (SLURM, Placement(3, 8, 1, "gpu03-ib:23456")),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu9"}, Placement(3, 8, 1, "gpu9:23456")),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Placement()),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Placement()),
-        ({"DPIPE_RANK": "0", "DPIPE_WORLD_SIZE": "1"}, Placement()),
-        (SLURM | TORCHRUN, Placement(2, 4, 0, "node0:29500")),
-        (SLURM | TORCHRUN | DPIPE, Placement(1, 2, 1, "127.0.0.1:4000")),
+        (SLURM, ProcessInfo(3, 8, 1, "gpu03-ib:23456")),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu9"}, ProcessInfo(3, 8, 1, "gpu9:23456")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessInfo()),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, ProcessInfo()),
+        ({"DPIPE_RANK": "0", "DPIPE_WORLD_SIZE": "1"}, ProcessInfo()),
+        (SLURM | TORCHRUN, ProcessInfo(2, 4, 0, "node0:29500")),
+        (SLURM | TORCHRUN | DPIPE, ProcessInfo(1, 2, 1, "127.0.0.1:4000")),
     ],
 )
-def test_placement_reads_the_environment(environ, expected):
-    assert placement(environ) == expected
+def test_process_info_reads_the_environment(environ, expected):
+    assert process_info(environ) == expected
 
 
-def test_placement_flags_win():
-    here = placement(SLURM | TORCHRUN | DPIPE, rank=0, world_size=3, coordinator="10.0.0.5:4000")
-    assert here == Placement(0, 3, 0, "10.0.0.5:4000")
-    assert placement(TORCHRUN, rank=0, world_size=1) == Placement()
+def test_process_info_flags_win():
+    here = process_info(SLURM | TORCHRUN | DPIPE, rank=0, world_size=3, coordinator="10.0.0.5:4000")
+    assert here == ProcessInfo(0, 3, 0, "10.0.0.5:4000")
+    assert process_info(TORCHRUN, rank=0, world_size=1) == ProcessInfo()
 
 
-def test_placement_carries_the_token_and_does_not_show_it():
-    here = placement(DPIPE | {"DPIPE_TOKEN": "open sesame"})
+def test_process_info_carries_the_token_and_does_not_show_it():
+    here = process_info(DPIPE | {"DPIPE_TOKEN": "open sesame"})
     assert here.token == "open sesame"
     assert "sesame" not in repr(here)
 
@@ -80,13 +80,13 @@ def test_placement_carries_the_token_and_does_not_show_it():
         ({"coordinator": "10.0.0.5:4000"}, "--rank and --world-size missing"),
     ],
 )
-def test_placement_names_the_flags_that_are_missing(flags, missing):
+def test_process_info_names_the_flags_that_are_missing(flags, missing):
     with pytest.raises(ConfigError, match=missing):
-        placement(TORCHRUN, **flags)
+        process_info(TORCHRUN, **flags)
 
 
-def test_placement_brackets_the_ipv6_address_of_torchrun():
-    here = placement(TORCHRUN | {"MASTER_ADDR": "fd00::5", "MASTER_PORT": "7000"})
+def test_process_info_brackets_the_ipv6_address_of_torchrun():
+    here = process_info(TORCHRUN | {"MASTER_ADDR": "fd00::5", "MASTER_PORT": "7000"})
     assert (here.coordinator, here.coordinator_host, here.port) == (
         "[fd00::5]:7000",
         "[fd00::5]",
@@ -107,9 +107,9 @@ def test_placement_brackets_the_ipv6_address_of_torchrun():
         (DPIPE, "DPIPE_COORDINATOR"),
     ],
 )
-def test_placement_names_the_variable_that_is_missing(environ, name):
+def test_process_info_names_the_variable_that_is_missing(environ, name):
     with pytest.raises(ConfigError, match=f"^{name} is missing in the environment"):
-        placement({key: value for key, value in environ.items() if key != name})
+        process_info({key: value for key, value in environ.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_placement_names_the_variable_that_is_missing(environ, name):
         (SLURM | {"SLURM_JOB_NODELIST": ",x"}, "',x' is not a list of hosts"),
     ],
 )
-def test_placement_refuses_what_makes_no_sense(environ, complaint):
+def test_process_info_refuses_what_makes_no_sense(environ, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        placement(environ)
+        process_info(environ)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,15 @@ def test_first_host_reads_slurm_lists(hostlist, host):
 
 
 def test_known_coordinator_needs_no_publishing():
-    here = Placement(0, 2, 0, "10.0.0.5:4000")
+    here = ProcessInfo(0, 2, 0, "10.0.0.5:4000")
     here.publish("ignored:1")
     assert (here.find(0.0), here.port) == ("10.0.0.5:4000", 4000)
 
 
 def test_single_process_has_no_coordinator_to_find():
-    assert Placement().port == 0
+    assert ProcessInfo().port == 0
     with pytest.raises(JoinError, match="placed as the only rank"):
-        Placement().find(1.0)
+        ProcessInfo().find(1.0)
 
 
 @pytest.fixture
@@ -175,9 +175,9 @@ def agent():
 def test_agent_store_passes_the_address_on(agent):
     environ, _ = agent
     found: list[str] = []
-    waiting = threading.Thread(target=lambda: found.append(placement(environ).find(10.0)))
+    waiting = threading.Thread(target=lambda: found.append(process_info(environ).find(10.0)))
     waiting.start()
-    first = placement(environ | {"RANK": "0"})
+    first = process_info(environ | {"RANK": "0"})
     assert first.port == 0
     first.publish("10.0.0.5:4321")
     waiting.join(10)
@@ -186,11 +186,13 @@ def test_agent_store_passes_the_address_on(agent):
 
 def test_agent_store_does_not_mix_restarts_up(agent):
     environ, _ = agent
-    placement(environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}).publish("10.0.0.5:4321")
+    process_info(environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}).publish(
+        "10.0.0.5:4321"
+    )
     with pytest.raises(
         JoinError, match=r"rank 0 has not said within 0.2 s .*key dpipe/coordinator/1.*rank 0 is up"
     ):
-        placement(environ).find(0.2)
+        process_info(environ).find(0.2)
 
 
 def test_agent_store_that_is_gone_is_a_join_error(agent, monkeypatch):
@@ -203,10 +205,9 @@ MEET = """
 import os
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
-from dpipe.run.launch import environment
-from dpipe.run.environment import placement
+from dpipe.run.environment import environment, process_info
 
-here = placement(environment())
+here = process_info(environment())
 server = CoordinatorServer(here.world_size, port=here.port) if here.rank == 0 else None
 if server:
     here.publish(f"127.0.0.1:{server.port}")
@@ -236,6 +237,6 @@ def test_ranks_of_torchrun_meet(tmp_path):
     assert output.split() == ["(b'0',", "b'1')"] * 2
 
 
-def test_placement_does_not_import_torch():
+def test_process_info_does_not_import_torch():
     code = "import sys, dpipe.run.environment, dpipe.run.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

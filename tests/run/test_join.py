@@ -8,7 +8,7 @@ from dpipe.errors import ConfigError, JoinError
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import torch_group
 from dpipe.run.build import launch_ranks, train_rank
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 from dpipe.run.join import address_toward, advertised_host, refuse_shared_gpus
 
 
@@ -98,7 +98,7 @@ def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_r
 
     config: Config = tiny(pipeline__stages=2)
     with pytest.raises(JoinError, match="127.0.0.1:9"):
-        run_rank(config, Placement(1, 2, 1, "127.0.0.1:9"), join_s=1.0)
+        run_rank(config, ProcessInfo(1, 2, 1, "127.0.0.1:9"), join_s=1.0)
 
 
 def test_port_in_use_is_refused(tiny) -> None:
@@ -109,7 +109,7 @@ def test_port_in_use_is_refused(tiny) -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(JoinError, match="in use"):
-            run_rank(tiny(pipeline__stages=2), Placement(0, 2, 0, address), join_s=1.0)
+            run_rank(tiny(pipeline__stages=2), ProcessInfo(0, 2, 0, address), join_s=1.0)
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:

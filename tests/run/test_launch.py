@@ -17,7 +17,8 @@ import pytest
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.run import launch as launch_module
 from dpipe.run import leash
-from dpipe.run.launch import environment, free_port, launch
+from dpipe.run.environment import environment
+from dpipe.run.launch import free_port, launch
 
 SLEEP = "import time; time.sleep(60)"
 

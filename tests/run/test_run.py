@@ -22,8 +22,8 @@ from dpipe.engine.trainer import Trainer
 from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, RunAborted, RunError
 from dpipe.plan.run_plan import draft
 from dpipe.report.metrics import read_rows
-from dpipe.report.trace import load_plan, load_trace, write_chrome
-from dpipe.run.build import written_by
+from dpipe.report.trace import load_inputs, load_trace, write_chrome
+from dpipe.run.build import sample_text
 from dpipe.run.generate import continue_ids, generate_text
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
@@ -108,7 +108,7 @@ def test_rank_0_alone_searches_the_schedule_that_all_run(
     monkeypatch.setattr("dpipe.plan.forecast.search", search)
     losses(tiny(pipeline__stages=2, pipeline__schedule="auto"))
     assert searched == ["rank 0"]
-    assert load_plan(tmp_path / "run/trace").schedule.name == "found once"
+    assert load_inputs(tmp_path / "run/trace").schedule.name == "found once"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -417,9 +417,9 @@ def test_sample_is_left_out_where_a_part_of_the_model_is_on_another_machine(
     losses(config)
     corpus, url = draft(config).corpus, checkpoint_url(config)
     assert corpus is not None
-    assert written_by(config, corpus, url, "The") is not None
+    assert sample_text(config, corpus, url, "The") is not None
     next(Path(url).glob("*/model-00001-*")).unlink()
-    assert written_by(config, corpus, url, "The") is None
+    assert sample_text(config, corpus, url, "The") is None
     assert "run.sample is left out" in caplog.text
 
 

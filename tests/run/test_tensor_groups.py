@@ -171,7 +171,7 @@ def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(
     assert sizes.count(unit) == 1 + 2 * 2  # the embedding's, and two of each block
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
     assert (
-        trace.plan.hosts == ()
+        trace.inputs.hosts == ()
     )  # they wait for each other inside their compute: it takes as long as it took
 
 

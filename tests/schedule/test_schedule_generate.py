@@ -10,7 +10,7 @@ from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Op
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import (
-    NAMES,
+    GENERATORS,
     forward_only,
     generate,
     gpipe,
@@ -128,7 +128,7 @@ def test_zero_bubble_keeps_both_limits(stages, microbatches, in_flight, memory_l
         assert forwards - gradients <= in_flight
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_generate_makes_each_schedule_by_name(name):
     schedule = generate(name, 4, 8)
     assert schedule.name == name

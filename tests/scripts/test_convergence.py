@@ -104,7 +104,7 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
             "within_percent = 0",
             "cell.1.within_percent: Input should be greater than 0",
         ),
-        ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire: Input should be"),
+        ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire must be one of"),
     ],
 )
 def test_file_that_makes_no_sense_is_refused(bench, old, new, message):

@@ -89,10 +89,10 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "words", [("--compare",), ("--readme", __file__)], ids=["compare", "readme"]
+    "words", [("--compare",), ("--page", __file__)], ids=["compare", "page"]
 )
 def test_comparison_by_network_is_refused_of_layouts(table, results, words):
     """It printed the layouts, and left the file that it was to put them into as it was."""
     result = run(table, "--results", results, *words)
     assert result.exit_code == 2
-    assert "--compare and --readme are of gpt3xl_gpipe_network alone" in result.output
+    assert "--compare and --page are of gpt3xl_gpipe_network alone" in result.output

@@ -266,10 +266,10 @@ def test_comparison_has_a_line_a_network_and_a_column_a_system(quick, results):
     assert lines[5] == "| 10 ms, 1 Gbit/s | 22.90 (+14.5 %) | 16.00 (-20.0 %) |"
 
 
-def test_readme_gets_the_comparison_between_its_marks(quick, results, tmp_path):
-    path = tmp_path / "README.md"
+def test_page_gets_the_comparison_between_its_marks(quick, results, tmp_path):
+    path = tmp_path / "results.md"
     path.write_text(f"before\n<!-- {NAME} replay -->\nold\n<!-- end -->\nafter\n")
-    assert run(quick, "--mode", "replay", "--results", results, "--readme", path).exit_code == 0
+    assert run(quick, "--mode", "replay", "--results", results, "--page", path).exit_code == 0
     lines = path.read_text().splitlines()
     assert lines[:3] == [
         "before",
@@ -279,10 +279,10 @@ def test_readme_gets_the_comparison_between_its_marks(quick, results, tmp_path):
     assert lines[-2:] == ["<!-- end -->", "after"]
 
 
-def test_readme_without_marks_is_left_as_it_is(quick, results, tmp_path):
-    path = tmp_path / "README.md"
+def test_page_without_marks_is_left_as_it_is(quick, results, tmp_path):
+    path = tmp_path / "results.md"
     path.write_text(f"<!-- {NAME} replay -->")
-    result = run(quick, "--mode", "replay", "--results", results, "--readme", path)
+    result = run(quick, "--mode", "replay", "--results", results, "--page", path)
     assert result.exit_code == 2
     assert f"has no lines <!-- {NAME} replay --> and <!-- end -->" in result.output
     assert path.read_text() == f"<!-- {NAME} replay -->"

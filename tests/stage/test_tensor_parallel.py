@@ -6,7 +6,7 @@ import torch
 from ranks import on_ranks
 
 from dpipe.stage.bert import IGNORED, bert
-from dpipe.stage.gpt import Head, gpt
+from dpipe.stage.gpt import GptHead, gpt
 from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_group import TensorGroup
@@ -107,7 +107,7 @@ def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
     # What traces puts the random numbers of its process back when it is done. Ranks are threads
     # here, and one would do so under another that draws: a layer that is taken to draw has them for
     # itself.
-    monkeypatch.setattr(Head, "draws", True)
+    monkeypatch.setattr(GptHead, "draws", True)
     how = {"recompute": "selective"}
     losses, gradients = trained("gpt", None, 0.1, **how)
     results = on_ranks(

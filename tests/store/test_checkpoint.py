@@ -26,8 +26,8 @@ def everything(name: str) -> bool:
     return True
 
 
-def alone(payload: bytes) -> list[bytes]:
-    return [payload]
+def alone(part: Any) -> list[Any]:
+    return [json.loads(json.dumps(part))]
 
 
 def parameters(layers: Sequence[int], step: int) -> dict[str, torch.Tensor]:
@@ -50,13 +50,13 @@ def save_together(
     urls: Sequence[str], cut: Sequence[Sequence[int]], step: int, keep: int = 2
 ) -> None:
     """One thread a rank, each with its own URL and layers."""
-    barrier, payloads = threading.Barrier(len(cut), timeout=TIMEOUT_S), [b""] * len(cut)
+    barrier, payloads = threading.Barrier(len(cut), timeout=TIMEOUT_S), [""] * len(cut)
 
     def rank(index: int) -> None:
-        def gather(payload: bytes) -> list[bytes]:
-            payloads[index] = payload
+        def share(part: Any) -> list[Any]:
+            payloads[index] = json.dumps(part)
             barrier.wait()
-            return list(payloads)
+            return [json.loads(payload) for payload in payloads]
 
         layers = cut[index]
         save(
@@ -66,7 +66,7 @@ def save_together(
             parameters(layers, step),
             moments(layers, step),
             {"step": step},
-            gather,
+            share,
             keep,
         )
 

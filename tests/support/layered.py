@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dpipe.dataparallel.base import DataParallel, Links
+from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.transport.local import LocalHub
+from dpipe.wire.transfer import Links
 
 ADAM = AdamSettings(learning_rate=0.1, weight_decay=0.1, betas=(0.9, 0.95))
 RATE = 0.1

@@ -12,7 +12,7 @@ from rich.console import Console
 from dpipe.config.load import Config, build
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import Placement
+from dpipe.run.environment import ProcessInfo
 from dpipe.run.launch import free_port
 
 TEXT = (
@@ -55,11 +55,11 @@ def _run_ranks(
     raised: list[BaseException | None] = [None] * world
 
     def rank_main(rank: int) -> None:
-        place = Placement(rank, world, rank, address, token="secret")
+        process = ProcessInfo(rank, world, rank, address, token="secret")
         try:
             run_rank(
                 (of_rank or {}).get(rank, config),
-                place,
+                process,
                 console=Console(file=StringIO()),
                 **options,
             )

@@ -15,11 +15,11 @@ from support.settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.link import Link, Network
-from dpipe.transport.base import Moved
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.transfer import Moved
 
 MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s
 LATE_MS = 15  # a thread of a busy machine may wake so late

@@ -1,5 +1,6 @@
 import pytest
 
+from dpipe.errors import ConfigError
 from dpipe.wire.format import wire_bytes
 
 
@@ -20,5 +21,5 @@ def test_wire_bytes_counts_values_and_scales(name, num_values, value_bytes, num_
 
 
 def test_wire_bytes_refuses_an_unknown_format() -> None:
-    with pytest.raises(ValueError, match="unknown wire format 'zip'"):
+    with pytest.raises(ConfigError, match="wire format must be one of .*, got 'zip'"):
         wire_bytes("zip", 1)

@@ -21,7 +21,7 @@ from typing import assert_never
 
 from dpipe.config.load import Config
 from dpipe.schedule.exchange import AHEAD
-from dpipe.wire.format import wire_bytes
+from dpipe.wire.format import FORMATS, wire_bytes
 
 # of a server: values and moments, before and after a step; and what workers have of each
 _ROWS = 6
@@ -75,21 +75,20 @@ def _of_stage(config: Config, size: int) -> int:
 
 def _served(config: Config, size: int) -> int:
     stale = config.data_parallel.staleness
-    rounds = config.data_parallel.wire != "none" and not stale
+    rounds = FORMATS[config.data_parallel.wire].lossy and not stale
     return ((_ROUNDED_ROWS if rounds else _ROWS) + 1 + stale) * size * _rows_are_counted(config)
 
 
 def _rounded_off(config: Config, size: int) -> int:
-    return size if config.data_parallel.wire == "int8" else 0
+    return size if FORMATS[config.data_parallel.wire].error_feedback else 0
 
 
 def _pieces(config: Config, size: int) -> int:
     chosen = config.data_parallel
     if chosen.group == "torch":
         return 0
-    rounds = (
-        chosen.wire != "none"
-    )  # then what comes back needs a place besides, until it is decoded
+    # What comes back rounded needs memory of its own until it is decoded.
+    rounds = FORMATS[chosen.wire].lossy
     parts = max(1, -(-size // chosen.chunk_bytes))
     piece = wire_bytes(chosen.wire, size // 4 // (parts * chosen.replicas))
     return (chosen.replicas - 1) * min(_EXPECTED, parts * (1 + rounds)) * piece

@@ -9,6 +9,7 @@ from dpipe.config.load import Config
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.plan.memory.exchange import exchange_bytes, has_moments
 from dpipe.plan.memory.formulas import stage_memory
+from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.memory import LayerMemory, RankMemory, StageMemory, peak_memory
 
@@ -121,7 +122,7 @@ def _changes(config: Config) -> Iterator[tuple[str, object]]:
         for kind in ("selective", "full")
         if kind != pipeline.recompute
     )
-    yield "pipeline__schedule", "1f1b"
+    yield "pipeline__schedule", ONE_F_ONE_B.name
     yield from (
         ("train__num_microbatches", train.num_microbatches * factor) for factor in (2, 4, 8, 16)
     )

@@ -108,5 +108,5 @@ def sizes_of(config: Config) -> TransformerSizes:
         rounded=train.parameters != "fp32",
         ranks=split.size,
         sequence=split.sequence_parallel,
-        bert=model.layers == "bert",
+        bert=model.family.reads_pairs,
     )

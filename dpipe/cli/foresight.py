@@ -1,0 +1,86 @@
+"""Commands that show a step: predicted, as a grid, as it was."""
+
+from pathlib import Path
+
+import click
+
+from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, show
+from dpipe.schedule.generate import GENERATORS
+
+
+@click.command()
+@CONFIG
+@OVERRIDE
+@click.option(
+    "--network", type=click.Path(dir_okay=False), help="A network profile; default predict.network."
+)
+@JSON
+def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:
+    """Predict a step: seconds, bubble, micro-batches in flight, bytes a link. Needs no torch for
+    built-in models.
+
+    \b
+    Example:
+      dpipe simulate scripts/quickstart.toml -o pipeline.schedule=zero-bubble
+    """
+    from dpipe.plan.text import forecast_text
+
+    show(forecast_text(config, overrides, network, as_json))
+
+
+@click.command()
+@click.argument("name", type=click.Choice(tuple(GENERATORS)))
+@click.option("--stages", type=click.IntRange(min=1), required=True, help="Stages in all.")
+@click.option(
+    "--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches a step."
+)
+@click.option(
+    "--stages-per-rank",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Above 1: interleaved.",
+)
+@click.option(
+    "--in-flight", type=click.IntRange(min=1), help="Micro-batches in flight on the first rank."
+)
+@click.option(
+    "--memory-limit",
+    type=click.IntRange(min=1),
+    help="Micro-batches that a rank may hold (zero-bubble).",
+)
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="Print the CSV that torch.distributed.pipelining loads."
+)
+def schedule(
+    name: str, stages: int, micro_batches: int, as_csv: bool, **options: int | None
+) -> None:
+    """Draw the grid of a schedule.
+
+    \b
+    Example:
+      dpipe schedule 1f1b --stages 4 --micro-batches 8
+    """
+    from dpipe.schedule.check import check
+    from dpipe.schedule.generate import generate
+    from dpipe.schedule.text import draw, to_csv
+
+    plan = generate(name, stages, micro_batches, **options)  # type: ignore[arg-type]
+    check(plan)
+    show(to_csv(plan) if as_csv else draw(plan))
+
+
+@click.command()
+@RUN
+def trace(run: str) -> None:
+    """Write RUN/trace.json: the last steps of all ranks on one clock, the prediction beside them.
+
+    Open it in ui.perfetto.dev or chrome://tracing.
+
+    \b
+    Example:
+      dpipe trace runs/quickstart
+    """
+    from dpipe.report.trace import write_chrome
+
+    show(write_chrome(Path(run)))

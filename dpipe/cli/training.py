@@ -1,0 +1,90 @@
+"""Commands that train: train, launch, serve."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import click
+
+from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, NumberRange, resuming
+
+
+@click.command()
+@CONFIG
+@OVERRIDE
+@click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
+@click.option("--world-size", type=click.IntRange(min=1), help="The number of ranks.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
+@click.option(
+    "--timeout",
+    type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
+    help="Seconds to wait for the other ranks; default timeouts.join.",
+)
+@resuming
+def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+    """Run one process, one rank, of a training.
+
+    Without --rank, --world-size and --coordinator they come from the environment of torchrun or
+    Slurm.
+
+    \b
+    Example, one process on each of two machines:
+      dpipe train job.toml --rank 0 --world-size 2 --coordinator 10.0.0.1:7000
+      dpipe train job.toml --rank 1 --world-size 2 --coordinator 10.0.0.1:7000
+    \b
+    The same under torchrun or Slurm:
+      torchrun --nproc-per-node 4 -m dpipe train job.toml
+      srun dpipe train job.toml
+    """
+    from dpipe.run.build import train_rank
+
+    train_rank(config, overrides, **flags)
+
+
+@click.command()
+@CONFIG
+@OVERRIDE
+@click.option(
+    "-n",
+    "num_ranks",
+    type=click.IntRange(min=1),
+    help="The number of ranks; default what CONFIG says.",
+)
+@resuming
+def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
+    """Run all ranks of a training as processes of this machine.
+
+    The first Ctrl-C writes a checkpoint and stops all of them; a second one stops them at once.
+
+    \b
+    Example:
+      dpipe launch scripts/quickstart.toml -o train.steps=50
+    """
+    from dpipe.report.display import lasting
+    from dpipe.run.build import launch_ranks
+
+    sys.exit(
+        launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)
+    )
+
+
+@click.command()
+@CONFIG
+@OVERRIDE
+@click.option(
+    "--bind", metavar="HOST:PORT", help="Where to listen; default: data_parallel.address."
+)
+def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
+    """Run a parameter server as a process of its own, until all workers have left it.
+
+    Each step is on its disk before workers hear of it: killed and started again, it goes on where
+    it was.
+
+    \b
+    Example, for the runs whose data_parallel.address is 10.0.0.9:7100:
+      dpipe serve job.toml --bind 0.0.0.0:7100
+    """
+    from dpipe.report.display import lasting
+    from dpipe.run.parameter_servers import serve_parameters
+
+    serve_parameters(config, overrides, bind, partial(click.echo, file=lasting(sys.stdout)))

@@ -1,0 +1,197 @@
+"""What spans sections: each function takes the sections that it compares, and raises `ValueError`
+naming the keys that do not go together and what to change.
+"""
+
+from dpipe.config.model import ModelConfig, ReplayConfig
+from dpipe.config.parallel import (
+    DataParallelConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+    elementwise_formats,
+)
+from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
+from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.wire.format import FORMATS
+
+
+def check_replay(
+    model: ModelConfig,
+    replay: ReplayConfig,
+    pipeline: PipelineConfig,
+    tensor_parallel: TensorParallelConfig,
+    node: NodeConfig,
+) -> None:
+    if replay.exchanges and tensor_parallel.size == 1:
+        raise ValueError(
+            "replay.exchanges are among the ranks of a tensor-parallel group: set "
+            "tensor_parallel.size, or drop them"
+        )
+    if model.family.computes:
+        return
+    if pipeline.split != "estimated":
+        raise ValueError("pipeline.split is of layers, and a replayed stage has none: leave it out")
+    if node.device != "cpu":
+        raise ValueError(
+            f'model.layers "{model.layers}" computes nothing and moves host memory: set '
+            'node.device = "cpu"'
+        )
+
+
+def check_compile(train: TrainConfig, pipeline: PipelineConfig) -> None:
+    if train.compile and may_split_backward(pipeline.schedule):
+        raise ValueError(
+            f'with train.compile pipeline.schedule must not be "{pipeline.schedule}": a compiled '
+            f"layer makes its input and weight gradients together; take "
+            f"{names_that_keep_backward_whole()}"
+        )
+
+
+def check_sample(model: ModelConfig, run: RunConfig) -> None:
+    family = model.family
+    if family.computes and not family.continues_text and run.sample is not None:
+        raise ValueError(
+            "run.sample is for models that continue a text, and model.layers is "
+            f'"{model.layers}"; leave it out'
+        )
+
+
+def check_batch(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
+    replicas = data_parallel.replicas
+    if train.batch_size % (replicas * train.num_microbatches):
+        each = f" for each of data_parallel.replicas {replicas}" if replicas > 1 else ""
+        raise ValueError(
+            f"train.batch_size {train.batch_size} is not divisible by train.num_microbatches "
+            f"{train.num_microbatches}{each}"
+        )
+
+
+def check_servers(
+    data_parallel: DataParallelConfig, pipeline: PipelineConfig, train: TrainConfig
+) -> None:
+    servers = 1 if data_parallel.servers == "one" else pipeline.stages
+    if data_parallel.address and len(data_parallel.address) != servers:
+        raise ValueError(
+            f"data_parallel.address lists {len(data_parallel.address)} servers, "
+            f'data_parallel.servers "{data_parallel.servers}" needs {servers}'
+        )
+    if data_parallel.staleness and (train.clip_norm or train.precision == "fp16"):
+        raise ValueError(
+            "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas "
+            'before each step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
+        )
+
+
+def check_tied_embedding(model: ModelConfig, data_parallel: DataParallelConfig) -> None:
+    """First and last stage each hold a copy of a tied embedding, which must stay equal."""
+    replicas = data_parallel.replicas
+    if replicas == 1 or not model.tie_embeddings:
+        return
+    form = FORMATS[data_parallel.wire]
+    if not form.elementwise:
+        raise ValueError(
+            f'data_parallel.wire "{form.name}" rounds the two copies of a tied embedding '
+            f"differently; set data_parallel.wire to {elementwise_formats()}, or "
+            "model.tie_embeddings = false"
+        )
+    # of two replicas there is only one order to add in
+    if replicas > 2 and data_parallel.group == "torch" and form.lossy:
+        raise ValueError(
+            f'data_parallel.group "torch" rounds the sum of {replicas} replicas to '
+            f"{form.name} each time that it adds, in another order for either copy of a "
+            'tied embedding; set data_parallel.wire = "none", leave data_parallel.group out, or '
+            "set model.tie_embeddings = false"
+        )
+
+
+def check_shape(transport: TransportConfig, data_parallel: DataParallelConfig) -> None:
+    """Connections that are not links would be as fast as the machine, and predicted as shaped."""
+    if transport.shape is None or data_parallel.replicas == 1:
+        return
+    if data_parallel.kind == "parameter-server":
+        unshaped = 'data_parallel.kind "parameter-server"'
+        instead = 'data_parallel.kind "all-reduce", "sharded" or "local-sgd"'
+    elif data_parallel.group == "torch":
+        unshaped = 'data_parallel.group "torch"'
+        instead = 'data_parallel.group "dpipe"'
+    else:
+        return
+    raise ValueError(
+        f"transport.shape slows the links of the ranks, and {unshaped} has connections of its "
+        f"own: take {instead}, or leave transport.shape out and shape the hosts instead (netem, or "
+        "a lab)"
+    )
+
+
+def check_tensor_parallel(
+    model: ModelConfig, tensor_parallel: TensorParallelConfig, data_parallel: DataParallelConfig
+) -> None:
+    size = tensor_parallel.size
+    if size == 1:
+        return
+    replays = not model.family.computes
+    if replays and tensor_parallel.sequence_parallel:
+        raise ValueError(
+            "tensor_parallel.sequence_parallel splits a real model; a replay moves "
+            "replay.exchange_bytes either way"
+        )
+    if not model.family.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel.size {size} splits the layers of dpipe's own models, and "
+            f"model.layers is {model.layers!r}; leave tensor_parallel.size out, and take more "
+            "pipeline.stages"
+        )
+    if data_parallel.staleness:
+        raise ValueError(
+            "data_parallel.staleness does not go with tensor_parallel.size above 1: the ranks of a "
+            "tensor-parallel group would compute with parameters of different steps; set "
+            "data_parallel.staleness = 0"
+        )
+    if not replays:
+        _check_shards(model, tensor_parallel, data_parallel)
+
+
+def _check_shards(
+    model: ModelConfig, tensor_parallel: TensorParallelConfig, data_parallel: DataParallelConfig
+) -> None:
+    """What must be cut into equal shards, and what every rank of a group holds whole."""
+    size = tensor_parallel.size
+    form = FORMATS[data_parallel.wire]
+    if data_parallel.replicas > 1 and not form.elementwise:
+        raise ValueError(
+            f'data_parallel.wire "{form.name}" rounds parameters that are not sharded differently '
+            f"on each of tensor_parallel.size {size} ranks; set data_parallel.wire to "
+            f"{elementwise_formats()}"
+        )
+    sharded = {"model.num_heads": model.num_heads}
+    if model.vocab_size is not None:
+        sharded["model.vocab_size"] = model.vocab_size
+    if tensor_parallel.sequence_parallel:
+        sharded["model.context"] = model.context
+    for key, value in sharded.items():
+        if value % size:
+            raise ValueError(
+                f"{key} {value} is not divisible by tensor_parallel.size {size}; the next that is: "
+                f"{value + size - value % size}"
+            )
+
+
+def check_nccl(
+    transport: TransportConfig,
+    model: ModelConfig,
+    node: NodeConfig,
+    data_parallel: DataParallelConfig,
+) -> None:
+    """NCCL moves what is on GPUs, and nothing else."""
+    if transport.kind != "nccl":
+        return
+    needed = None
+    if not node.device.startswith("cuda"):
+        needed = 'node.device must be "cuda"'
+    elif transport.shape is not None:
+        needed = "transport.shape must not be set"
+    elif not model.family.computes:
+        needed = f'model.layers must not be "{model.layers}"'
+    elif data_parallel.replicas > 1 and data_parallel.group != "torch":
+        needed = 'data_parallel.group must be "torch"'
+    if needed is not None:
+        raise ValueError(f'with transport.kind "nccl" {needed}; or take transport.kind "tcp"')

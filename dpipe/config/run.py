@@ -1,0 +1,227 @@
+"""How a run goes: [train], [run], [transport], [timeouts], [predict], [node]."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from dpipe.config.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seconds,
+    Section,
+)
+
+_MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
+
+
+class TrainConfig(Section):
+    """Steps, batches, the optimizer (AdamW), precision and evaluation."""
+
+    steps: Count = 100
+    """Optimizer steps of the whole run. A resumed run ends at the same step."""
+
+    batch_size: Count = 16
+    """Sequences a step, over all replicas. A multiple of num_microbatches times
+    data_parallel.replicas."""
+
+    num_microbatches: Count = 4
+    """Micro-batches that each replica cuts its share of a batch into."""
+
+    learning_rate: Positive = 3e-4
+    """The highest learning rate, reached after warmup_steps."""
+
+    min_learning_rate: NotNegative = 0.0
+    """The learning rate at the end of the decay."""
+
+    warmup_steps: CountOrZero = 0
+    """Steps in which the learning rate rises linearly from 0 to learning_rate."""
+
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    """How the learning rate falls from learning_rate to min_learning_rate until the last step."""
+
+    weight_decay: NotNegative = 0.1
+    """AdamW's decoupled weight decay."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment."""
+
+    clip_norm: NotNegative = 1.0
+    """Gradients are scaled down to this norm, taken over all stages; 0 does not clip."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What layers compute in. bf16 and fp16 are torch.autocast; fp16 scales the loss."""
+
+    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What parameters are kept in. bf16 and fp16 (the same as precision) drop autocast and keep
+    fp32 master weights for the optimizer."""
+
+    compile: bool = False
+    """Whether each layer is compiled by torch.compile. The first step then takes minutes: set
+    timeouts.transfer longer than that."""
+
+    seed: int = 0
+    """Seed of initial weights, dropout and the order of the data."""
+
+    eval_every: Count | None = None
+    """Steps between evaluations of the held-out loss; there is also one before the first step and
+    one after the last. Left out: no evaluation."""
+
+    eval_batches: Count = 4
+    """Batches of an evaluation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.parameters not in ("fp32", self.precision):
+            raise ValueError(
+                f"train.parameters {self.parameters!r} computes in {self.parameters}, but "
+                f"train.precision is {self.precision!r}: set both to the same, or leave "
+                "train.parameters out"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """What a run keeps, and where."""
+
+    folder: str = "runs/run"
+    """Folder of the run: metrics, logs, trace and checkpoints. It must not hold another run."""
+
+    log_every: Count = 1
+    """Steps between rows of metrics.jsonl, lines of the log and of the terminal."""
+
+    trace_steps: CountOrZero = 3
+    """How many of the last steps are kept for `dpipe trace`; 0 keeps none."""
+
+    checkpoint_every: Count | None = None
+    """Steps between checkpoints. Left out: one at the end, and one when the run is stopped."""
+
+    checkpoint_url: str | None = None
+    """Where checkpoints go: a folder, or any URL that fsspec writes to. Left out:
+    FOLDER/checkpoints on each machine."""
+
+    keep: Count = 2
+    """How many of the newest checkpoints are kept."""
+
+    tensorboard: bool = True
+    """Whether FOLDER/tensorboard is written."""
+
+    sample: str | None = None
+    """A prompt that the finished model continues in the summary. Left out: none."""
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        if not folder:
+            raise ValueError(
+                "run.folder is empty, perhaps of a shell variable that is not set; name a folder"
+            )
+        too_long = any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts)
+        if "\0" in folder or too_long:
+            raise ValueError(
+                f"run.folder {folder!r:.80} cannot be a folder: it holds a NUL, or a name of more "
+                f"than {_MAX_NAME_BYTES} bytes"
+            )
+        return folder
+
+
+class TransportConfig(Section):
+    """How tensors travel between ranks."""
+
+    kind: Literal["grpc", "tcp", "nccl"] = "grpc"
+    """"grpc" passes proxies and inspection that speak HTTP/2; "tcp" is faster; "nccl" is for GPUs
+    with a fast network."""
+
+    connections: Count | Literal["auto"] = "auto"
+    """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
+
+    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
+    """Bytes of a message that are written at once; "tcp" writes at most 524288."""
+
+    shape: str | None = None
+    """A network profile (TOML) whose delays and bandwidths are imitated in software. Left out: the
+    network as it is."""
+
+    buffer_bytes: Count = 256 << 20
+    """Bytes that a link holds for a receiver which has not asked for them; then its sender
+    waits."""
+
+
+class TimeoutsConfig(Section):
+    """How long ranks wait for each other. No wait is without one of these limits."""
+
+    join: Seconds = 120.0
+    """Seconds until all ranks have found the coordinator."""
+
+    connect: Seconds = 20.0
+    """Seconds to open a link between two ranks."""
+
+    transfer: Seconds = 300.0
+    """Seconds to wait for a tensor, or for the other ranks during the run."""
+
+    heartbeat: Seconds = 8.0
+    """Seconds without a sign of life after which a rank counts as lost."""
+
+
+class PredictConfig(Section):
+    """What the simulator assumes before anything was measured."""
+
+    network: str | None = None
+    """A network profile (TOML). Left out: that of transport.shape, or else loopback."""
+
+    gflops: Positive = 20.0
+    """10^9 floating-point operations a second of one rank."""
+
+    machine_gbps: Positive = 16.0
+    """Gbit/s between the tensor-parallel ranks of a machine. The default is gloo on loopback."""
+
+    machine_delay_ms: NotNegative = 0.1
+    """Milliseconds that each of their collectives takes at least."""
+
+
+class NodeConfig(Section):
+    """What belongs to one process alone; ranks may differ in it."""
+
+    bind: str | None = None
+    """Address to listen on. Left out: this host's own on the way to the coordinator."""
+
+    advertise: str | None = None
+    """Host that the other ranks dial. "none": nobody can, this rank dials them (NAT). Left out:
+    `bind`, or this host's own address where `bind` is a wildcard."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port that links listen on; 0 takes any free one."""
+
+    device: str = "cpu"
+    """"cpu", "cuda" (each process of a machine takes the next GPU), or one GPU, such as
+    "cuda:1"."""
+
+    threads: Count = 1
+    """Threads of torch within an operator. On CPU a run repeats bit for bit with the same
+    number."""
+
+    token: str = ""
+    """Secret that every rank must show to join. Left out: that of DPIPE_TOKEN."""
+
+    tls_cert: str | None = None
+    """Path of this process's certificate (PEM), for the name "dpipe". Left out: no TLS."""
+
+    tls_key: str | None = None
+    """Path of its private key (PEM)."""
+
+    tls_ca: str | None = None
+    """Path of the authority's certificate (PEM), which signed those of all ranks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        files = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(files) and not all(files):
+            raise ValueError(
+                "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
+                "certificate"
+            )
+        return self

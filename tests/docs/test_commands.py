@@ -1,0 +1,151 @@
+"""Every command that README or a page shows exists, with the options and keys that it shows."""
+
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import make_reference
+import pytest
+from fleet.hosts import load_hosts
+from pages import DOCS, NAMES, ROOT, blocks, commands, inline_code
+
+from dpipe.config.load import Config, load
+from dpipe.network.profile import load_network
+
+SECTIONS = Config.model_fields
+_KEY = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_]+)\b")
+_FILES = ("toml", "json", "jsonl", "py", "md", "log")
+# Programs that pages show and that are not ours; their options are theirs.
+_OTHERS = ("pip", "tensorboard", ".")
+
+
+def words(command: str) -> list[str]:
+    """A command without the environment, torchrun or srun in front of it."""
+    found = shlex.split(command, comments=False)
+    while found and re.match(r"[A-Z_]+=", found[0]):
+        found = found[1:]
+    if found[:1] == ["torchrun"]:
+        found = ["dpipe", *found[found.index("dpipe") + 1 :]]
+    if found[:1] == ["srun"]:
+        found = found[1:]
+    return found
+
+
+def program(found: list[str]) -> tuple[str | None, list[str]]:
+    """Which of `COMMANDS` is meant, and its arguments; None where it is none of them."""
+    for name in make_reference.COMMANDS:
+        length = len(name.split())
+        if [" ".join(found[:length]).removeprefix("./")] == [name]:
+            return name, found[length:]
+    return None, found
+
+
+def complaints(command: str) -> list[str]:
+    """What is wrong with a command that is shown."""
+    name, arguments = program(words(command))
+    if name is None:
+        return []
+    what: click.Command = make_reference.command(name)
+    while isinstance(what, click.Group) and arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in what.commands:
+            return [f"{name} has no command {arguments[0]!r}"]
+        what = what.commands[arguments[0]]
+        arguments = arguments[1:]
+    options = {option for parameter in what.params for option in parameter.opts} | {
+        "--help",
+        "--version",
+    }
+    wrong = [
+        f"{command}: no option {a}" for a in arguments if a.startswith("-") and a not in options
+    ]
+    overrides = [b for a, b in pairwise(arguments) if a == "-o"]
+    return wrong + [problem for text in overrides if (problem := override_problem(text))]
+
+
+def override_problem(text: str) -> str | None:
+    key = text.partition("=")[0]
+    section, _, name = key.partition(".")
+    if section not in SECTIONS or name not in SECTIONS[section].annotation.model_fields:
+        return f"-o {text}: no key {key}"
+    return None
+
+
+def shown(name: str) -> list[str]:
+    return [part.strip() for line in commands(ROOT / name) for part in line.split(";")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_exists_with_the_options_that_are_shown(name: str) -> None:
+    found = []
+    for command in shown(name):
+        try:
+            found += complaints(command)
+        except ValueError:  # inline code with one quotation mark is no command
+            assert not command.startswith(("dpipe ", "scripts/")), command
+    assert not found, found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_word_of_a_shell_line_is_known(name: str) -> None:
+    for block_line in shell_lines(name):
+        found = words(block_line)
+        known = program(found)[0] or found[0] in _OTHERS or (ROOT / found[0]).is_file()
+        assert known or found[:2] == ["python", "-m"], block_line
+
+
+def shell_lines(name: str) -> list[str]:
+    inline = set(inline_code(ROOT / name))
+    return [line for line in commands(ROOT / name) if line not in inline]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configuration_key_that_is_named_exists(name: str) -> None:
+    for code in inline_code(ROOT / name):
+        for section, key in _KEY.findall(code):
+            known = SECTIONS[section].annotation.model_fields
+            assert key in known or key in _FILES or key[0].isupper(), f"{name}: {code}"
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("dpipe tran job.toml", "dpipe has no command 'tran'"),
+        ("dpipe train job.toml --rnk 0", "dpipe train job.toml --rnk 0: no option --rnk"),
+        (
+            "torchrun --nproc-per-node 4 -m dpipe train job.toml -o train.step=1",
+            "no key train.step",
+        ),
+        ("./scripts/cluster run job.toml --detached", "no option --detached"),
+        ("python -m netem lab upp", "has no command 'upp'"),
+    ],
+)
+def test_command_that_does_not_exist_would_be_seen(command: str, complaint: str) -> None:
+    (found,) = complaints(command)
+    assert complaint in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configuration_that_is_shown_can_be_loaded(name: str, tmp_path: Path) -> None:
+    for block in blocks(ROOT / name, "toml"):
+        if block.file == "job.toml":
+            (tmp_path / "job.toml").write_text(block.text, encoding="utf-8")
+            load(tmp_path / "job.toml")
+
+
+def test_network_profile_that_is_shown_can_be_loaded(tmp_path: Path) -> None:
+    (profile,) = [block for block in blocks(DOCS / "networks.md", "toml") if block.file]
+    (tmp_path / "slow.toml").write_text(profile.text, encoding="utf-8")
+    assert load_network(tmp_path / "slow.toml").link(1, 0).delay_ms == 50
+
+
+def test_hosts_file_that_is_shown_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/cloud.pem").touch()
+    (hosts,) = [block for block in blocks(DOCS / "machines.md", "toml") if block.file]
+    (tmp_path / "hosts.toml").write_text(hosts.text, encoding="utf-8")
+    assert len(load_hosts(tmp_path / "hosts.toml").hosts) == 2

@@ -1,0 +1,77 @@
+"""No figure is lost: each table of the results has its command, machine and date, and says what the
+results file says.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pages import DOCS, ROOT, text_of
+
+RESULTS = DOCS / "results.md"
+FIGURES = Path(__file__).with_name("figures.txt")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def sections() -> dict[str, str]:
+    parts = re.split(r"^## (.*)$", text_of(RESULTS), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def fields(section: str) -> dict[str, str]:
+    return dict(re.findall(r"^:([A-Z]\w+): (.+)$", section, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("title", sections())
+def test_result_has_its_command_machine_and_date(title: str) -> None:
+    section = sections()[title]
+    if "Not measured yet" in section:
+        assert "| --- |" not in section
+        return
+    said = fields(section)
+    assert set(said) == {"Command", "Machine", "Date"}
+    assert "`" in said["Command"]
+    assert re.search(r"2026-\d\d-\d\d", said["Date"])
+    assert "virtual machine" in said["Machine"] or said["Machine"] == "none: simulated"
+
+
+def figures() -> list[str]:
+    lines = FIGURES.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_every_figure_that_readme_had_is_on_a_page() -> None:
+    pages = one_line(" ".join(text_of(page) for page in sorted(DOCS.glob("*.md"))))
+    lost = [figure for figure in figures() if one_line(figure) not in pages]
+    assert len(figures()) > 100
+    assert not lost
+
+
+def test_table_of_the_lab_says_what_the_results_file_says() -> None:
+    """Seconds alone: what each is of its prediction takes scripts/table.py minutes to say."""
+    marked = re.search(
+        r"<!-- gpt3xl_gpipe_network replay -->\n(.*?)\n<!-- end -->", text_of(RESULTS), re.DOTALL
+    )
+    assert marked is not None
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in marked[1].splitlines()
+    ]
+    shown = {
+        (row[0], system): cell.split(" ")[0]
+        for row in rows
+        for system, cell in zip(head[1:], row[1:], strict=True)
+        if not system.startswith("published")
+    }
+    lines = (ROOT / "scripts/results/gpt3xl_gpipe_network.jsonl").read_text("utf-8").splitlines()
+    measured = {}
+    for line in map(json.loads, lines):
+        if line["mode"] == "replay" and line["delay_ms"] is not None and line["data_parallel"] == 1:
+            network = f"{line['delay_ms']:g} ms, {line['bandwidth_gbps']:g} Gbit/s"
+            system = f"{line['engine']} {line['schedule']} {line['wire']}"
+            measured[network, system] = f"{line['measured_s']:.2f}"
+    assert len(shown) == 35
+    assert shown == measured
