@@ -39,12 +39,12 @@ from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
-from dpipe.run.agreement import data_parallel
+from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, environment, load_kernels_at_start, process_info
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.launch import launch
-from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.rows import OnRow, rows_to_launcher
@@ -205,7 +205,7 @@ def run_rank(
     run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    direct = config.data_parallel.kind != "parameter-server"
+    direct = not config.data_parallel.active_kind.has_server
     here = config.ranks_of(process.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
@@ -488,7 +488,8 @@ def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool
             )
         if config.run.sample:
             text = sample_text(config, corpus, url, config.run.sample)
-    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    sharded = config.data_parallel.active_kind.shards_optimizer
+    shards = config.data_parallel.replicas if sharded else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 
