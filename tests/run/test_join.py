@@ -8,9 +8,10 @@ from dpipe.errors import ConfigError, JoinError
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import torch_group
 from dpipe.run.api import train
-from dpipe.run.build import launch_ranks, run_rank
+from dpipe.run.build import run_rank
 from dpipe.run.environment import ProcessInfo
 from dpipe.run.join import address_toward, advertised_host, refuse_shared_gpus
+from dpipe.run.start import launch_ranks
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from dpipe.config.load import Config
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
-from dpipe.run.build import launch_ranks
+from dpipe.run.start import launch_ranks
 from dpipe.store.run_folder import (
     absent,
     keep_upload,
