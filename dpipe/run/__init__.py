@@ -2,7 +2,7 @@
 
 api.py                from Python: dpipe.train for one rank, dpipe.launch for all of a machine
 start.py              what `dpipe launch` and `dpipe train` start, once a configuration is checked
-environment.py        which rank a process is; the only reader of os.environ
+environment.py        which rank a process is; the only reader of the process's environment
 launch.py             all ranks as processes of this machine: signals, logs, exit code
 leash.py              the program between launcher and rank: the rank ends when the launcher dies
 rows.py               rows of metrics on their way from rank 0 to its launcher

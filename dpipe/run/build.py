@@ -29,7 +29,7 @@ from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
-from dpipe.report.metrics import Metrics, Show
+from dpipe.report.metrics import Metrics
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, load_kernels_at_start
 from dpipe.run.join import joined, listening_on, security_of
@@ -75,29 +75,22 @@ def run_rank(
 
     On rank 0 `on_row` gets each row of metrics, after it was written.
     """
-    torch.set_num_threads(config.node.threads)
-    if config.transport.kind == "nccl":
-        load_kernels_at_start()
-    config = config.with_(node__device=local_device(config.node.device, process.local_rank))
-    if process.rank == 0:
-        refuse_folder(config, resume)
-    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    console = console or Console(file=lasting(sys.stdout))
+    run_plan = _check(config, process, resume)
+    config = run_plan.config
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
+    peers = _peers(run_plan, process.rank)
     with (
         opened(config, resume, process.rank) as folder,
         logging_to(folder, process.rank),
-        joined(config, process, _peers(run_plan, process.rank), join_s, streams) as (
-            coordinator,
-            transport,
-        ),
+        joined(config, process, peers, join_s, streams) as (coordinator, transport),
     ):
         if config.pipeline.split == "measured" or config.pipeline.schedule == AUTO:
             run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
         if resume:
             start = agreed_start(config, run_plan, start, coordinator, fallback)
         first_step = 0 if start is None else start.step
-        console = console or Console(file=lasting(sys.stdout))
         with ExitStack() as stack:
             resources = _resources(run_plan, process, coordinator, transport, streams, stack)
             job = assemble(run_plan, resources, start, stack)
@@ -117,6 +110,19 @@ def run_rank(
             if config.run.trace_steps and trainer.next_step > first_step:
                 save_trace_inputs(run_plan, hosts, folder)
             show_result(run_plan, folder, console, stopped)
+
+
+def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
+    """The run plan, with this process's device. Raises for all that can be wrong with what the user
+    gave.
+    """
+    torch.set_num_threads(config.node.threads)
+    if config.transport.kind == "nccl":
+        load_kernels_at_start()
+    config = config.with_(node__device=local_device(config.node.device, process.local_rank))
+    if process.rank == 0:
+        refuse_folder(config, resume)
+    return draft(config, choose=without_search, predicts_memory=False)
 
 
 def _peers(run_plan: RunPlan, rank: int) -> set[int]:
@@ -210,25 +216,16 @@ def _open_metrics(
     stack: ExitStack,
 ) -> Metrics:
     display = stack.enter_context(Display(console, first_step, config.train.steps))
-    metrics = Metrics(
-        folder,
-        first_step=first_step,
-        tensorboard=config.run.tensorboard,
-        show=_each(display.show, on_row),
-    )
+
+    def show(row: Mapping[str, Any]) -> None:
+        display.show(row)
+        if on_row is not None:
+            on_row(row)
+
+    tensorboard = config.run.tensorboard
+    metrics = Metrics(folder, first_step=first_step, tensorboard=tensorboard, show=show)
     stack.callback(metrics.close)
     return metrics
-
-
-def _each(*listeners: Show | None) -> Show:
-    """Calls every listener there is with a row."""
-
-    def tell(row: Mapping[str, Any]) -> None:
-        for listener in listeners:
-            if listener is not None:
-                listener(row)
-
-    return tell
 
 
 def assemble(
