@@ -10,7 +10,7 @@ transport.proto.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ import torch
 
 from dpipe.errors import JoinError, TransferError
 from dpipe.streams import HOST, Streams
+from dpipe.transport.base import Directory
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import Header, byte_view
 from dpipe.wire.rpc import Security
@@ -234,6 +235,14 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._raise_if_failed()
         if blocked:
             raise JoinError("\n  ".join([f"rank {self.rank} cannot open every link:", *blocked]))
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        self.connect(directory.addresses, peers)
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Receives wait on the host: nothing that a device does for the first time waits for
+        them.
+        """
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
         link = self._links[peer]

@@ -18,15 +18,16 @@ not, and the coordinator's word ends the wait.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
-from dpipe.streams import CudaStreams, Mark
+from dpipe.streams import CudaStreams, Mark, Streams
+from dpipe.transport.base import Directory
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
@@ -215,6 +216,34 @@ class _Link:
                 self._calling.release()
 
 
+def make(
+    rank: int,
+    *,
+    streams: Streams,
+    transfer_timeout_s: float,
+    connect_timeout_s: float,
+    **_of_sockets: object,
+) -> "NcclTransport":
+    """For `kinds.TRANSPORTS`: NCCL has no use for ports, tokens and buffers."""
+    assert isinstance(streams, CudaStreams), "the configuration says that the device is a GPU"
+    return NcclTransport(
+        rank,
+        streams,
+        transfer_timeout_s=transfer_timeout_s,
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """Raises `ConfigError` naming ranks that have one GPU; `gpus` are their UUIDs, by rank."""
+    for rank, gpu in enumerate(gpus):
+        if gpus.index(gpu) < rank:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for "
+                'each rank; set node.device to another, or take transport.kind = "tcp"'
+            )
+
+
 def _nothing(pointer: int, num_bytes: int, byte: int, other: int, stream: int) -> None:
     """In place of a communicator's call."""
 
@@ -260,6 +289,21 @@ class NcclTransport:
     def gpu(self) -> str:
         """What no other GPU is called."""
         return self._streams.gpu
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        """Tell all ranks which GPU this one has and the ids of the links from it, then connect.
+        Raises `ConfigError` where two ranks have one GPU.
+        """
+        own = [self.gpu, self.offer(peers)]
+        by_rank = directory.share("nccl", own, self._connect_timeout_s)
+        refuse_shared_gpus([gpu for gpu, _ in by_rank])
+        # JSON turned the peers into text.
+        self.connect(
+            {
+                rank: {int(peer): unique_id for peer, unique_id in offer.items()}
+                for rank, (_, offer) in enumerate(by_rank)
+            }
+        )
 
     def offer(self, peers: Collection[int]) -> dict[int, list[int]]:
         """The ids of the communicators of the links from this rank, by target."""
@@ -330,14 +374,17 @@ class NcclTransport:
         receiving.tensor = tensor
         return receiving
 
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Inside, sends and receives take their memory and their places on streams, but move
-        nothing: zeros arrive.
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Run `step`. Its sends and receives take their memory and their places on streams, but
+        move nothing: zeros arrive.
+
+        What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the
+        first time meanwhile (load a kernel, take memory) may wait for it, and the peer may wait for
+        what comes behind that.
         """
         self._rehearses = True
         try:
-            yield
+            step()
         finally:
             self._rehearses = False
 

@@ -16,7 +16,7 @@ there: the caller's streams are not this thread's.
 import heapq
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Condition, Thread
@@ -28,7 +28,7 @@ from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.egress import Egress, Sent
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.transport.base import Transport
+from dpipe.transport.base import Directory, Transport
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved, Pending
@@ -97,6 +97,7 @@ class ShapedTransport:
     ) -> None:
         _refuse_what_needs_tc(network)
         self.rank = inner.rank
+        self.port = inner.port
         self.timeout_s = transfer_timeout_s
         self.changed = Condition()
         self._inner = inner
@@ -109,6 +110,12 @@ class ShapedTransport:
         self._stopped = False
         self._thread = Thread(target=self._run, name=f"dpipe-shape-{self.rank}", daemon=True)
         self._thread.start()
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        self._inner.prepare(directory, peers)
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        self._inner.rehearse(step)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> "_Held":
         held = _Held(self, *self._staging.fetch(tensor), peer, tag)
