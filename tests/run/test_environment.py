@@ -159,7 +159,7 @@ def test_known_coordinator_needs_no_publishing():
 
 def test_single_process_has_no_coordinator_to_find():
     assert ProcessInfo().port == 0
-    with pytest.raises(JoinError, match="placed as the only rank"):
+    with pytest.raises(JoinError, match="started as the only rank"):
         ProcessInfo().find(1.0)
 
 
