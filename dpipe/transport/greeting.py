@@ -29,7 +29,7 @@ _WRONG_TOKEN = "wrong token: node.token must be the same on every rank"  # noqa:
 
 
 @dataclass(frozen=True)
-class Caller:
+class Dialler:
     """Who dialled: it knows the token. `proof` is what it waits for."""
 
     hello: Hello
@@ -51,7 +51,7 @@ def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None
         raise TransferError("its proof that it knows the token is wrong")
 
 
-def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
+def answer(sock: socket.socket, token: str, deadline: float) -> Dialler:
     """Hear out who dialled; raises `TransferError` for a stranger, who is told so if it greets at
     all.
     """
@@ -65,10 +65,10 @@ def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
     ):
         refuse(sock, _WRONG_TOKEN, deadline)
         raise TransferError(_WRONG_TOKEN)
-    return Caller(hello, _proof(token, "answers", theirs, ours, hello))
+    return Dialler(hello, _proof(token, "answers", theirs, ours, hello))
 
 
-def welcome(sock: socket.socket, caller: Caller, deadline: float) -> None:
+def welcome(sock: socket.socket, caller: Dialler, deadline: float) -> None:
     _send(sock, Greeting(proof=caller.proof), deadline)
 
 

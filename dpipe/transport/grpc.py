@@ -37,7 +37,7 @@ _MALLOC = {
 }  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
 
-class _Connection(Connection):
+class GrpcConnection(Connection):
     """A gRPC stream; gRPC's threads pull what goes out, a thread of its own reads what comes in."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
@@ -125,10 +125,10 @@ class _Connection(Connection):
             chunk = next(messages, None) if filled < len(stripe) else b""
 
 
-class GrpcTransport(Mesh[_Connection]):
+class GrpcTransport(Mesh[GrpcConnection]):
     """A mesh of gRPC streams."""
 
-    of = _Connection
+    of = GrpcConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         _keep_memory()
@@ -142,7 +142,9 @@ class GrpcTransport(Mesh[_Connection]):
         self._server, port = serve(handlers, bind, port, security, max_streams, bulk=True)
         return port
 
-    def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
+    def _dial(
+        self, connection: GrpcConnection, address: str, hello: Hello, deadline: float
+    ) -> None:
         channel = open_channel(address, self._security, own_connection=True, bulk=True)
         self._channels.append(channel)
         greeting = hello.SerializeToString()

@@ -26,7 +26,7 @@ from dpipe.wire.transfer import Moved
 _WAKE_S = 5.0  # a thread that may wait for as long as the peer likes looks around this often
 
 
-class _Transfer:
+class _StripedTransfer:
     """What a send and a receive have in common: stripes that move, then done. Guarded by
     `end.changed`.
     """
@@ -60,7 +60,7 @@ class _Transfer:
         return True
 
 
-class Sending(_Transfer):
+class Sending(_StripedTransfer):
     """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is
     handed over.
 
@@ -97,7 +97,7 @@ class Sending(_Transfer):
                 self.end.num_unsent -= 1
 
 
-class Receiving(_Transfer):
+class Receiving(_StripedTransfer):
     """A tensor on its way in, known from its header, from a posted receive, or from both."""
 
     def __init__(self, end: "LinkEnd", sequence: int, num_stripes: int) -> None:

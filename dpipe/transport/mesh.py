@@ -116,7 +116,7 @@ class Connection(ABC):
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
-class Link(Generic[ConnectionT]):
+class MeshLink(Generic[ConnectionT]):
     """A `LinkEnd` with the connections that carry it."""
 
     def __init__(self, end: LinkEnd, connections: list[ConnectionT]) -> None:
@@ -181,7 +181,7 @@ class Mesh(ABC, Generic[ConnectionT]):
             "timeout_s": transfer_timeout_s,
             "streams": streams,
         }
-        self._links: dict[int, Link[ConnectionT]] = {}
+        self._links: dict[int, MeshLink[ConnectionT]] = {}
         self._failing = Lock()  # an abort may come before there are links
         self._failed: Exception | None = None
         self._known = Event()  # set once it is known who may dial this rank
@@ -220,7 +220,7 @@ class Mesh(ABC, Generic[ConnectionT]):
             for peer in peers:
                 end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
                 count = self._num_connections
-                self._links[peer] = Link(
+                self._links[peer] = MeshLink(
                     end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)]
                 )
         self._known.set()

@@ -34,7 +34,7 @@ _ACCEPT_S = 1.0  # the one who accepts looks around this often
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
 
 
-class _Connection(Connection):
+class TcpConnection(Connection):
     """A stream with a thread that writes and one that reads."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
@@ -148,10 +148,10 @@ class _Lobby:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class TcpTransport(Mesh[_Connection]):
+class TcpTransport(Mesh[TcpConnection]):
     """A mesh of TCP connections."""
 
-    of = _Connection
+    of = TcpConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._token = security.token
@@ -166,13 +166,13 @@ class TcpTransport(Mesh[_Connection]):
         self._acceptor.start()
         return int(self._listener.getsockname()[1])
 
-    def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
+    def _dial(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
         self._lobby.spawn(
             partial(self._call, connection, address, hello, deadline),
             f"dpipe-dial-{connection.name}",
         )
 
-    def _call(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
+    def _call(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
         """Open a connection to `address` and greet whoever is there."""
         end = connection.end
         host, _, port = address.rpartition(":")
@@ -217,7 +217,7 @@ class TcpTransport(Mesh[_Connection]):
         finally:
             self._strangers.release()
 
-    def _admit(self, sock: socket.socket, caller: greeting.Caller) -> None:
+    def _admit(self, sock: socket.socket, caller: greeting.Dialler) -> None:
         connection = self.claim(caller.hello)
         deadline = time.monotonic() + _GREETING_S
         if isinstance(connection, str):
