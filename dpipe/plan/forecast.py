@@ -141,7 +141,9 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run,
     `ProfileError` for a network that lacks a link between two ranks.
     """
+    shaped = config.transport.shape if network is None else None
     network = network or of_config(config, config.network_profile)
+    ballots = ballots_over(config, network, shaped)
     pipeline = config.pipeline
     microbatches = config.train.num_microbatches
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
@@ -176,11 +178,12 @@ def forecast(
             peak_memory(leanest_of_auto(config), stages) if searching else memory,
             held_by_transformer,
         )
-    timeline = simulate(schedule, cost, network, hosts, agreeing)
+    timeline = simulate(schedule, cost, network, hosts, agreeing, ballots)
     share = agreeing_share(config)
     step_us = timeline.duration_us
     if agreeing is not None and share < 1:
-        apart = simulate(schedule, cost, network, hosts, Replicas(silent(agreeing.count)))
+        silently = Replicas(silent(agreeing.count))
+        apart = simulate(schedule, cost, network, hosts, silently, ballots)
         step_us = share * step_us + (1 - share) * apart.duration_us
     return Forecast(
         cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory
@@ -230,13 +233,22 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
     if chosen.kind == "local-sgd" and chosen.overlap:
         return Replicas(direct(chosen.replicas, num_parts), delayed=True)
-    waits = (
-        config.train.clip_norm > 0 or config.train.precision == "fp16"
-    )  # for the norm, before anything goes back
+    barrier = config.train.waits_for_verdict  # for the norm, before anything goes back
     found = exchange(
-        chosen.kind, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0
+        chosen.kind, chosen.replicas, num_parts, barrier=barrier, stale=chosen.staleness > 0
     )
     return Replicas(found, server_ranks(config), delayed=chosen.delay)
+
+
+def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+    """The network that a step's vote crosses; None where no step waits for it.
+
+    `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
+    what they say to the coordinator.
+    """
+    if not config.train.waits_for_verdict:
+        return None
+    return network if shaped is None or config.predict.network is not None else Network()
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:
