@@ -39,12 +39,12 @@ from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
-from dpipe.run.agreement import data_parallel
+from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, environment, load_kernels_at_start, process_info
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.launch import launch
-from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.rows import OnRow, rows_to_launcher
@@ -54,9 +54,8 @@ from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
@@ -100,7 +99,7 @@ def launch_ranks(
     refuse_folder(
         config, resume is not None
     )  # before a draft, which leaves the text that it has read in a cache
-    draft(config, choose=without_search)
+    draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     made = absent(folder)
     open_folder(config, resume is not None)
@@ -203,10 +202,10 @@ def run_rank(
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
-    run_plan = draft(config, choose=without_search)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    direct = config.data_parallel.kind != "parameter-server"
+    direct = not config.data_parallel.active_kind.has_server
     here = config.ranks_of(process.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
@@ -282,11 +281,15 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        planned = draft(config, layer_s=layer_s, predicts_memory=False)
+        schedule = planned.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
-        config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
+        config,
+        layer_s=layer_s and tuple(layer_s),
+        choose=lambda *_: from_csv(programs, name),
+        predicts_memory=False,
     )
 
 
@@ -347,7 +350,7 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        row=here.pp_group,
+        pp_group=here.pp_group,
         streams=streams,
     )
     restore(start, stages, update, here)
@@ -411,7 +414,7 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
 def make_update(
     config: Config,
     here: ParallelRanks,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     agreement: DataParallel,
     coordinator: Coordination,
     recorder: Recorder,
@@ -485,7 +488,8 @@ def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool
             )
         if config.run.sample:
             text = sample_text(config, corpus, url, config.run.sample)
-    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    sharded = config.data_parallel.active_kind.shards_optimizer
+    shards = config.data_parallel.replicas if sharded else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 

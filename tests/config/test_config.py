@@ -259,7 +259,7 @@ def test_configuration_survives_json() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
+        ({"delay": True}, '"local-sgd", which has data_parallel.overlap instead'),
         (
             {"fragments": 5, "inner_steps": 4},
             "data_parallel.fragments is 5, but at most one is averaged at each",
@@ -363,7 +363,7 @@ SERVED = {"kind": "parameter-server", "replicas": 2}
     ("table", "words"),
     [
         ({"data_parallel": {"kind": "all-reduce", "staleness": 1}}, "go with data_parallel.kind"),
-        ({"data_parallel": {**SERVED, "delay": True}}, "set data_parallel.staleness = 1"),
+        ({"data_parallel": {**SERVED, "delay": True}}, "which has data_parallel.staleness instead"),
         ({"data_parallel": {**SERVED, "address": "10.0.0.1"}}, "must be HOST:PORT"),
         ({"data_parallel": {**SERVED, "address": ["a:1", "b:2"]}}, "lists 2 servers"),
         ({"data_parallel": {**SERVED, "staleness": 1}}, "set train.clip_norm = 0"),
