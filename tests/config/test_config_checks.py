@@ -159,7 +159,7 @@ def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_re
 def test_shape_is_refused_where_replicas_have_connections_of_their_own(
     settings: dict[str, Any], message: str
 ) -> None:
-    """Their exchange took as long as the machine takes, and was predicted to take what the shape does."""
+    """They took what the machine takes, and were predicted to take what the shape does."""
     table = {"data_parallel": {**settings, "replicas": 2}}
     build(table)
     with pytest.raises(
