@@ -35,7 +35,7 @@ from dpipe.run.environment import ProcessInfo, load_kernels_at_start
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
-from dpipe.run.results import oversubscribed_hosts, save_trace_inputs, show_result, utilisation
+from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.rows import OnRow
 from dpipe.run.signals import stop_on_signals
@@ -46,7 +46,6 @@ from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.tensor_group import TensorGroup
-from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
     checkpoint_url,
     logging_to,
@@ -56,7 +55,7 @@ from dpipe.store.run_folder import (
 )
 from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
-from dpipe.transport.nccl import NcclTransport
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.codec import codec
 
 
@@ -78,38 +77,28 @@ def run_rank(
     console = console or Console(file=lasting(sys.stdout))
     run_plan = _check(config, process, resume)
     config = run_plan.config
-    start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
+    rank = process.rank
+    start = find_start(config, run_plan, rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    peers = _peers(run_plan, process.rank)
+    peers = _peers(run_plan, rank)
     with (
-        opened(config, resume, process.rank) as folder,
-        logging_to(folder, process.rank),
+        opened(config, resume, rank) as folder,
+        logging_to(folder, rank),
         joined(config, process, peers, join_s, streams) as (coordinator, transport),
     ):
-        if config.pipeline.split == "measured" or config.pipeline.schedule == AUTO:
-            run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
+        run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
         if resume:
             start = agreed_start(config, run_plan, start, coordinator, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
             resources = _resources(run_plan, process, coordinator, transport, streams, stack)
-            job = assemble(run_plan, resources, start, stack)
+            job = assemble(run_plan, resources, stack)
+            restore(start, job.stages, job.update, job.here)
             start = None  # as large as the model and its moments
-            # No rank has refused: now the folder changes.
-            coordinator.barrier("assembled", config.timeouts.transfer)
-            if process.rank == 0:
-                save_configuration(folder, config)
-                metrics = _open_metrics(config, folder, first_step, console, on_row, stack)
-                job = replace(job, metrics=metrics)
-            if isinstance(transport, NcclTransport):
-                rehearse(job, transport, first_step)
-            trainer = Trainer(job, first_step)
-            stopped = trainer.run()
-            hosts = oversubscribed_hosts(config, coordinator)
-        if process.rank == 0:
-            if config.run.trace_steps and trainer.next_step > first_step:
-                save_trace_inputs(run_plan, hosts, folder)
-            show_result(run_plan, folder, console, stopped)
+            job = _with_metrics(job, config, folder, first_step, console, on_row, stack)
+            outcome = _train(job, resources, config, first_step)
+        if rank == 0:
+            show_result(run_plan, outcome, folder, console)
 
 
 def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
@@ -117,7 +106,7 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     gave.
     """
     torch.set_num_threads(config.node.threads)
-    if config.transport.kind == "nccl":
+    if TRANSPORTS[config.transport.kind].between_gpus:
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
@@ -136,12 +125,14 @@ def _peers(run_plan: RunPlan, rank: int) -> set[int]:
 
 
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
-    """Cut the model by the times that rank 0 measures for each layer, and take the schedule that
-    rank 0 finds best. All ranks call it.
+    """With a measured split or schedule "auto": the model cut by the times that rank 0 measures for
+    each layer, and the schedule that rank 0 finds best. All ranks call it.
 
     Only rank 0 searches: ranks that share a machine's cores would take many times as long.
     """
     config = run_plan.config
+    if config.pipeline.split != "measured" and config.pipeline.schedule != AUTO:
+        return run_plan
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
@@ -178,7 +169,7 @@ def _resources(
     streams: Streams,
     stack: ExitStack,
 ) -> RankResources:
-    """What is opened here, `stack` closes."""
+    """`stack` closes what is opened here."""
     config = run_plan.config
     here = config.ranks_of(process.rank)
     servers = stack.enter_context(
@@ -207,41 +198,52 @@ def _resources(
     )
 
 
-def _open_metrics(
+def _with_metrics(
+    job: Job,
     config: Config,
     folder: Path,
     first_step: int,
     console: Console,
     on_row: OnRow | None,
     stack: ExitStack,
-) -> Metrics:
-    display = stack.enter_context(Display(console, first_step, config.train.steps))
+) -> Job:
+    """On rank 0: `job` with metrics that are written, displayed and given to `on_row`.
+
+    All ranks call it when they have been assembled: none has refused then, and only now the folder
+    changes.
+    """
+    job.coordinator.barrier("assembled", job.timeout_s)
+    if job.here.rank > 0:
+        return job
+    save_configuration(folder, config)
+    display = stack.enter_context(Display(console, first_step, job.train.steps))
 
     def show(row: Mapping[str, Any]) -> None:
         display.show(row)
         if on_row is not None:
             on_row(row)
 
-    tensorboard = config.run.tensorboard
+    tensorboard = job.run.tensorboard
     metrics = Metrics(folder, first_step=first_step, tensorboard=tensorboard, show=show)
     stack.callback(metrics.close)
-    return metrics
+    return replace(job, metrics=metrics)
 
 
-def assemble(
-    run_plan: RunPlan,
-    resources: RankResources,
-    start: checkpoint.Loaded | None,
-    stack: ExitStack,
-) -> Job:
-    """A rank's stages, what runs them, and what trains them, restored from `start` if there is
-    one.
+def _train(job: Job, resources: RankResources, config: Config, first_step: int) -> Outcome:
+    resources.transport.rehearse(partial(rehearse, job, first_step))
+    trainer = Trainer(job, first_step)
+    stopped = trainer.run()
+    hosts = oversubscribed_hosts(config, job.coordinator)
+    return Outcome(stopped, trainer.next_step - first_step, hosts)
+
+
+def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> Job:
+    """A rank's stages, what runs them, and what trains them.
 
     `stack` closes what is opened here; if it unwinds with an error, links and group fail first, so
     that no peer waits for this rank.
     """
     config = run_plan.config
-    schedule = run_plan.forecast.schedule
     here = resources.here
     stages = _make_stages(run_plan, resources)
     tied = tied_weights(run_plan, stages)
@@ -260,21 +262,19 @@ def assemble(
     stack.push(partial(_fail_with, resources.group))
     stack.push(partial(_fail_with, resources.transport))
     stack.enter_context(attended(replicas, resources.coordinator))
-    update = _make_update(config, resources, stages, replicas)
-    restore(start, stages, update, here)
     return Job(
         here=here,
         train=config.train,
         run=config.run,
         context=config.model.context,
         configuration=config.shared(),
-        schedule=schedule,
+        schedule=run_plan.forecast.schedule,
         eval_schedule=run_plan.forecast.eval_schedule,
         stages=stages,
         executor=_make_executor(run_plan, resources, stages, replicas, tied),
         recorder=resources.recorder,
         data_parallel=replicas,
-        update=update,
+        update=_make_update(config, resources, stages, replicas),
         feed=_make_feed(run_plan, here, stages),
         coordinator=resources.coordinator,
         timeout_s=config.timeouts.transfer,

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +25,15 @@ from dpipe.store.run_folder import checkpoint_url
 
 LOG = logging.getLogger("dpipe")
 _SAMPLE_TOKENS = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended on this rank."""
+
+    stopped: bool  # before train.steps
+    num_steps: int  # trained since this process started
+    hosts: tuple[Host, ...]  # that had fewer cores than their ranks wanted
 
 
 def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
@@ -62,7 +72,7 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     )
 
 
-def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
+def _save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) -> None:
     """What `dpipe trace` needs of the run besides the spans."""
     config = run_plan.config
     forecast = run_plan.forecast
@@ -75,14 +85,17 @@ def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) 
         replicas=forecast.usual_replicas,
         headers=config.counts_headers,
         tensor_size=config.tensor_parallel.size,
+        waits_for_verdict=config.train.waits_for_verdict,
     )
     save_inputs(folder / "trace", inputs)
 
 
-def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool) -> None:
-    """On rank 0: how to continue a run that was stopped, or the summary of one that has ended."""
+def show_result(run_plan: RunPlan, outcome: Outcome, folder: Path, console: Console) -> None:
+    """On rank 0: complete the trace, and print the summary, or how to continue a stopped run."""
     config = run_plan.config
-    if stopped:
+    if config.run.trace_steps and outcome.num_steps > 0:
+        _save_trace_inputs(run_plan, outcome.hosts, folder)
+    if outcome.stopped:
         line = f"stopped before the end; go on with --resume {folder}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         return

@@ -40,7 +40,8 @@ def launch_ranks(
     """
     if num_ranks is not None:
         overrides = (*overrides, _stages_override(load(path, overrides), num_ranks))
-    config = _load_run(path, overrides, resume)
+    of_folder = () if resume is None else (f"run.folder={json.dumps(resume)}",)
+    config = load(path, (*overrides, *of_folder))
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
     draft(config, choose=without_search, predicts_memory=False)
@@ -103,12 +104,6 @@ def train_rank(
         console=console,
         on_row=on_row or rows_to_launcher(environment()),
     )
-
-
-def _load_run(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
-    if resume is not None:
-        overrides = (*overrides, f"run.folder={json.dumps(resume)}")
-    return load(path, overrides)
 
 
 def _stages_override(config: Config, num_ranks: int) -> str:
