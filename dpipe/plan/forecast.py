@@ -1,9 +1,8 @@
-"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and its
-step simulated.
+"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and a
+step is simulated. No torch.
 
-The same function feeds `dpipe simulate` and the run itself, so that the two cannot differ. No torch
-for the built-in models: their arithmetic is counted by formula, and turned into time by the assumed
-`predict.gflops`.
+`dpipe simulate` and the run itself call the same function, so the two cannot differ. The operations
+of a GPT or a BERT are counted by formula, and turned into time by the assumed `predict.gflops`.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,17 +139,8 @@ def forecast(
     order = choose(config, cost, network, replicas, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
     check(schedule)
-    memory = peak_memory(schedule, stages) if stages else ()
-    if stages and config.pipeline.memory_gb is not None:
-        unsearched = choose is without_search and config.pipeline.schedule == AUTO
-        least = peak_memory(leanest_of_auto(config), stages) if unsearched else memory
-        check_fits(config, least, held_by_transformer)
-    timeline = simulate(schedule, cost, network, hosts, replicas)
-    share = agreeing_share(config)
-    step_us = timeline.duration_us
-    if replicas is not None and share < 1:
-        apart = simulate(schedule, cost, network, hosts, Replicas(silent(replicas.count)))
-        step_us = share * step_us + (1 - share) * apart.duration_us
+    memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
+    timeline, step_us = _simulated(config, schedule, cost, network, hosts, replicas)
     return Forecast(
         split=cut,
         schedule=schedule,
@@ -159,10 +149,44 @@ def forecast(
         network=network,
         timeline=timeline,
         replicas=replicas,
-        agreeing_share=share,
+        agreeing_share=agreeing_share(config),
         step_us=step_us,
         memory=memory,
     )
+
+
+def _checked_memory(
+    config: Config, schedule: Schedule, stages: Stages, *, searched: bool
+) -> tuple[RankMemory, ...]:
+    """What each rank holds; raises `ConfigError` if that is more than `pipeline.memory_gb`.
+
+    If "auto" has not been searched yet, it is refused only if none of its schedules would fit.
+    """
+    if not stages:
+        return ()
+    memory = peak_memory(schedule, stages)
+    least = memory
+    if config.pipeline.schedule == AUTO and not searched:
+        least = peak_memory(leanest_of_auto(config), stages)
+    check_fits(config, least, held_by_transformer)
+    return memory
+
+
+def _simulated(
+    config: Config,
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host],
+    replicas: Replicas | None,
+) -> tuple[Timeline, float]:
+    """A step at which replicas exchange something, and the mean microseconds of all steps."""
+    timeline = simulate(schedule, cost, network, hosts, replicas)
+    share = agreeing_share(config)
+    if replicas is None or share == 1:
+        return timeline, timeline.duration_us
+    apart = simulate(schedule, cost, network, hosts, Replicas(silent(replicas.count)))
+    return timeline, share * timeline.duration_us + (1 - share) * apart.duration_us
 
 
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:

@@ -69,11 +69,7 @@ def draft(
         message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
         messages = ((message,),) * (config.pipeline.stages - 1)
         return RunPlan(config, None, None, messages, forecast(config, None, network, choose))
-    check_device(config.node.device)
-    if config.run.checkpoint_url is not None:
-        check_url(config.run.checkpoint_url)
-    if config.transport.kind == "nccl":
-        load_nccl()
+    _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
     probed = probe(model, _inputs(config), config.train.seed, stored)
@@ -89,6 +85,15 @@ def draft(
     corpus = read_text(config)  # last, because the first time it writes a cache
     sent = boundaries(config, [probed[end].outputs for end in ends])
     return RunPlan(config, model, corpus, sent, predicted)
+
+
+def _check_surroundings(config: Config) -> None:
+    """The device, the place for checkpoints, and NCCL. Raises what they raise."""
+    check_device(config.node.device)
+    if config.run.checkpoint_url is not None:
+        check_url(config.run.checkpoint_url)
+    if config.transport.kind == "nccl":
+        load_nccl()
 
 
 def check_device(device: str) -> None:
