@@ -10,6 +10,7 @@ from dpipe.config.parallel import (
     elementwise_formats,
 )
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
+from dpipe.dataparallel.kinds import names_where
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
 from dpipe.wire.format import FORMATS
 
@@ -74,7 +75,7 @@ def check_servers(
             f"data_parallel.address lists {len(data_parallel.address)} servers, "
             f'data_parallel.servers "{data_parallel.servers}" needs {servers}'
         )
-    if data_parallel.staleness and (train.clip_norm or train.precision == "fp16"):
+    if data_parallel.staleness and train.waits_for_verdict:
         raise ValueError(
             "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas "
             'before each step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
@@ -107,9 +108,10 @@ def check_shape(transport: TransportConfig, data_parallel: DataParallelConfig) -
     """Connections that are not links would be as fast as the machine, and predicted as shaped."""
     if transport.shape is None or data_parallel.replicas == 1:
         return
-    if data_parallel.kind == "parameter-server":
-        unshaped = 'data_parallel.kind "parameter-server"'
-        instead = 'data_parallel.kind "all-reduce", "sharded" or "local-sgd"'
+    if data_parallel.active_kind.has_server:
+        unshaped = f'data_parallel.kind "{data_parallel.kind}"'
+        direct = names_where(lambda kind: kind.pattern is not None and not kind.has_server)
+        instead = f"data_parallel.kind {direct}"
     elif data_parallel.group == "torch":
         unshaped = 'data_parallel.group "torch"'
         instead = 'data_parallel.group "dpipe"'

@@ -22,7 +22,7 @@ _OWN = "own_grad"
 _MEAN = "delayed_grad"
 
 
-class Ahead:
+class LookAhead:
     """Takes what `optimizer` steps a step ahead of the agreement, and back. `mark` tells the
     replicas' gradients apart in a checkpoint, where each has one of the same parameters.
     """

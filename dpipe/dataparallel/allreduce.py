@@ -5,11 +5,12 @@ from typing import Protocol
 
 import torch
 
-from dpipe.dataparallel.ahead import Ahead
-from dpipe.dataparallel.background import Flights, Ready
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.ahead import LookAhead
+from dpipe.dataparallel.background import BackgroundExchange, Ready
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
+from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import AdamSettings, trained
-from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
 
 
@@ -26,7 +27,7 @@ class Averaging(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class AllReduce:
+class AllReduce(DataParallel):
     """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed
     (`ahead.py`).
 
@@ -47,13 +48,15 @@ class AllReduce:
         self._averaging = averaging
         self._speaks = averaging.replica == 0
         self._single = Single(stages, settings, uncounted)
-        self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
+        self._rows = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
         name = f"dpipe-reduce-{averaging.replica}"
         device = averaging.device
-        self._flights = Flights(self._rows, averaging.fail, lag=lag, name=name, device=device)
+        self._flights = BackgroundExchange(
+            self._rows, averaging.fail, lag=lag, name=name, device=device
+        )
         ahead = self._single.optimizers.items() if lag else ()
         self._ahead = {
-            stage: Ahead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead
+            stage: LookAhead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead
         }
         self._loss_scale = 1.0
 
@@ -125,3 +128,18 @@ class AllReduce:
         for index, parameter in enumerate(row.parameters if flight is not None else ()):
             parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here
         return flight is not None
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    averaging: Averaging
+    if setup.options.group == "torch":
+        averaging = setup.open_torch_group()
+    else:
+        averaging = setup.exchange(setup.options.wire)
+    return AllReduce(
+        setup.stages,
+        setup.optimizer,
+        averaging,
+        lag=int(setup.options.delay),
+        uncounted=setup.uncounted,
+    )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from dpipe.dataparallel.base import Moments, Traffic
-from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.flat import FlatParameters
 
 Ready = Callable[[slice], None]
 Exchange = Callable[[torch.Tensor, int, Ready], list[Traffic]]
@@ -29,7 +29,7 @@ _DELAYED = "delayed_grad"
 
 
 @dataclass
-class Flight:
+class PendingGradient:
     """The exchange of one stage's gradient: `row` [N] is agreed once `landed` is done."""
 
     row: torch.Tensor
@@ -37,14 +37,14 @@ class Flight:
     bad: str | None = None  # a parameter whose gradient was not finite here
 
 
-class Flights:
+class BackgroundExchange:
     """`rows` says by stage what is exchanged. `fail` is called with what went wrong, from the
     thread.
     """
 
     def __init__(
         self,
-        rows: Mapping[int, Row],
+        rows: Mapping[int, FlatParameters],
         fail: Callable[[Exception], None],
         *,
         lag: int,
@@ -56,7 +56,7 @@ class Flights:
         self.lag = lag
         self._device = device
         self._thread = ThreadPoolExecutor(1, name)
-        self._flying: dict[int, deque[Flight]] = {stage: deque() for stage in rows}
+        self._flying: dict[int, deque[PendingGradient]] = {stage: deque() for stage in rows}
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in rows}
         self._traffic: deque[Traffic] = deque()
 
@@ -67,7 +67,7 @@ class Flights:
         returns at once.
         """
         row = self.borrow(stage)
-        flight = Flight(row, Future())
+        flight = PendingGradient(row, Future())
         gradients = self._rows[stage].gradients() if gradients is None else gradients
         ready = self._filling(stage, flight, gradients, 1.0 / loss_scale)
         flight.landed = self.submit(lambda: exchange(row, stage, ready))
@@ -84,7 +84,7 @@ class Flights:
         """Run something else behind what is under way."""
         return self._thread.submit(self._run, exchange)
 
-    def due(self, stage: int) -> Flight | None:
+    def due(self, stage: int) -> PendingGradient | None:
         """The flight that this step uses, landed; None in the first steps, as many as the lag.
 
         Raises what went wrong with it. It has no deadline of its own: each message that it waits
@@ -96,7 +96,7 @@ class Flights:
         flying[0].landed.result()
         return flying[0]
 
-    def take(self, stage: int) -> Flight | None:
+    def take(self, stage: int) -> PendingGradient | None:
         """As `due`, and done with: the row may be used until the next `begin`."""
         flight = self.due(stage)
         if flight is not None:
@@ -111,7 +111,7 @@ class Flights:
     def traffic(self) -> list[Traffic]:
         return [self._traffic.popleft() for _ in range(len(self._traffic))]
 
-    def delayed(self, stage: int) -> Sequence[Flight]:
+    def delayed(self, stage: int) -> Sequence[PendingGradient]:
         """What the next steps will use, landed."""
         for flight in self._flying[stage]:
             flight.landed.result()
@@ -132,7 +132,7 @@ class Flights:
         """Take up the gradients of a checkpoint that no step has used yet, where there are any."""
         for stage, row in self._rows.items():
             if all(f"{name}.{_DELAYED}" in moments for name in row.names):
-                flight = Flight(self._new_row(stage), Future())
+                flight = PendingGradient(self._new_row(stage), Future())
                 row.fill(
                     flight.row,
                     slice(0, row.length),
@@ -148,7 +148,9 @@ class Flights:
     def _new_row(self, stage: int) -> torch.Tensor:
         return torch.empty(self._rows[stage].length, device=self._device)
 
-    def _filling(self, stage: int, flight: Flight, gradients: Gradients, factor: float) -> Ready:
+    def _filling(
+        self, stage: int, flight: PendingGradient, gradients: Gradients, factor: float
+    ) -> Ready:
         """Copies a piece of the gradients into the row when its turn comes, and sees whether it is
         finite.
         """

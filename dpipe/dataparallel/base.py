@@ -29,14 +29,14 @@ import torch
 
 from dpipe.wire.transfer import Moved
 
-Named = tuple[str, torch.nn.Parameter]
+NamedParameter = tuple[str, torch.nn.Parameter]
 Moments = Mapping[str, torch.Tensor]
 
 
 class Layers(Protocol):
     """What is asked of a stage."""
 
-    def layer_parameters(self) -> Mapping[int, Sequence[Named]]:
+    def layer_parameters(self) -> Mapping[int, Sequence[NamedParameter]]:
         """Parameters by layer, in order, by names that hold for the whole model."""
 
 
@@ -134,6 +134,17 @@ class DataParallel(Protocol):
     @property
     def optimizer_bytes(self) -> int:
         """Memory that the optimizer's state takes on this rank."""
+
+    def leave(self) -> None:
+        """After the last step, where the run ended well: nobody need wait for this rank."""
+        return
+
+    def fail(self, error: Exception) -> None:
+        """The run is over elsewhere: who waits here raises `error`. Called from another thread.
+
+        Links among the replicas are failed by whoever opened them.
+        """
+        return
 
     def close(self) -> None:
         """End threads. The links are closed by whoever opened them, before."""

@@ -54,8 +54,8 @@ class DirectExchange:
         self.ranks = ranks
         self.wire = wire
         self._part_values = max(1, part_bytes // 4)
-        self._plans: dict[tuple[int, TensorSpec], Plan] = {}
-        self.buffers = _Buffers()
+        self._plans: dict[tuple[int, TensorSpec], Route] = {}
+        self.buffers = _BufferPool()
 
     def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
         """Replace `row` [N] by its mean over replicas."""
@@ -85,12 +85,12 @@ class DirectExchange:
     def fail(self, error: Exception) -> None:
         self.links.fail(error)
 
-    def _plan(self, row: torch.Tensor, stage: int) -> "Plan":
+    def _plan(self, row: torch.Tensor, stage: int) -> "Route":
         like = TensorSpec.of(row)
         if (stage, like) not in self._plans:
             num_parts = max(1, -(-row.numel() // self._part_values))
             exchange = direct(len(self.ranks), num_parts)
-            self._plans[stage, like] = Plan(exchange, self.replica, stage, like, self.wire)
+            self._plans[stage, like] = Route(exchange, self.replica, stage, like, self.wire)
         return self._plans[stage, like]
 
 
@@ -104,7 +104,7 @@ class Leg(NamedTuple):
     wire: TensorSpec
 
 
-class Plan:
+class Route:
     """What one end of an exchange of a `row` [N] sends and gets, in order: worked out once, used at
     every step.
 
@@ -142,7 +142,7 @@ def _with(role: Role, legs: Iterable[Leg]) -> list[Leg]:
     return [leg for leg in legs if leg.message.role is role]
 
 
-class _Buffers:
+class _BufferPool:
     """Memory for what comes, used again and again: fresh pages cost as much as the bytes that fill
     them.
     """
@@ -166,7 +166,7 @@ class _UnderWay:
     def __init__(
         self,
         ends: DirectExchange,
-        plan: Plan,
+        plan: Route,
         row: torch.Tensor,
         ready: Ready,
         *,

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from dpipe.dataparallel.allreduce import Averaging
-from dpipe.dataparallel.background import Flights
-from dpipe.dataparallel.base import Layers, Moments, Named, Report, Traffic
+from dpipe.dataparallel.background import BackgroundExchange
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, NamedParameter, Report, Traffic
+from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import AdamSettings, trained
-from dpipe.dataparallel.row import Row
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
 
 
@@ -37,7 +38,7 @@ class OuterSettings:
     overlap: bool = False
 
 
-class LocalSgd:
+class LocalSgd(DataParallel):
     """`averaging[f]` is that of fragment f: each remembers what its wire has rounded off.
 
     A checkpoint has the parameters and moments of every replica under names such as
@@ -66,7 +67,9 @@ class LocalSgd:
             index: [Fragment(part) for part in fragments(trained(stage), len(averaging), tied)]
             for index, stage in stages.items()
         }
-        self._thread = Flights({}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}")
+        self._thread = BackgroundExchange(
+            {}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}"
+        )
         self._step = 0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
@@ -153,8 +156,8 @@ class Fragment:
     - base.
     """
 
-    def __init__(self, named: Sequence[Named]) -> None:
-        self.row = Row(named)
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
+        self.row = FlatParameters(named)
         self.anchor, self.momentum, self.base, self.difference = torch.zeros(
             4, self.row.length
         ).unbind()
@@ -219,7 +222,9 @@ class Fragment:
         return True
 
 
-def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) -> list[list[Named]]:
+def fragments(
+    named: Sequence[NamedParameter], count: int, tied: Collection[str] = ()
+) -> list[list[NamedParameter]]:
     """`named` in `count` runs of about the same number of values; there may be empty ones.
 
     What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree
@@ -227,10 +232,24 @@ def fragments(named: Sequence[Named], count: int, tied: Collection[str] = ()) ->
     """
     total = sum(p.numel() for _, p in named)
     before = 0
-    runs: list[list[Named]] = [[] for _ in range(count)]
+    runs: list[list[NamedParameter]] = [[] for _ in range(count)]
     for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
         middle = before + parameter.numel() / 2
         turn = 0 if name in tied else min(count - 1, int(middle * count / total))
         runs[turn].append((name, parameter))
         before += parameter.numel()
     return runs
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    options = setup.options
+    outer = OuterSettings(
+        options.inner_steps,
+        options.outer_learning_rate,
+        options.outer_momentum,
+        overlap=options.overlap,
+    )
+    averaging = [setup.exchange(options.wire) for _ in range(options.fragments)]
+    return LocalSgd(
+        setup.stages, setup.optimizer, outer, averaging, uncounted=setup.uncounted, tied=setup.tied
+    )

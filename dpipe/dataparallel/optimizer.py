@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from dpipe.dataparallel.base import Layers, Moments, Named
+from dpipe.dataparallel.base import Layers, Moments, NamedParameter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPSILON = 1e-8  # torch's default
@@ -142,12 +142,12 @@ def _adamw(slices: Sequence[Slice], settings: AdamSettings, fused: bool) -> torc
     )
 
 
-def whole(named: Iterable[Named]) -> list[Slice]:
+def whole(named: Iterable[NamedParameter]) -> list[Slice]:
     """Each parameter as one slice."""
     return [Slice(name, 0, p.numel(), p, p.ndim >= 2) for name, p in named]
 
 
-def trained(stage: Layers) -> list[Named]:
+def trained(stage: Layers) -> list[NamedParameter]:
     """The parameters of a stage that learn, in order."""
     return [
         pair

@@ -20,15 +20,16 @@ from concurrent.futures import Future
 
 import torch
 
-from dpipe.dataparallel.ahead import Ahead
-from dpipe.dataparallel.background import Flights, Gradients
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.ahead import LookAhead
+from dpipe.dataparallel.background import BackgroundExchange, Gradients
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.direct_exchange import DirectExchange
+from dpipe.dataparallel.flat import FlatParameters, parameter_slice
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
-from dpipe.dataparallel.row import Row, parameter_slice
+from dpipe.dataparallel.setup import ReplicaSetup
 
 
-class Sharded:
+class Sharded(DataParallel):
     """`gradients` and `parameters` exchange them. `lag` 1 delays the gradient by a step."""
 
     independent = False
@@ -46,17 +47,17 @@ class Sharded:
         self._gradients = gradients
         self._parameters = parameters
         self._uncounted = uncounted
-        self._rows = {index: Row(trained(stage)) for index, stage in stages.items()}
+        self._rows = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
         self._shards = {
-            index: Shard(row, gradients.shard(row.length), settings)
+            index: OwnedShard(row, gradients.shard(row.length), settings)
             for index, row in self._rows.items()
         }
-        self._flights = Flights(
+        self._flights = BackgroundExchange(
             self._rows, gradients.fail, lag=0, name=f"dpipe-shard-{gradients.replica}"
         )
         self._gathering: dict[int, Future[None]] = {}
         self._ahead = {
-            index: Ahead(shard.optimizer) for index, shard in self._shards.items() if lag
+            index: LookAhead(shard.optimizer) for index, shard in self._shards.items() if lag
         }
         self._held: dict[
             int, Gradients
@@ -165,10 +166,10 @@ class Sharded:
         return traffic
 
 
-class Shard:
+class OwnedShard:
     """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
 
-    def __init__(self, row: Row, piece: slice, settings: AdamSettings | None) -> None:
+    def __init__(self, row: FlatParameters, piece: slice, settings: AdamSettings | None) -> None:
         self.piece = piece
         self._row = row
         self._spans = list(row.spans(piece))
@@ -207,3 +208,15 @@ class Shard:
         self.optimizer.step(learning_rate)
         for s in self._slices:
             s.values.grad = None
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    """Gradients may be rounded, parameters never."""
+    return Sharded(
+        setup.stages,
+        setup.optimizer,
+        setup.exchange(setup.options.wire),
+        setup.exchange("none"),
+        lag=int(setup.options.delay),
+        uncounted=setup.uncounted,
+    )

@@ -4,11 +4,12 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
+from dpipe.dataparallel.setup import ReplicaSetup
 
 
-class Single:
+class Single(DataParallel):
     """AdamW on the stages of one rank. The norm leaves out the parameters `uncounted`, which
     another rank counts.
 
@@ -96,6 +97,10 @@ class Single:
 
     def close(self) -> None:
         pass
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    return Single(setup.stages, setup.optimizer, setup.uncounted)
 
 
 def squared_norm(parameter: torch.nn.Parameter) -> float:

@@ -40,8 +40,8 @@ from dpipe.paramserver.messages import (
     pieces_of,
     rows_from,
 )
-from dpipe.paramserver.spec import RowSpec, StepRule
-from dpipe.paramserver.stage_state import Verdict
+from dpipe.paramserver.spec import FlatSpec, StepRule
+from dpipe.paramserver.stage_state import StepDecision
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.transfer import Moved
 from dpipe.wire.v1 import parameters_pb2 as pb
@@ -67,7 +67,7 @@ class _Away(Exception):  # noqa: N818 - not an error yet: the server may come ba
 
 
 @dataclass(frozen=True)
-class Worker:
+class ServerAccess:
     """Who calls, where, and for how long it waits: for a server that is away, and for any answer.
 
     `part` says which of its stages' parts it has, where several ranks of a replica hold them
@@ -85,23 +85,23 @@ class Worker:
     part: int = 0
 
 
-def reach(worker: Worker) -> None:
+def reach(worker: ServerAccess) -> None:
     """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no
     such worker.
     """
-    line = ParameterLine(worker, -1, RowSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
+    line = StageClient(worker, -1, FlatSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
     try:
         line.reach()
     finally:
         line.close()
 
 
-class ParameterLine:
+class StageClient:
     """Used by one thread, but for `fail` and `close`. Raises `PeerLost` when the server stays
     away.
     """
 
-    def __init__(self, worker: Worker, stage: int, row: RowSpec, rule: StepRule) -> None:
+    def __init__(self, worker: ServerAccess, stage: int, row: FlatSpec, rule: StepRule) -> None:
         self._worker = worker
         self.stage = stage
         self.row = row
@@ -111,7 +111,7 @@ class ParameterLine:
         self._opened = False
         self._num_updates = 0
         self._kept: dict[int, Outbox] = {}  # by step: gradients that the server may still need
-        self._verdicts: dict[int, Verdict] = {}  # of those steps, as far as they are known
+        self._verdicts: dict[int, StepDecision] = {}  # of those steps, as far as they are known
         self._channels: list[grpc.Channel] = []
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
@@ -158,12 +158,12 @@ class ParameterLine:
         )
         return dict(message_of(pb.Squares, answer).by_layer)
 
-    def pull(self, step: int, verdict: Verdict, put: Put, *, push: bool = False) -> None:
+    def pull(self, step: int, verdict: StepDecision, put: Put, *, push: bool = False) -> None:
         """Bring the verdict, take every chunk as it comes, and wait until the step is committed.
 
         With `push` the gradient, kept before, goes out at the same time.
         """
-        pulled = _Pulled(self.row.num_chunks if verdict.factor is not None else 0, put)
+        pulled = _IncomingParameters(self.row.num_chunks if verdict.factor is not None else 0, put)
         self._repeat(
             lambda: self._pull(step, verdict, pulled, push),
             f"pulling the parameters after step {step}",
@@ -321,7 +321,9 @@ class ParameterLine:
             moved = Moved(began, time.perf_counter_ns(), wire.nbytes)
             self.traffic.append(Traffic(self.stage, SERVER, moved))
 
-    def _pull(self, step: int, verdict: Verdict, pulled: "_Pulled", push: bool) -> None:
+    def _pull(
+        self, step: int, verdict: StepDecision, pulled: "_IncomingParameters", push: bool
+    ) -> None:
         """A push that is refused ends the pull, which would wait for it in vain."""
         streams = self._start_pulls(verdict, pulled)
         pushes = self._start_pushes(step) if push else []
@@ -336,7 +338,7 @@ class ParameterLine:
             raise
         self._results(pushes)
 
-    def _start_pulls(self, verdict: Verdict, pulled: "_Pulled") -> list[Any]:
+    def _start_pulls(self, verdict: StepDecision, pulled: "_IncomingParameters") -> list[Any]:
         """Chunks come in order, over the connections in turn; of what came before the server went
         away none again.
         """
@@ -418,7 +420,7 @@ class ParameterLine:
         )
 
 
-class _Pulled:
+class _IncomingParameters:
     """What has come of a pull, over however many calls."""
 
     def __init__(self, num_chunks: int, put: Put) -> None:
@@ -427,7 +429,7 @@ class _Pulled:
         self._num_chunks = num_chunks
         self._put = put
 
-    def take(self, streams: list[Iterator[bytes]], line: ParameterLine) -> None:
+    def take(self, streams: list[Iterator[bytes]], line: StageClient) -> None:
         began = 0
         num_bytes = 0
         while self.next < self._num_chunks:

@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError, RunError
-from dpipe.paramserver.spec import RowSpec, StepRule
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.paramserver.spec import FlatSpec, StepRule
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
 REMEDY = "make room there, on the parameter server's machine"
 _STEPS_A_SNAPSHOT = 8
@@ -83,7 +83,7 @@ class Journal:
         for path in self._folder.glob("left-*"):
             path.unlink()
 
-    def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
+    def write(self, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
         """Keep what `StageState.replay` needs of a step; it is on the disk when this returns.
 
         Raises `RunError` where there is no room for it.
@@ -132,7 +132,7 @@ class Journal:
         self._save(master.row, master.rule, master.now, master.step, master.num_updates)
 
     def _save(
-        self, row: RowSpec, rule: StepRule, state: State, step: int, num_updates: int
+        self, row: FlatSpec, rule: StepRule, state: StageTensors, step: int, num_updates: int
     ) -> None:
         rows = state.rows()
         tensors = _named(row, "", rows.get("held", state.values))
@@ -162,13 +162,13 @@ def recover(folder: Path, snapshots: Snapshots) -> tuple[StageState, Journal] | 
     if found is None:
         return None
     step, tensors, moments, told = found
-    row = RowSpec.of(told["row"])
+    row = FlatSpec.of(told["row"])
     rule = StepRule.of(told["rule"])
     held = _joined(row, "", tensors)
     lossy = rule.lossy_parameters
     values = _joined(row, ".master", moments) if lossy else held
     exp_avg, exp_avg_sq = (_joined(row, key, moments) for key in (".exp_avg", ".exp_avg_sq"))
-    state = State(values, exp_avg, exp_avg_sq, held if lossy else None)
+    state = StageTensors(values, exp_avg, exp_avg_sq, held if lossy else None)
     master = StageState(row, rule, state, step=step, num_updates=told["num_updates"])
     journal = Journal(folder, snapshots, told["session"])
     for path, written in _averages(folder):
@@ -187,12 +187,12 @@ def _averages(folder: Path) -> list[tuple[Path, int]]:
     )
 
 
-def _read(path: Path, session: str) -> tuple[Verdict, torch.Tensor]:
+def _read(path: Path, session: str) -> tuple[StepDecision, torch.Tensor]:
     try:
         with safe_open(path, "pt") as content:
             told = content.metadata()
             average = content.get_tensor("average")
-        verdict = Verdict(*json.loads(told["verdict"]))
+        verdict = StepDecision(*json.loads(told["verdict"]))
     except Exception as error:  # the library raises several kinds
         raise CheckpointError(
             f"{path} is damaged: {error}; remove {path.parent} and resume the run"
@@ -204,12 +204,12 @@ def _read(path: Path, session: str) -> tuple[Verdict, torch.Tensor]:
     return verdict, average
 
 
-def _named(row: RowSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+def _named(row: FlatSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     places = zip(row.starts, row.parameters, strict=True)
     return {f"{p.name}{suffix}": values[start : start + p.num_values] for start, p in places}
 
 
-def _joined(row: RowSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
+def _joined(row: FlatSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
     parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in row.parameters]
     return torch.cat(parts) if parts else torch.zeros(0)
 

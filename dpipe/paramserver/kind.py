@@ -16,19 +16,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from dpipe.dataparallel.base import Layers, Moments, Report, Traffic
+from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.feedback import Wire, wire
+from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
-from dpipe.dataparallel.row import Row
-from dpipe.paramserver.client import ParameterLine, Worker
+from dpipe.dataparallel.setup import ReplicaSetup
+from dpipe.paramserver.client import ServerAccess, StageClient
 from dpipe.paramserver.messages import tensor_of
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
-from dpipe.paramserver.stage_state import Verdict
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_state import StepDecision
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
 
-def row_spec(stage: Layers, chunk_bytes: int, uncounted: Collection[str]) -> RowSpec:
+def flat_spec(stage: Layers, chunk_bytes: int, uncounted: Collection[str]) -> FlatSpec:
     """The row of a stage, in chunks of about `chunk_bytes` of fp32."""
     specs = tuple(
         ParameterSpec(
@@ -38,16 +39,22 @@ def row_spec(stage: Layers, chunk_bytes: int, uncounted: Collection[str]) -> Row
         for name, parameter in named
         if parameter.requires_grad
     )
-    return RowSpec(specs, chunk_values=max(1, chunk_bytes // 4))
+    return FlatSpec(specs, chunk_values=max(1, chunk_bytes // 4))
 
 
-class _Pushed:
+class _OutgoingGradient:
     """A stage's gradient of one step on its way: as fp32 in `buffer` [N], and each chunk as it went
     on the wire.
     """
 
     def __init__(
-        self, stage: int, spec: RowSpec, row: Row, wire: Wire, buffer: torch.Tensor, factor: float
+        self,
+        stage: int,
+        spec: FlatSpec,
+        row: FlatParameters,
+        wire: Wire,
+        buffer: torch.Tensor,
+        factor: float,
     ) -> None:
         self._stage = stage
         self._spec = spec
@@ -85,19 +92,19 @@ class _Pushed:
         return self._wire.encode(values, (self._stage, chunk))
 
 
-class _Column:
+class _StageWorker:
     """One stage of this worker and its line; one thread, so that its calls come one after the
     other.
     """
 
     def __init__(
-        self, stage: int, layers: Layers, spec: RowSpec, rule: StepRule, worker: Worker
+        self, stage: int, layers: Layers, spec: FlatSpec, rule: StepRule, worker: ServerAccess
     ) -> None:
         self.stage = stage
         self.spec = spec
         self.rule = rule
-        self.line = ParameterLine(worker, stage, spec, rule)
-        self._row = Row(trained(layers))
+        self.line = StageClient(worker, stage, spec, rule)
+        self._row = FlatParameters(trained(layers))
         self._wire = wire(rule.wire)
         self._codec = codec(rule.wire)
         self._thread = ThreadPoolExecutor(1, f"dpipe-parameters-{stage}")
@@ -105,7 +112,7 @@ class _Column:
         self._buffers: dict[
             int, torch.Tensor
         ] = {}  # of gradients: the server may still need so many steps'
-        self._pushed: _Pushed | None = None
+        self._pushed: _OutgoingGradient | None = None
         self._pushing: Future[None] | None = None
         self._pulling: Future[None] | None = None
 
@@ -121,11 +128,11 @@ class _Column:
             self.line.push, step, self._gather(step, loss_scale).encode
         )
 
-    def push_and_pull(self, step: int, verdict: Verdict, loss_scale: float) -> None:
+    def push_and_pull(self, step: int, verdict: StepDecision, loss_scale: float) -> None:
         self.line.keep(step, self._gather(step, loss_scale).encode)
         self._pulling = self._thread.submit(self.line.pull, step, verdict, self._put, push=True)
 
-    def pull(self, step: int, verdict: Verdict) -> None:
+    def pull(self, step: int, verdict: StepDecision) -> None:
         self._pulling = self._thread.submit(self.line.pull, step, verdict, self._put)
 
     def norms(self, step: int) -> dict[int, float]:
@@ -171,11 +178,11 @@ class _Column:
         self.line.close()
         self._thread.shutdown(cancel_futures=True)
 
-    def _gather(self, step: int, loss_scale: float) -> _Pushed:
+    def _gather(self, step: int, loss_scale: float) -> _OutgoingGradient:
         buffer = self._buffers.setdefault(
             step % (self.rule.staleness + 1), torch.empty(self.spec.length)
         )
-        self._pushed = _Pushed(
+        self._pushed = _OutgoingGradient(
             self.stage, self.spec, self._row, self._wire, buffer, 1.0 / loss_scale
         )
         return self._pushed
@@ -226,7 +233,7 @@ class _Column:
                 parameter.copy_(self._row.view(self._values, index))
 
 
-class ServedStages:
+class ParameterServerWorker(DataParallel):
     """`rule` and `worker` hold for all stages of this rank but for the server's address, which
     `workers` may vary.
 
@@ -240,15 +247,15 @@ class ServedStages:
         self,
         stages: Mapping[int, Layers],
         rule: StepRule,
-        workers: Mapping[int, Worker],
+        workers: Mapping[int, ServerAccess],
         *,
         eager: bool,
         chunk_bytes: int,
         uncounted: Collection[str] = (),
     ) -> None:
         self._columns = {
-            index: _Column(
-                index, stage, row_spec(stage, chunk_bytes, uncounted), rule, workers[index]
+            index: _StageWorker(
+                index, stage, flat_spec(stage, chunk_bytes, uncounted), rule, workers[index]
             )
             for index, stage in stages.items()
         }
@@ -275,7 +282,7 @@ class ServedStages:
     def start(self, stage: int) -> None:
         if self._eager:
             self._columns[stage].push_and_pull(
-                self._step, Verdict(self._rate, 1.0), self._loss_scale
+                self._step, StepDecision(self._rate, 1.0), self._loss_scale
             )
         else:
             self._columns[stage].push(self._step, self._loss_scale)
@@ -299,7 +306,7 @@ class ServedStages:
                 f"a step that went out before its verdict cannot be multiplied by {factor}"
             )
         else:
-            self._columns[stage].pull(self._step, Verdict(self._rate, factor))
+            self._columns[stage].pull(self._step, StepDecision(self._rate, factor))
         return factor is not None
 
     def finish(self, stage: int) -> None:
@@ -343,3 +350,22 @@ class ServedStages:
     def close(self) -> None:
         for column in self._columns.values():
             column.close()
+
+
+def build(setup: ReplicaSetup, workers: Mapping[int, ServerAccess]) -> DataParallel:
+    """`workers` are by stage. A server also steps what is replayed: it knows of no difference."""
+    rule = StepRule(
+        tuple(setup.ranks),
+        setup.adam.weight_decay,
+        setup.adam.betas,
+        setup.options.wire,
+        setup.options.staleness,
+    )
+    return ParameterServerWorker(
+        setup.stages,
+        rule,
+        workers,
+        eager=not setup.waits_for_verdict,
+        chunk_bytes=setup.message_bytes,
+        uncounted=setup.uncounted,
+    )

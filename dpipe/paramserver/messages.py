@@ -11,7 +11,7 @@ import torch
 from google.protobuf.message import DecodeError, Message
 
 from dpipe.errors import TransferError
-from dpipe.paramserver.spec import RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.wire.message import byte_view, framed, unframed
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
@@ -50,7 +50,7 @@ def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(spec.dtype).view(spec.shape)
 
 
-def values_spec(row: RowSpec, chunk: int) -> TensorSpec:
+def values_spec(row: FlatSpec, chunk: int) -> TensorSpec:
     """A chunk of the row in fp32. Raises `TransferError` where the row has no such chunk."""
     if not 0 <= chunk < row.num_chunks:
         raise TransferError(f"chunk {chunk} came of a row that has {row.num_chunks}")
@@ -58,14 +58,14 @@ def values_spec(row: RowSpec, chunk: int) -> TensorSpec:
     return TensorSpec((part.stop - part.start,), torch.float32)
 
 
-def pieces_of(row: RowSpec, rows: dict[str, torch.Tensor]) -> Iterator[bytes]:
+def pieces_of(row: FlatSpec, rows: dict[str, torch.Tensor]) -> Iterator[bytes]:
     """Whole rows, by name, as they stream in Load and Fetch."""
     for name, values in rows.items():
         for chunk in range(row.num_chunks):
             yield piece(Piece(row=name, chunk=chunk), values[row.chunk(chunk)])
 
 
-def rows_from(row: RowSpec, messages: Iterator[bytes]) -> dict[str, torch.Tensor]:
+def rows_from(row: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.Tensor]:
     """What `pieces_of` sent. Raises `TransferError` where some of it is missing."""
     rows: dict[str, torch.Tensor] = {}
     missing: dict[str, set[int]] = {}
@@ -86,17 +86,17 @@ def rows_from(row: RowSpec, messages: Iterator[bytes]) -> dict[str, torch.Tensor
     return rows
 
 
-def attendance(row: RowSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
+def attendance(row: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
     told = (json.dumps(asdict(part)) for part in (row, rule))
     return Attendance(
         protocol=PROTOCOL, row=next(told), rule=next(told), num_updates=num_updates, again=again
     )
 
 
-def row_and_rule(told: Attendance) -> tuple[RowSpec, StepRule]:
+def row_and_rule(told: Attendance) -> tuple[FlatSpec, StepRule]:
     """Raises `TransferError` on text that describes none."""
     try:
-        return RowSpec.of(json.loads(told.row)), StepRule.of(json.loads(told.rule))
+        return FlatSpec.of(json.loads(told.row)), StepRule.of(json.loads(told.rule))
     except (ValueError, TypeError, KeyError) as error:
         raise TransferError(f"a worker describes no row, or no rule: {error!r}") from None
 

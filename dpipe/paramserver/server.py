@@ -44,9 +44,9 @@ from dpipe.paramserver.messages import (
     tensor_of,
     values_spec,
 )
-from dpipe.paramserver.spec import RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.wire.codec import codec
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import parameters_pb2 as pb
@@ -64,12 +64,12 @@ class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends ag
 
 
 @dataclass(frozen=True)
-class _Known:
+class _StageSpec:
     """What a worker said of its stage when it attended; the row itself may not have been loaded
     yet.
     """
 
-    row: RowSpec
+    row: FlatSpec
     rule: StepRule
     num_updates: int
 
@@ -98,7 +98,7 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._shelves = dict(self._recovered())
         masters = ((shelf.session, shelf.master) for shelf in self._shelves.values())
-        self._known = {session: _Known(m.row, m.rule, m.num_updates) for session, m in masters}
+        self._known = {session: _StageSpec(m.row, m.rule, m.num_updates) for session, m in masters}
         self._run: str | None = None  # the last to attend
         self._closed = False
         calls: dict[str, Callable[..., Any]] = {
@@ -203,7 +203,7 @@ class ParameterServer:
                 "of dpipe"
             )
         session = _session(place)
-        known = _Known(*row_and_rule(told), told.num_updates)
+        known = _StageSpec(*row_and_rule(told), told.num_updates)
         with self._changed:
             if not told.again or self._has(
                 session
@@ -225,11 +225,15 @@ class ParameterServer:
                 raise TransferError("a row was sent by a worker that has not attended")
             known = self._known[session]
         rows = rows_from(known.row, messages)
-        needed = State.zeros(0, lossy=known.rule.lossy_parameters).rows()
+        needed = StageTensors.zeros(0, lossy=known.rule.lossy_parameters).rows()
         if set(rows) != set(needed):
             raise TransferError(f"rows {sorted(rows)} came where {sorted(needed)} belong")
         master = StageState(
-            known.row, known.rule, State(**rows), step=place.step, num_updates=known.num_updates
+            known.row,
+            known.rule,
+            StageTensors(**rows),
+            step=place.step,
+            num_updates=known.num_updates,
         )
         with self._changed:
             if not self._has(session):
@@ -265,7 +269,7 @@ class ParameterServer:
         shelf = self._shelf(place)
         caller = _watched(context, shelf)
         factor = wanted.factor if wanted.HasField("factor") else None
-        shelf.decide(place.step, place.replica, Verdict(wanted.learning_rate, factor))
+        shelf.decide(place.step, place.replica, StepDecision(wanted.learning_rate, factor))
         for chunk in range(wanted.first, shelf.master.row.num_chunks, max(1, wanted.stride)):
             given = shelf.give(place.step, place.replica, chunk, caller)
             yield piece(pb.Piece(chunk=chunk, whole=given.whole), given.wire)
@@ -285,7 +289,7 @@ class ParameterServer:
 
     # Which run a stage belongs to. The newest one has it: an older one is over, or is told.
 
-    def _make_room(self, session: Session, known: "_Known") -> None:
+    def _make_room(self, session: Session, known: "_StageSpec") -> None:
         """Let `session` have its stage, where it has not got it yet: all parts of it that another
         run has.
         """
@@ -304,7 +308,7 @@ class ParameterServer:
             )
             old.close(JoinError(f"another run ({session.name}) has taken its place"))
 
-    def _check_same(self, session: Session, told: "_Known") -> None:
+    def _check_same(self, session: Session, told: "_StageSpec") -> None:
         if (known := self._known.get(session)) is None:
             return
         if (what := known.row.difference(told.row)) is not None:

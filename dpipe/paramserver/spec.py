@@ -62,7 +62,7 @@ class StepRule:
 
 
 @dataclass(frozen=True)
-class RowSpec:
+class FlatSpec:
     parameters: tuple[ParameterSpec, ...]
     chunk_values: int
 
@@ -108,7 +108,7 @@ class RowSpec:
         (index, _) = next(self.pieces(slice(position, position + 1)))
         return self.parameters[index].name
 
-    def difference(self, other: "RowSpec") -> str | None:
+    def difference(self, other: "FlatSpec") -> str | None:
         """The first thing in which another row differs; None for an equal one."""
         if len(self.parameters) != len(other.parameters):
             return f"{len(other.parameters)} parameters where {len(self.parameters)} are known"

@@ -17,7 +17,7 @@ import torch
 
 from dpipe.errors import NumericError, RunError, TransferTimeout
 from dpipe.paramserver.journal import Journal
-from dpipe.paramserver.stage_state import Given, StageState, Verdict
+from dpipe.paramserver.stage_state import OutgoingChunk, StageState, StepDecision
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class StageServer:
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
         self._do(lambda: self.master.add(step, replica, chunk, values))
 
-    def decide(self, step: int, replica: int, verdict: Verdict) -> None:
+    def decide(self, step: int, replica: int, verdict: StepDecision) -> None:
         self._do(lambda: self.master.decide(step, replica, verdict))
 
     def leave(self, replica: int) -> None:
@@ -90,7 +90,7 @@ class StageServer:
             lambda: self.master.norms(step) if self.master.is_final(step) else None,
         )
 
-    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> Given:
+    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> OutgoingChunk:
         """Waits until the chunk may go to that replica."""
         return self._until(
             caller, f"chunk {chunk} of step {step}", lambda: self._give(step, replica, chunk)
@@ -147,7 +147,7 @@ class StageServer:
         with self._changed:
             self._changed.notify_all()
 
-    def _give(self, step: int, replica: int, chunk: int) -> Given | None:
+    def _give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
         given = self.master.give(step, replica, chunk)
         if self.master.complete:
             self._changed.notify_all()

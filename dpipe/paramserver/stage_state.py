@@ -28,13 +28,13 @@ import torch
 from dpipe.dataparallel.optimizer import adamw_step
 from dpipe.errors import NumericError, TransferError
 from dpipe.paramserver.gradient_sum import GradientSum
-from dpipe.paramserver.spec import RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """What the workers agreed on: the step's learning rate, and the gradient's factor; None skips
     the step.
     """
@@ -44,7 +44,7 @@ class Verdict:
 
 
 @dataclass
-class State:
+class StageTensors:
     """A row's numbers, fp32 [N] each. `held` is what the workers have, where a lossy wire makes
     that another row.
     """
@@ -64,21 +64,21 @@ class State:
         return {name: row for name, row in rows.items() if row is not None}
 
     @classmethod
-    def zeros(cls, length: int, *, lossy: bool) -> "State":
+    def zeros(cls, length: int, *, lossy: bool) -> "StageTensors":
         held = torch.zeros(length) if lossy else None
         return cls(torch.zeros(length), torch.zeros(length), torch.zeros(length), held)
 
-    def of(self, part: slice) -> "State":
+    def of(self, part: slice) -> "StageTensors":
         """Elements `part`, in the same memory."""
-        return State(*(row[part] for row in self.rows().values()))
+        return StageTensors(*(row[part] for row in self.rows().values()))
 
-    def copy(self, part: slice, source: "State") -> None:
+    def copy(self, part: slice, source: "StageTensors") -> None:
         for name, row in self.rows().items():
             row[part] = source.rows()[name][part]
 
 
 @dataclass(frozen=True)
-class Given:
+class OutgoingChunk:
     """A chunk on its way to the workers: its values, or what is to be added to the ones they
     have.
     """
@@ -91,18 +91,18 @@ class StageState:
     """See above. `step` is the one that comes next: all before it are committed."""
 
     def __init__(
-        self, row: RowSpec, rule: StepRule, state: State, *, step: int, num_updates: int
+        self, row: FlatSpec, rule: StepRule, state: StageTensors, *, step: int, num_updates: int
     ) -> None:
         self.row = row
         self.rule = rule
         self.now = state
         self.step = step
         self.num_updates = num_updates
-        self._next = State.zeros(row.length, lossy=rule.lossy_parameters)
+        self._next = StageTensors.zeros(row.length, lossy=rule.lossy_parameters)
         self._codec = codec(rule.wire)
         self._ledgers: dict[int, GradientSum] = {}
         self._spare: deque[torch.Tensor] = deque()
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, StepDecision] = {}
         self._decided: dict[
             int, set[int]
         ] = {}  # by step: the replicas that have brought the verdict
@@ -164,7 +164,7 @@ class StageState:
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(self, step: int, replica: int, verdict: Verdict) -> None:
+    def decide(self, step: int, replica: int, verdict: StepDecision) -> None:
         """Take the verdict as a worker brings it: all have the same. Raises `TransferError` where
         one differs.
         """
@@ -178,7 +178,7 @@ class StageState:
             )
         self._decided.setdefault(step, set()).add(replica)
 
-    def give(self, step: int, replica: int, chunk: int) -> Given | None:
+    def give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing for
         it.
 
@@ -190,19 +190,19 @@ class StageState:
         part = self.row.chunk(chunk)
         if self.step > step:
             if self.step == step + 1 and chunk in self._left:
-                return Given(False, self._left[chunk])
-            return Given(True, self._held(self.now)[part].clone())
+                return OutgoingChunk(False, self._left[chunk])
+            return OutgoingChunk(True, self._held(self.now)[part].clone())
         if self.rule.staleness:
             may_go = self.step + self.rule.staleness > step and self._ledger(step).has(
                 replica, chunk
             )
-            return Given(True, self._ahead(step, chunk)) if may_go else None
+            return OutgoingChunk(True, self._ahead(step, chunk)) if may_go else None
         if not self._can_step(step, chunk):
             return None
         if chunk not in self._stepped:
             self._stepped[chunk] = self._step_chunk(step, chunk)
         whole = not self.rule.lossy_parameters
-        return Given(whole, self._stepped[chunk])
+        return OutgoingChunk(whole, self._stepped[chunk])
 
     def step_rest(self, step: int) -> None:
         """Step what can be of `step` and nobody has asked for: its chunks reached the workers
@@ -226,7 +226,7 @@ class StageState:
             else len(self._stepped) == self.row.num_chunks
         )
 
-    def due(self) -> tuple[Verdict, torch.Tensor]:
+    def due(self) -> tuple[StepDecision, torch.Tensor]:
         """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a
         journal writes down.
 
@@ -254,7 +254,7 @@ class StageState:
         self._forget(self.step)
         self.step += 1
 
-    def replay(self, verdict: Verdict, average: torch.Tensor) -> None:
+    def replay(self, verdict: StepDecision, average: torch.Tensor) -> None:
         """Take a step again from what a journal wrote down: the same bits."""
         if verdict.factor is not None:
             self._ledger(self.step).settle(average)
@@ -318,7 +318,7 @@ class StageState:
         that asks for it.
         """
         part = self.row.chunk(chunk)
-        ahead = State(*(row.clone() for row in self.now.of(part).rows().values()))
+        ahead = StageTensors(*(row.clone() for row in self.now.of(part).rows().values()))
         for later in range(self.step, step + 1):
             self._check_finite(later, chunk)
             gradient = self._ledger(later).so_far(chunk, part)
@@ -328,7 +328,7 @@ class StageState:
 
     def _adamw(
         self,
-        state: State,
+        state: StageTensors,
         part: slice,
         gradient: torch.Tensor,
         learning_rate: float,
@@ -362,5 +362,5 @@ class StageState:
                 runs.append((elements, decay))
         return runs
 
-    def _held(self, state: State) -> torch.Tensor:
+    def _held(self, state: StageTensors) -> torch.Tensor:
         return state.values if state.held is None else state.held

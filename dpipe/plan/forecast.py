@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from dpipe.config.load import Config
+from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
@@ -20,7 +21,7 @@ from dpipe.plan.memory.layers import Stages
 from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
-from dpipe.schedule.exchange import direct, exchange, silent
+from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
@@ -231,8 +232,8 @@ def with_exchange(config: Config, cost: Cost) -> Cost:
     chosen = config.data_parallel
     plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
     rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
-    whole = chosen.kind == "sharded" or chosen.staleness > 0
-    return replace(cost, reduce_bytes=rounded, gather_bytes=plain if whole else rounded)
+    rounds_answer = KINDS[chosen.kind].rounds_answer and chosen.staleness == 0
+    return replace(cost, reduce_bytes=rounded, gather_bytes=rounded if rounds_answer else plain)
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
@@ -240,19 +241,18 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     there is one.
     """
     chosen = config.data_parallel
-    if chosen.replicas == 1:
+    kind = chosen.active_kind
+    if kind.pattern is None:
         return None
     most = max(cost.reduce_bytes) // chosen.fragments
     num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
-    if chosen.kind == "local-sgd" and chosen.overlap:
-        return Replicas(direct(chosen.replicas, num_parts), delayed=True)
     waits = (
         config.train.clip_norm > 0 or config.train.precision == "fp16"
     )  # for the norm, before anything goes back
-    found = exchange(
-        chosen.kind, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0
-    )
-    return Replicas(found, server_ranks(config), delayed=chosen.delay)
+    delayed = chosen.delay or chosen.overlap
+    pattern = kind.late_pattern if delayed and kind.late_pattern is not None else kind.pattern
+    found = exchange(pattern, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0)
+    return Replicas(found, server_ranks(config), delayed=delayed)
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ def server_ranks(config: Config) -> tuple[int, ...]:
     """
     chosen = config.data_parallel
     stages = range(config.pipeline.stages)
-    if chosen.kind != "parameter-server" or chosen.replicas == 1:
+    if not chosen.active_kind.has_server:
         return ()
     if chosen.address:
         return tuple(
@@ -275,7 +275,9 @@ def server_ranks(config: Config) -> tuple[int, ...]:
 def agreeing_share(config: Config) -> float:
     """At which share of the steps something is exchanged."""
     chosen = config.data_parallel
-    return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
+    if not chosen.active_kind.has_inner_steps:
+        return 1.0
+    return chosen.fragments / chosen.inner_steps
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:

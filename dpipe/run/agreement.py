@@ -2,25 +2,20 @@
 built.
 """
 
-from collections.abc import Collection, Mapping
-from typing import assert_never
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from dpipe.choices import function_at
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
-from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel, Layers
-from dpipe.dataparallel.direct_exchange import DirectExchange
-from dpipe.dataparallel.feedback import wire
-from dpipe.dataparallel.local_sgd import LocalSgd, OuterSettings
 from dpipe.dataparallel.optimizer import AdamSettings, trained
-from dpipe.dataparallel.sharded import Sharded
-from dpipe.dataparallel.single import Single
+from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.torch_group import TorchGroup
 from dpipe.errors import JoinError
-from dpipe.paramserver.kind import ServedStages
-from dpipe.paramserver.spec import StepRule
 from dpipe.ranks import ParallelRanks
 from dpipe.run.parameter_servers import Servers, chunk_bytes
 from dpipe.transport.base import Transport
@@ -41,55 +36,40 @@ def data_parallel(
     rank, `tied` the copies of a shared weight.
     """
     train = config.train
-    chosen = config.data_parallel
-    replayed = not config.model.family.computes
-    adam = None if replayed else AdamSettings(train.learning_rate, train.weight_decay, train.betas)
-    if chosen.replicas == 1:
-        return Single(stages, adam, uncounted)
+    kind = config.data_parallel.active_kind
+    setup = ReplicaSetup(
+        stages=stages,
+        adam=AdamSettings(train.learning_rate, train.weight_decay, train.betas),
+        learns=config.model.family.computes,
+        options=config.data_parallel,
+        replica=here.dp_rank,
+        ranks=here.dp_group,
+        links=links,
+        open_torch_group=partial(torch_group, config, here, coordinator, stages.values()),
+        waits_for_verdict=train.waits_for_verdict,
+        message_bytes=chunk_bytes(config),
+        uncounted=uncounted,
+        tied=tied,
+    )
+    build = function_at(kind.builder)
+    agreement: DataParallel
+    if kind.has_server:
+        assert servers is not None, "the servers have been reached before a rank is built"
+        workers = {
+            stage: servers.worker(config, stage, here.dp_rank, here.rank) for stage in stages
+        }
+        agreement = build(setup, workers)
+    else:
+        agreement = build(setup)
+    return agreement
 
-    def exchange(wire_name: str) -> DirectExchange:
-        return DirectExchange(
-            links, here.dp_rank, here.dp_group, wire(wire_name), part_bytes=chosen.chunk_bytes
-        )
 
-    lag = int(chosen.delay)
-    match chosen.kind:
-        case "none":
-            raise AssertionError("the configuration lets no replicas through without a kind")
-        case "all-reduce":
-            averaging = (
-                torch_group(config, here, coordinator, stages.values())
-                if chosen.group == "torch"
-                else exchange(chosen.wire)
-            )
-            return AllReduce(stages, adam, averaging, lag=lag, uncounted=uncounted)
-        case "sharded":
-            return Sharded(
-                stages, adam, exchange(chosen.wire), exchange("none"), lag=lag, uncounted=uncounted
-            )
-        case "parameter-server":
-            assert servers is not None, "a parameter server's worker is told where it is"
-            rule = StepRule(
-                tuple(here.dp_group), train.weight_decay, train.betas, chosen.wire, chosen.staleness
-            )
-            workers = {
-                stage: servers.worker(config, stage, here.dp_rank, here.rank) for stage in stages
-            }
-            eager = not (train.clip_norm or train.precision == "fp16")
-            size = chunk_bytes(config)
-            return ServedStages(
-                stages, rule, workers, eager=eager, chunk_bytes=size, uncounted=uncounted
-            )
-        case "local-sgd":
-            outer = OuterSettings(
-                chosen.inner_steps,
-                chosen.outer_learning_rate,
-                chosen.outer_momentum,
-                overlap=chosen.overlap,
-            )
-            averagings = [exchange(chosen.wire) for _ in range(chosen.fragments)]
-            return LocalSgd(stages, adam, outer, averagings, uncounted=uncounted, tied=tied)
-    assert_never(chosen.kind)
+@contextmanager
+def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[None]:
+    """`agreement` hears of an abort of the run, and leaves at its end."""
+    coordinator.on_abort(agreement.fail)
+    yield
+    agreement.leave()
 
 
 def torch_group(

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,23 +39,23 @@ from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
-from dpipe.run.agreement import data_parallel
+from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, environment, load_kernels_at_start, process_info
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.launch import launch
-from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.rows import OnRow, rows_to_launcher
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
@@ -84,9 +85,13 @@ def launch_ranks(
     resume: str | None,
     fallback: bool,
     say: Callable[[str], None],
+    quiet: bool = False,
+    on_row: OnRow | None = None,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. What can be wrong is found
     before any starts.
+
+    `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
@@ -102,26 +107,33 @@ def launch_ranks(
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
     if exit_code == InputError.exit_code:
         take_back(folder, made)
     return exit_code
 
 
 def train_rank(
-    path: str,
-    overrides: tuple[str, ...],
+    config: Config,
     *,
     rank: int | None,
     world_size: int | None,
     coordinator: str | None,
     timeout: float | None,
-    resume: str | None,
+    resume: bool,
     fallback: bool,
+    console: Console,
+    on_row: OnRow | None,
 ) -> None:
-    """One rank, from configuration to summary."""
+    """One rank, from configuration to summary. Which one, the arguments or the environment say."""
     process = process_info(environment(), rank, world_size, coordinator)
-    config = configuration(path, overrides, resume)
     if process.world_size != config.world_size:
         (fitting,) = _cut_for(config, process.world_size)
         raise ConfigError(
@@ -132,7 +144,15 @@ def train_rank(
             f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
-    run_rank(config, process, resume=resume is not None, fallback=fallback, join_s=timeout)
+    run_rank(
+        config,
+        process,
+        resume=resume,
+        fallback=fallback,
+        join_s=timeout,
+        console=console,
+        on_row=on_row or rows_to_launcher(environment()),
+    )
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -168,9 +188,12 @@ def run_rank(
     fallback: bool = False,
     join_s: float | None = None,
     console: Console | None = None,
+    on_row: OnRow | None = None,
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been
     checked.
+
+    On rank 0 `on_row` gets each row of metrics, after it was written.
     """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
@@ -182,7 +205,7 @@ def run_rank(
     run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    direct = config.data_parallel.kind != "parameter-server"
+    direct = not config.data_parallel.active_kind.has_server
     here = config.ranks_of(process.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
@@ -217,9 +240,12 @@ def run_rank(
             coordinator.barrier("assembled", config.timeouts.transfer)
             if process.rank == 0:
                 save_configuration(folder, config)
-                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
+                display = stack.enter_context(Display(console, first_step, config.train.steps))
                 metrics = Metrics(
-                    folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show
+                    folder,
+                    first_step=first_step,
+                    tensorboard=config.run.tensorboard,
+                    show=_each(display.show, on_row),
                 )
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
@@ -232,6 +258,17 @@ def run_rank(
             if config.run.trace_steps and trainer.next_step > first_step:
                 save_trace_inputs(run_plan, hosts, folder)
             show_result(run_plan, folder, console, stopped)
+
+
+def _each(*listeners: OnRow | None) -> OnRow:
+    """Calls every listener there is with a row."""
+
+    def tell(row: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            if listener is not None:
+                listener(row)
+
+    return tell
 
 
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
@@ -313,7 +350,7 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        row=here.pp_group,
+        pp_group=here.pp_group,
         streams=streams,
     )
     restore(start, stages, update, here)
@@ -377,7 +414,7 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
 def make_update(
     config: Config,
     here: ParallelRanks,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     agreement: DataParallel,
     coordinator: Coordination,
     recorder: Recorder,
@@ -451,7 +488,8 @@ def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool
             )
         if config.run.sample:
             text = sample_text(config, corpus, url, config.run.sample)
-    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    sharded = config.data_parallel.active_kind.shards_optimizer
+    shards = config.data_parallel.replicas if sharded else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 

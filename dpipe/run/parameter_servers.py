@@ -21,10 +21,10 @@ import torch
 
 from dpipe.config.load import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.errors import ConfigError, InputError, RunError
-from dpipe.paramserver.client import Worker, reach
+from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
-from dpipe.paramserver.kind import ServedStages
 from dpipe.paramserver.server import ParameterServer
 from dpipe.plan.assumed_network import connections_of
 from dpipe.run.environment import environment
@@ -51,8 +51,8 @@ class Servers:
     security: Security
     part: int = 0  # which of a stage's parts this rank has
 
-    def worker(self, config: Config, stage: int, replica: int, rank: int) -> Worker:
-        return Worker(
+    def worker(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
+        return ServerAccess(
             self.addresses[stage],
             self.session,
             replica,
@@ -81,7 +81,7 @@ def parameter_servers(
     """
     chosen = config.data_parallel
     rank = coordinator.rank
-    if chosen.kind != "parameter-server" or chosen.replicas == 1:
+    if not chosen.active_kind.has_server:
         yield None
         return
     embedded = not chosen.address
@@ -112,19 +112,6 @@ def parameter_servers(
     finally:
         if server is not None:
             server.close()
-
-
-@contextmanager
-def attended(agreement: object, coordinator: Coordination) -> Iterator[None]:
-    """A worker of a parameter server hears when the run is over, and leaves when its own part
-    is.
-    """
-    if not isinstance(agreement, ServedStages):
-        yield
-        return
-    coordinator.on_abort(agreement.fail)
-    yield
-    agreement.leave()
 
 
 def _beside(links: str | None, port: int, rank: int) -> str:
@@ -172,11 +159,10 @@ def serve_parameters(
     that it kept.
     """
     config = load(path, overrides)
-    if config.data_parallel.kind != "parameter-server":
+    if not KINDS[config.data_parallel.kind].has_server:
         raise ConfigError(
             f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever '
-            "come; set it to "
-            '"parameter-server", here and for the workers'
+            f"come; set it to {names_where(lambda kind: kind.has_server)}, here and for the workers"
         )
     host, port = _bind(config, bind)
     node = config.node

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,24 @@ def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         load(written(tmp_path, "steps 5"))
 
 
+def test_configuration_that_a_run_has_kept_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = build({"train": {"steps": 7}, "model": {"options": {"a": None}}})
+    path.write_text(json.dumps(config.model_dump(mode="json", exclude={"node"})))
+    assert load(path, ("train.seed=3",)) == config.with_(train__seed=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("steps 5", "is not JSON"), ("[3]", "must be a JSON object of sections")],
+)
+def test_json_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
 def test_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("train = { steps = 7 }", encoding="utf-8-sig")
@@ -240,7 +259,7 @@ def test_configuration_survives_json() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"delay": True}, 'data_parallel.kind "local-sgd" has overlap instead'),
+        ({"delay": True}, '"local-sgd", which has data_parallel.overlap instead'),
         (
             {"fragments": 5, "inner_steps": 4},
             "data_parallel.fragments is 5, but at most one is averaged at each",
@@ -344,7 +363,7 @@ SERVED = {"kind": "parameter-server", "replicas": 2}
     ("table", "words"),
     [
         ({"data_parallel": {"kind": "all-reduce", "staleness": 1}}, "go with data_parallel.kind"),
-        ({"data_parallel": {**SERVED, "delay": True}}, "set data_parallel.staleness = 1"),
+        ({"data_parallel": {**SERVED, "delay": True}}, "which has data_parallel.staleness instead"),
         ({"data_parallel": {**SERVED, "address": "10.0.0.1"}}, "must be HOST:PORT"),
         ({"data_parallel": {**SERVED, "address": ["a:1", "b:2"]}}, "lists 2 servers"),
         ({"data_parallel": {**SERVED, "staleness": 1}}, "set train.clip_norm = 0"),

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from dpipe.errors import TransferError
 from dpipe.paramserver.gradient_sum import GradientSum
-from dpipe.paramserver.spec import ParameterSpec, RowSpec
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec
 
 REPLICAS = 3
-ROW = RowSpec(
+ROW = FlatSpec(
     (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.0.b", 0, 4, False)),
     chunk_values=4,
 )

@@ -10,10 +10,10 @@ import torch
 from dpipe.errors import CheckpointError, RunError
 from dpipe.paramserver import journal as journal_module
 from dpipe.paramserver.journal import Journal, recover
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
-ROW = RowSpec(
+ROW = FlatSpec(
     (ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)),
     chunk_values=16,
 )
@@ -44,7 +44,11 @@ class Memory:
 def begun(folder: Path, wire: str = "none") -> tuple[StageState, Journal, Memory]:
     rule = StepRule(ranks=(0,), weight_decay=0.1, betas=(0.9, 0.95), wire=wire)
     master = StageState(
-        ROW, rule, State.zeros(ROW.length, lossy=rule.lossy_parameters), step=0, num_updates=0
+        ROW,
+        rule,
+        StageTensors.zeros(ROW.length, lossy=rule.lossy_parameters),
+        step=0,
+        num_updates=0,
     )
     snapshots = Memory()
     journal = Journal(folder, snapshots, "run 1")
@@ -57,7 +61,7 @@ def step(master: StageState, journal: Journal | None, factor: float | None = 1.0
     values = torch.randn(ROW.length, generator=torch.Generator().manual_seed(number))
     for chunk in range(ROW.num_chunks):
         master.add(number, 0, chunk, values[ROW.chunk(chunk)])
-    master.decide(number, 0, Verdict(1e-2, factor))
+    master.decide(number, 0, StepDecision(1e-2, factor))
     for chunk in range(ROW.num_chunks if factor is not None else 0):
         master.give(number, 0, chunk)
     if journal:
@@ -148,7 +152,7 @@ def test_step_of_another_run_is_refused(tmp_path: Path) -> None:
         recover(tmp_path, snapshots)
 
 
-def two_steps_on(master: StageState) -> tuple[Verdict, torch.Tensor]:
+def two_steps_on(master: StageState) -> tuple[StepDecision, torch.Tensor]:
     step(master, None)
     return master.due()
 

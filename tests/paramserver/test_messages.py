@@ -15,12 +15,12 @@ from dpipe.paramserver.messages import (
     tensor_of,
     values_spec,
 )
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.wire.message import framed
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.parameters_pb2 import Attendance, Piece, Wanted
 
-ROW = RowSpec(
+ROW = FlatSpec(
     (ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)),
     chunk_values=16,
 )

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dpipe.errors import RunAborted, TransferTimeout
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
-ROW = RowSpec((ParameterSpec("layers.0.w", 0, 8, True),), chunk_values=4)
+ROW = FlatSpec((ParameterSpec("layers.0.w", 0, 8, True),), chunk_values=4)
 
 
 class Caller:
@@ -29,7 +29,7 @@ def shelf():
     rule = StepRule(ranks=(3,), weight_decay=0.1, betas=(0.9, 0.95))
     made = StageServer(
         Session("run", 0),
-        StageState(ROW, rule, State.zeros(8, lossy=False), step=0, num_updates=0),
+        StageState(ROW, rule, StageTensors.zeros(8, lossy=False), step=0, num_updates=0),
         None,
     )
     yield made
@@ -38,7 +38,7 @@ def shelf():
 
 def test_chunk_is_waited_for_until_it_is_final(shelf: StageServer) -> None:
     def push() -> None:
-        shelf.decide(0, 0, Verdict(1e-2, 1.0))
+        shelf.decide(0, 0, StepDecision(1e-2, 1.0))
         shelf.add(0, 0, 0, torch.ones(4))
 
     threading.Timer(0.05, push).start()
@@ -46,7 +46,7 @@ def test_chunk_is_waited_for_until_it_is_final(shelf: StageServer) -> None:
 
 
 def test_step_is_committed_when_all_of_it_has_gone_out(shelf: StageServer) -> None:
-    shelf.decide(0, 0, Verdict(1e-2, 1.0))
+    shelf.decide(0, 0, StepDecision(1e-2, 1.0))
     for chunk in range(2):
         shelf.add(0, 0, chunk, torch.ones(4))
         shelf.give(0, 0, chunk, Caller())
@@ -57,7 +57,7 @@ def test_step_is_committed_when_its_chunks_went_out_before_a_restart(shelf: Stag
     """A worker that has them all asks for none: it only waits for the commit, and must not wait for
     ever.
     """
-    shelf.decide(0, 0, Verdict(1e-2, 1.0))
+    shelf.decide(0, 0, StepDecision(1e-2, 1.0))
     for chunk in range(2):
         shelf.add(0, 0, chunk, torch.ones(4))
     assert shelf.committed(0, Caller(seconds=5)) == 1

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpipe.errors import NumericError, TransferError
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
-ROW = RowSpec(
+ROW = FlatSpec(
     (
         ParameterSpec("layers.0.weight", 0, 300, True),
         ParameterSpec("layers.0.bias", 0, 7, False),
@@ -22,7 +22,7 @@ ROW = RowSpec(
     chunk_values=128,
 )
 RULE = StepRule(ranks=(0, 4), weight_decay=0.1, betas=(0.9, 0.95))
-GO = Verdict(1e-2, 1.0)
+GO = StepDecision(1e-2, 1.0)
 PIECES = [(replica, chunk) for replica in range(2) for chunk in range(ROW.num_chunks)]
 
 
@@ -32,7 +32,7 @@ def normal(seed: int, length: int = ROW.length) -> torch.Tensor:
 
 def master(**rule: object) -> StageState:
     made = replace(RULE, **rule)  # type: ignore[arg-type]
-    state = State.zeros(ROW.length, lossy=made.lossy_parameters)
+    state = StageTensors.zeros(ROW.length, lossy=made.lossy_parameters)
     state.values += normal(0)
     if state.held is not None:
         state.held += normal(0)
@@ -48,7 +48,7 @@ def push(to: StageState, step: int, replica: int, chunks: range | None = None) -
         to.add(step, replica, chunk, gradient(step, replica)[ROW.chunk(chunk)])
 
 
-def decide(to: StageState, step: int, verdict: Verdict = GO) -> None:
+def decide(to: StageState, step: int, verdict: StepDecision = GO) -> None:
     for replica in range(2):
         to.decide(step, replica, verdict)
 
@@ -59,7 +59,7 @@ def take(of: StageState, step: int) -> list[torch.Tensor]:
     return [chunk.wire.clone() for chunk in given_out if chunk is not None]
 
 
-def one_step(of: StageState, step: int, verdict: Verdict = GO) -> list[torch.Tensor]:
+def one_step(of: StageState, step: int, verdict: StepDecision = GO) -> list[torch.Tensor]:
     push(of, step, 0)
     push(of, step, 1)
     decide(of, step, verdict)
@@ -104,7 +104,7 @@ def torch_adamw(steps: int, factor: float) -> torch.Tensor:
 def test_steps_are_those_of_torch_adamw_to_the_last_bit(factor: float) -> None:
     served = master()
     for step in range(3):
-        one_step(served, step, Verdict(1e-2, factor))
+        one_step(served, step, StepDecision(1e-2, factor))
     assert torch.equal(served.now.values, torch_adamw(3, factor))
 
 
@@ -156,7 +156,7 @@ def test_push_that_ends_in_the_middle_changes_nothing() -> None:
 def test_skipped_step_changes_no_parameter() -> None:
     served = master()
     before = rows(served)
-    decide(served, 0, Verdict(1e-2, None))
+    decide(served, 0, StepDecision(1e-2, None))
     assert served.complete
     served.commit()
     push(served, 0, 0)
@@ -197,7 +197,7 @@ def test_rounded_differences_do_not_add_up() -> None:
 
 def test_replayed_steps_are_the_same_to_the_last_bit() -> None:
     lived, replayed = master(wire="int8"), master(wire="int8")
-    for step, verdict in enumerate([GO, Verdict(1e-2, None), Verdict(5e-3, 0.3)]):
+    for step, verdict in enumerate([GO, StepDecision(1e-2, None), StepDecision(5e-3, 0.3)]):
         push(lived, step, 0)
         push(lived, step, 1)
         decide(lived, step, verdict)
@@ -268,7 +268,7 @@ def test_replicas_that_disagree_are_told() -> None:
     served = master()
     served.decide(0, 0, GO)
     with pytest.raises(TransferError, match="replica 1 decided step 0 as"):
-        served.decide(0, 1, Verdict(1e-2, 0.5))
+        served.decide(0, 1, StepDecision(1e-2, 0.5))
 
 
 def test_step_is_complete_only_when_every_replica_wants_it() -> None:

@@ -17,7 +17,6 @@ on a GPU they are not counted.
 """
 
 from collections.abc import Sequence
-from typing import assert_never
 
 from dpipe.config.load import Config
 from dpipe.schedule.exchange import AHEAD
@@ -48,29 +47,22 @@ def exchange_bytes(
 
 def has_moments(config: Config) -> bool:
     """Whether a rank has an optimizer of its own."""
-    return config.data_parallel.kind != "parameter-server" or config.data_parallel.replicas == 1
+    return not config.data_parallel.active_kind.has_server
 
 
 def _of_stage(config: Config, size: int) -> int:
     chosen = config.data_parallel
-    rows = _rows_are_counted(config)
     if chosen.replicas == 1:
         return 0
+    held = chosen.active_kind.held
+    in_rows = (held.working + chosen.staleness) * size + _rounded_off(config, size)
+    if held.pieces:
+        in_rows += _pieces(config, size)
+    if not chosen.delay:
+        return in_rows * _rows_are_counted(config)
     shard = size // chosen.replicas
-    match chosen.kind:
-        case "none":
-            return 0
-        case "all-reduce":
-            late = (size * rows + 2 * size) * chosen.delay
-            return (size + _rounded_off(config, size) + _pieces(config, size)) * rows + late
-        case "sharded":
-            late = (size * rows + size + 2 * shard) * chosen.delay
-            return (size + _rounded_off(config, size) + _pieces(config, size)) * rows + late
-        case "local-sgd":
-            return (4 * size + _rounded_off(config, size) + _pieces(config, size)) * rows
-        case "parameter-server":
-            return ((2 + chosen.staleness) * size + _rounded_off(config, size)) * rows
-    assert_never(chosen.kind)
+    delayed = held.delayed * size + held.delayed_shards * shard
+    return (in_rows + size) * _rows_are_counted(config) + delayed
 
 
 def _served(config: Config, size: int) -> int:

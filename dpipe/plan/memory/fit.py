@@ -34,7 +34,8 @@ def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
     """`layer` with what a rank of this run keeps of its optimizer state."""
     if not has_moments(config):
         return replace(layer, optimizer_bytes=0, update_bytes=0)
-    sharing = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    shards = config.data_parallel.active_kind.shards_optimizer
+    sharing = config.data_parallel.replicas if shards else 1
     return replace(layer, optimizer_bytes=layer.optimizer_bytes // sharing)
 
 

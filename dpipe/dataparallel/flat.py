@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dpipe.dataparallel.base import Named
+from dpipe.dataparallel.base import NamedParameter
 
 
 @dataclass(frozen=True)
-class Span:
+class Segment:
     """Elements `start` to `stop` of parameter `index`, flattened, at `at` in the row."""
 
     index: int
@@ -30,23 +30,23 @@ class Span:
         return slice(self.at, self.at + self.stop - self.start)
 
 
-class Row:
+class FlatParameters:
     """The order of a stage's parameters in its row."""
 
-    def __init__(self, named: Sequence[Named]) -> None:
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in self.parameters]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.length = sum(sizes)
 
-    def spans(self, piece: slice) -> Iterator[Span]:
+    def spans(self, piece: slice) -> Iterator[Segment]:
         """What of which parameter lies in `piece`, in order."""
         for index, (start, parameter) in enumerate(zip(self._starts, self.parameters, strict=True)):
             first = max(start, piece.start)
             last = min(start + parameter.numel(), piece.stop)
             if first < last:
-                yield Span(index, first - start, last - start, first)
+                yield Segment(index, first - start, last - start, first)
 
     def view(self, row: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter `index` as it lies in `row`, in its shape."""
