@@ -8,7 +8,7 @@ no values, while every allocation is followed.
 
 The stage's code is that of a run, so recomputation, autocast and split backward passes need no
 formula. It takes torch, and some tenths of a second a layer: what a GPT or a BERT holds, which
-`dpipe simulate` says without torch, is in `formulas.py`.
+`dpipe simulate` says without torch, is in `memory/formulas.py`.
 """
 
 import warnings
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpipe.plan.memory.allocations import AllocatedBytes
-from dpipe.plan.memory.layers import Peaks, of_parameters, with_ends, with_masters
+from dpipe.memory.layers import Peaks, of_parameters, with_ends, with_masters
+from dpipe.plan.allocations import AllocatedBytes
 from dpipe.plan.probe import LayerCost, on_meta
 from dpipe.stage.base import Tensors
 from dpipe.stage.master_weights import in_precision

@@ -37,7 +37,7 @@ def of_parameters(
     parameter_bytes: int,
     *,
     largest: int,
-    peaks: Peaks = Peaks(),  # noqa: B008 - frozen
+    peaks: Peaks = Peaks(),
     held_bytes: int = 0,
     deferred_bytes: int = 0,
     weight_bytes: int = 0,

@@ -8,8 +8,8 @@ c  the attention scores of one rank          matrix
 
 from dataclasses import dataclass
 
-from dpipe.plan.memory.layers import Peaks, of_parameters
-from dpipe.plan.memory.sizes import TransformerSizes
+from dpipe.memory.layers import Peaks, of_parameters
+from dpipe.memory.sizes import TransformerSizes
 from dpipe.timeline.memory import LayerMemory
 
 _FLOAT = 4

@@ -6,8 +6,8 @@ r  the activation that layers pass on   stream
 
 from dataclasses import replace
 
-from dpipe.plan.memory.layers import Peaks, of_parameters
-from dpipe.plan.memory.sizes import TransformerSizes
+from dpipe.memory.layers import Peaks, of_parameters
+from dpipe.memory.sizes import TransformerSizes
 from dpipe.timeline.memory import LayerMemory
 
 _FLOAT = 4

@@ -13,9 +13,9 @@ matrices (12 u of the 16); sequence parallelism splits all of it (Korthikanti et
 4).
 
 The working memory of forward and backward is that of the operation at which most is allocated. It
-was counted on fake tensors, where tests/plan/memory/test_memory.py compares the whole.
-`measured.py` counts so for any model, but takes torch, which `dpipe simulate` of a GPT or a BERT
-does not.
+was counted on fake tensors, where tests/memory/test_memory.py compares the whole.
+`plan/measured.py` counts so for any model, but takes torch, which `dpipe simulate` of a GPT or a
+BERT does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from dpipe.config.load import Config
-from dpipe.plan.memory.block import block_memory
-from dpipe.plan.memory.ends import bert_head_memory, embedding_memory, head_memory
-from dpipe.plan.memory.layers import with_ends, with_masters
-from dpipe.plan.memory.sizes import TransformerSizes, sizes_of
+from dpipe.memory.block import block_memory
+from dpipe.memory.ends import bert_head_memory, embedding_memory, head_memory
+from dpipe.memory.layers import with_ends, with_masters
+from dpipe.memory.sizes import TransformerSizes, sizes_of
 from dpipe.timeline.memory import LayerMemory, StageMemory
 
 _Formula = Callable[[TransformerSizes, str, int], LayerMemory]
