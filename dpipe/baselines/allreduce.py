@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from dpipe.baselines.pace import Pace, agreed_rounds, silent
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.torch_group import TorchGroup
@@ -44,26 +45,39 @@ _WAYS: dict[
 Row = dict[str, Any]
 
 
-def compare_here(num_bytes: int = 64 << 20, processes: int = 4, repeats: int = 9) -> list[Row]:
+def compare_here(
+    num_bytes: int = 64 << 20, processes: int = 4, repeats: int = 9, pace: Pace | None = None
+) -> list[Row]:
     """A row for each way, from processes of this machine."""
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     hosts = ["127.0.0.1"] * processes
-    spawn(_tell, args=(hosts, free_port(), num_bytes, repeats, results), nprocs=processes)
+    args = (hosts, free_port(), num_bytes, repeats, pace or silent(), results)
+    spawn(_tell, args=args, nprocs=processes)
     rows: list[Row] = results.get()
     return rows
 
 
 def compare_hosts(
-    hosts: Sequence[str], rank: int, num_bytes: int = 64 << 20, repeats: int = 5
+    hosts: Sequence[str],
+    rank: int,
+    num_bytes: int = 64 << 20,
+    repeats: int = 5,
+    pace: Pace | None = None,
 ) -> list[Row]:
     """As host `rank` of several, on each of which this runs; the rows are the same everywhere."""
-    return _Process(rank, hosts, _PORT, num_bytes).compare(repeats)
+    return _Process(rank, hosts, _PORT, num_bytes).compare(repeats, pace or silent())
 
 
 def _tell(
-    rank: int, hosts: Sequence[str], port: int, num_bytes: int, repeats: int, results: Any
+    rank: int,
+    hosts: Sequence[str],
+    port: int,
+    num_bytes: int,
+    repeats: int,
+    pace: Pace,
+    results: Any,
 ) -> None:
-    rows = _Process(rank, hosts, port, num_bytes).compare(repeats)
+    rows = _Process(rank, hosts, port, num_bytes).compare(repeats, pace)
     if rank == 0:
         results.put(rows)
 
@@ -83,10 +97,10 @@ class _Process:
         )
         self._transports = {way: self._connect(way) for way in _WAYS}
 
-    def compare(self, repeats: int) -> list[Row]:
+    def compare(self, repeats: int, pace: Pace) -> list[Row]:
         ways: dict[str, Callable[[], object]] = {"gloo": self._by_gloo}
         ways |= {way: partial(self._by_exchange, self._exchange(way)) for way in _WAYS}
-        seconds = self._in_turns(ways, repeats)
+        seconds = self._in_turns(ways, repeats, pace)
         self._wait_for_all()
         for transport in self._transports.values():
             transport.close()
@@ -127,19 +141,29 @@ class _Process:
         exchange.average(self._row, 0, lambda piece: None)
 
     def _in_turns(
-        self, ways: dict[str, Callable[[], object]], repeats: int
+        self, ways: dict[str, Callable[[], object]], repeats: int, pace: Pace
     ) -> dict[str, list[float]]:
-        """Seconds of the slowest process, by way; the first turn opens sockets and buffers, and is
-        left out.
+        """Seconds of the slowest process, by way, of each round after the first: that one opens
+        sockets and buffers.
         """
+        round_s = sum(self._round(ways).values())
+        rounds = agreed_rounds(pace, self._rank, self._store, repeats, round_s)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(repeats + 1):
-            for way, average in ways.items():
-                self._wait_for_all()
-                began = time.perf_counter()
-                average()
-                seconds[way].append(self._largest(time.perf_counter() - began))
-        return {way: took[1:] for way, took in seconds.items()}
+        for number in range(rounds):
+            for way, took_s in self._round(ways).items():
+                seconds[way].append(took_s)
+            if self._rank == 0:
+                pace.done(number + 1, rounds)
+        return seconds
+
+    def _round(self, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+        seconds = {}
+        for way, average in ways.items():
+            self._wait_for_all()
+            began = time.perf_counter()
+            average()
+            seconds[way] = self._largest(time.perf_counter() - began)
+        return seconds
 
     def _wait_for_all(self) -> None:
         self._largest(0.0)

@@ -1,14 +1,17 @@
-"""`dpipe bench`: ratios, both sides measured in one run. Each prints the machine and the date with
-its table.
+"""`dpipe bench`: ratios, both sides measured in one run.
+
+Each table names the machine and the date. Progress goes to stderr.
 """
 
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from dpipe.baselines.pace import QUICK_S, Pace
 from dpipe.config.load import build
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Network
@@ -31,21 +35,34 @@ if TYPE_CHECKING:
     from dpipe.baselines.loopback import Loopback
 
 Row = dict[str, Any]
+_TRANSPORTS = ("grpc", "tcp")
 _STEPS = 5  # of a run; the first is left out: it opens buffers
-_ROUNDS = 2
+_ROUNDS = 2  # of all runs, so that other work on the machine affects every pair
 
 
-def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int = 0) -> str:
-    """`hosts`: one process on each of them instead of all here; only for all-reduce, of which this
-    is `rank`.
+@dataclass(frozen=True)
+class Bench:
+    """`part_s`: the seconds that one of its parts takes on two idle cores."""
+
+    run: Callable[[Pace], list[Row]]
+    part_s: float
+
+
+def bench_text(
+    name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int = 0, *, quick: bool = False
+) -> str:
+    """The table of a bench, or its rows as JSON.
+
+    `hosts`: one process on each of them, of which this is `rank`, instead of all here; for
+    all-reduce only. `quick`: at most a minute, with fewer rounds and perhaps fewer rows.
     """
-    rows = _BENCHES[name]() if not hosts else _on_hosts(name, hosts, rank)
+    bench = _BENCHES[name]
+    pace = Pace(name, bench.part_s, QUICK_S if quick else math.inf)
+    rows = _on_hosts(name, hosts, rank, pace) if hosts else bench.run(pace)
     if as_json:
         return json.dumps(rows, indent=2)
-    table = Table(
-        *rows[0],
-        title=f"{name}: {platform.machine()}, {os.cpu_count()} cores, {date.today().isoformat()}",
-    )
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    table = Table(*rows[0], title=f"{name}: {machine}, {date.today().isoformat()}")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     out = StringIO()
@@ -54,27 +71,36 @@ def bench_text(name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int 
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value)
 
 
-def bench_engine() -> list[Row]:
+def bench_engine(pace: Pace) -> list[Row]:
     """Four processes, replay stages (forward 10 ms, backward 20 ms, 1 MB messages), 32
-    micro-batches, each schedule.
+    micro-batches; each schedule over each transport, in quick benches over TCP alone.
 
-    Simulated on this machine as each transport has it, measured first: its loopback link, and what
-    a message costs the cores that all ranks share. What is left above 1.0 is the engine's own.
+    A step is simulated on this machine as the transport sees it: on its loopback link, and with the
+    processor time of its messages, both measured in the same round. What is left above 1.0 is the
+    engine's own.
     """
     from dpipe.baselines.loopback import measure_loopback
 
-    schedules = tuple(GENERATORS)
-    transports = ("grpc", "tcp")
-    runs: dict[tuple[str, str], list[_Run]] = {
-        pair: [] for pair in itertools.product(schedules, transports)
-    }
-    for _ in range(_ROUNDS):  # what else the machine does falls on all of them
-        machines = {transport: measure_loopback(f"{transport} x1") for transport in transports}
-        for (schedule, transport), done in runs.items():
-            done.append(_replay(schedule, transport, machines[transport]))
+    transports = ("tcp",) if pace.quick else _TRANSPORTS
+    rounds = range(1 if pace.quick else _ROUNDS)
+    machines: dict[tuple[int, str], Loopback] = {}
+    runs: dict[tuple[str, str], list[_Run]] = defaultdict(list)
+    for part in pace.parts(
+        list(itertools.product(rounds, GENERATORS, transports)),
+        lambda part: f"{part[1]} over {part[2]}",
+    ):
+        number, schedule, transport = part
+        if (number, transport) not in machines:
+            machines[number, transport] = measure_loopback(f"{transport} x1")
+        run = _replay(schedule, transport, machines[number, transport])
+        runs[schedule, transport].append(run)
     return [_engine_row(schedule, transport, done) for (schedule, transport), done in runs.items()]
 
 
@@ -129,67 +155,66 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:
     """Run a configuration with `dpipe launch`; returns its steps' seconds, without the first's."""
     (folder / "empty.toml").touch()
-    keys = [
-        ("-o", f"{section}.{key}={json.dumps(value)}")
-        for section, t in table.items()
-        for key, value in t.items()
-    ]
-    argv = [
-        sys.executable,
-        "-m",
-        "dpipe",
-        "launch",
-        str(folder / "empty.toml"),
-        *(word for pair in keys for word in pair),
-    ]
+    argv = [sys.executable, "-m", "dpipe", "launch", str(folder / "empty.toml")]
+    for section, keys in table.items():
+        for key, value in keys.items():
+            argv += ["-o", f"{section}.{key}={json.dumps(value)}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
     return [row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]]
 
 
-def bench_transport() -> list[Row]:
+def bench_transport(pace: Pace) -> list[Row]:
     from dpipe.baselines.gloo import compare_transport
 
-    return compare_transport()
+    for _ in pace.parts(["16 MB tensors"], str):
+        rows = compare_transport(pace=pace)
+    return rows
 
 
-def _on_hosts(name: str, hosts: tuple[str, ...], rank: int) -> list[Row]:
+def _on_hosts(name: str, hosts: tuple[str, ...], rank: int, pace: Pace) -> list[Row]:
     from dpipe.baselines.allreduce import compare_hosts
 
     if name != "all-reduce" or not rank < len(hosts):
         raise ConfigError(
             f"--hosts goes with all-reduce and a --rank below {len(hosts)}, not {name} and {rank}"
         )
-    return compare_hosts(hosts, rank)
+    for _ in pace.parts([f"64 MB on {len(hosts)} hosts"], str):
+        rows = compare_hosts(hosts, rank, pace=pace)
+    return rows
 
 
-def bench_all_reduce() -> list[Row]:
+def bench_all_reduce(pace: Pace) -> list[Row]:
     from dpipe.baselines.allreduce import compare_here
 
-    return compare_here()
+    for _ in pace.parts(["64 MB"], str):
+        rows = compare_here(pace=pace)
+    return rows
 
 
-def bench_pipelining() -> list[Row]:
+def bench_pipelining(pace: Pace) -> list[Row]:
     from dpipe.baselines.torch_pipelining import compare_pipelining
 
+    pairs = list(itertools.product((GPIPE.name, ONE_F_ONE_B.name), _TRANSPORTS))
     return [
-        compare_pipelining(schedule, transport=transport)
-        for schedule in (GPIPE.name, ONE_F_ONE_B.name)
-        for transport in ("grpc", "tcp")
+        compare_pipelining(schedule, transport=transport, pace=pace)
+        for schedule, transport in pace.parts(pairs, " over ".join)
     ]
 
 
-def bench_mfu() -> list[Row]:
+def bench_mfu(pace: Pace) -> list[Row]:
     from dpipe.baselines.mfu import compare_here
 
-    return compare_here()
+    for _ in pace.parts(["steps in turns"], str):
+        rows = compare_here(pace)
+    return rows
 
 
-_BENCHES: dict[str, Callable[[], list[Row]]] = {
-    "engine": bench_engine,
-    "transport": bench_transport,
-    "all-reduce": bench_all_reduce,
-    "pipelining": bench_pipelining,
-    "mfu": bench_mfu,
+_BENCHES: dict[str, Bench] = {
+    "engine": Bench(bench_engine, 14),
+    "transport": Bench(bench_transport, 20),
+    "all-reduce": Bench(bench_all_reduce, 45),
+    "pipelining": Bench(bench_pipelining, 40),
+    "mfu": Bench(bench_mfu, 60),
 }

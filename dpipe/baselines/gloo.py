@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from dpipe.baselines.pace import Pace, agreed_rounds, silent
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
@@ -38,12 +39,14 @@ _OURS: dict[
 }
 
 
-def compare_transport(num_bytes: int = 16 << 20, repeats: int = 30) -> list[dict[str, Any]]:
+def compare_transport(
+    num_bytes: int = 16 << 20, repeats: int = 30, pace: Pace | None = None
+) -> list[dict[str, Any]]:
     """A row for each way to move tensors of `num_bytes` between two processes: median rate, and
     rate over gloo.
     """
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, num_bytes, repeats), nprocs=2)
+        spawn(_run, (folder, num_bytes, repeats, pace or silent()), nprocs=2)
         seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
     return [_row(way, num_bytes, values, seconds["gloo"]) for way, values in seconds.items()]
 
@@ -66,7 +69,7 @@ def _row(
     }
 
 
-def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:
+def _run(rank: int, folder: str, num_bytes: int, repeats: int, pace: Pace) -> None:
     torch.set_num_threads(1)
     store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -75,7 +78,15 @@ def _run(rank: int, folder: str, num_bytes: int, repeats: int) -> None:
     ways: dict[str, Callable[[], None]] = {"gloo": partial(_over_gloo, rank, payload)}
     for way, transport in transports.items():
         ways[way] = partial(_over_ours, transport, payload)
-    seconds = _time_in_turns(ways, repeats)
+    _time_in_turns(ways)  # opens gloo's sockets
+    round_s = sum(_time_in_turns(ways).values())
+    rounds = agreed_rounds(pace, rank, store, repeats, round_s)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way, took_s in _time_in_turns(ways).items():
+            seconds[way].append(took_s)
+        if rank == 0:
+            pace.done(number + 1, rounds)
     if rank == 0:
         (Path(folder) / "seconds.json").write_text(json.dumps(seconds))
     for transport in transports.values():
@@ -92,15 +103,15 @@ def connect(rank: int, way: str, store: Any) -> GrpcTransport | TcpTransport:
     return transport
 
 
-def _time_in_turns(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 1):
-        for name, move in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            move()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: values[1:] for name, values in seconds.items()}  # the first opens gloo's sockets
+def _time_in_turns(ways: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """One round: the seconds of each way."""
+    seconds = {}
+    for way, move in ways.items():
+        dist.barrier()
+        start = time.perf_counter()
+        move()
+        seconds[way] = time.perf_counter() - start
+    return seconds
 
 
 def _over_gloo(rank: int, payload: torch.Tensor) -> None:

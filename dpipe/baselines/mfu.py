@@ -22,12 +22,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
+from dpipe.baselines.pace import Pace, silent
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.optimizer import AdamSettings, whole
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
+from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
@@ -37,6 +39,7 @@ from dpipe.stage.model import LayeredModel
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
+from dpipe.timeline.span import Lane
 from dpipe.timeline.timers import timers_ms
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
@@ -139,6 +142,7 @@ class _Loop:
     peak_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    warm_step_s: float = 0.0  # of the last step of the warm-up
 
     def run(self, index: int, device: torch.device) -> float:
         """One step; returns its seconds, from an idle device to an idle device."""
@@ -154,20 +158,20 @@ class _Loop:
         )
 
 
-def compare_mfu(case: Case) -> list[dict[str, Any]]:
+def compare_mfu(case: Case, pace: Pace | None = None) -> list[dict[str, Any]]:
     """A row for the plain loop and one for dpipe, in one stage.
 
     Raises `AssertionError` where the losses differ by more than rounding explains: then the times
     mean nothing.
     """
-    plain, ours = measure_both(case)
+    plain, ours = measure_both(case, pace)
     check_parity(case, plain, ours)
     return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
 
 
-def measure_both(case: Case) -> tuple[Measured, Measured]:
+def measure_both(case: Case, pace: Pace | None = None) -> tuple[Measured, Measured]:
     """The plain loop and dpipe's engine, in this process."""
-    plain, ours = _measure(case, [_plain_loop, _one_stage])
+    plain, ours = _measure(case, [_plain_loop, _one_stage], pace or silent())
     return plain, ours
 
 
@@ -283,7 +287,7 @@ def measure(case: Case) -> Measured:
     device.
     """
     if case.stages == 1:
-        return _measure(case, [_one_stage])[0]
+        return _measure(case, [_one_stage], silent())[0]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_process, args=(case, store.port, results), nprocs=case.stages)
@@ -303,7 +307,10 @@ def _process(rank: int, case: Case, port: int, results: Any) -> None:
     peers = {rank - 1, rank + 1} & set(range(case.stages))
     transport.connect({r: store.get(str(r)).decode() for r in range(case.stages)}, peers)
     results.put(
-        (rank, _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)])[0])
+        (
+            rank,
+            _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)], silent())[0],
+        )
     )
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(case.stages)])
@@ -349,27 +356,29 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
     plan = lower(one_f_one_b(case.stages, case.num_microbatches))
     timers: dict[str, float] = {}
 
-    def on_step(index: int, loss: float | None) -> None:
-        replicas.step(index, 1.0)
-        stage.zero_grad()
-
     def step(index: int) -> float:
         stage.begin_step(index)
         replicas.begin(index, _ADAM.learning_rate, 1.0)
-        loss = executor.run(plan, batch, on_step)
-        timers.update(timers_ms(recorder.take()))
-        return 0.0 if loss is None else loss
+        result = executor.run(plan, batch)
+        with recorder.span(Lane.UPDATE, Action(rank, Op.STEP)):
+            replicas.step(rank, 1.0)
+            stage.zero_grad()
+        timers.update(timers_ms([*result.spans, *recorder.take()]))
+        return 0.0 if result.loss is None else result.loss
 
     return _Loop(step, lambda: timers)
 
 
-def _measure(case: Case, makes: Sequence[Callable[[Case], _Loop]]) -> list[Measured]:
+def _measure(case: Case, makes: Sequence[Callable[[Case], _Loop]], pace: Pace) -> list[Measured]:
     """Make and warm up each loop, then let them take turns."""
     device = torch.device(case.device)
     loops = [_warmed_up(case, make, device) for make in makes]
-    for index in range(_WARM_UP, case.num_steps):
+    round_s = sum(loop.warm_step_s for loop in loops)
+    rounds = pace.rounds(case.num_steps - _WARM_UP, round_s)
+    for number in range(rounds):
         for loop in loops:
-            loop.seconds.append(loop.run(index, device))
+            loop.seconds.append(loop.run(_WARM_UP + number, device))
+        pace.done(number + 1, rounds)
     return [loop.measured() for loop in loops]
 
 
@@ -382,7 +391,7 @@ def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) 
         torch.cuda.reset_peak_memory_stats(device)
     loop = make(case)
     for index in range(_WARM_UP):
-        loop.run(index, device)
+        loop.warm_step_s = loop.run(index, device)
     if device.type == "cuda":
         loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
     return loop
@@ -412,6 +421,6 @@ SMALL = replace(
 )
 
 
-def compare_here() -> list[dict[str, Any]]:
+def compare_here(pace: Pace) -> list[dict[str, Any]]:
     """`dpipe bench mfu`: the 1.3B model where there is a GPU, a small one where there is none."""
-    return compare_mfu(XL if torch.cuda.is_available() else SMALL)
+    return compare_mfu(XL if torch.cuda.is_available() else SMALL, pace)

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.gloo import connect
+from dpipe.baselines.pace import Pace, agreed_rounds, silent
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
@@ -36,6 +37,7 @@ from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
 NUM_RANKS = 2
+_WARM_UP = 2  # steps of each engine that are not timed
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Size:
     vocab_size: int = 256
     microbatch_size: int = 4
     num_microbatches: int = 8
-    num_steps: int = 42
+    num_steps: int = 42  # of each engine; the first two are not timed
 
     def model(self) -> LayeredModel:
         return gpt(
@@ -89,7 +91,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 
 
 def compare_pipelining(
-    schedule: str, size: Size | None = None, transport: str = "grpc"
+    schedule: str, size: Size | None = None, transport: str = "grpc", pace: Pace | None = None
 ) -> dict[str, Any]:
     """Median seconds a step of each engine, the median ratio of two steps that follow each other
     and between what values the middle half of those ratios lies, and the largest difference between
@@ -100,7 +102,8 @@ def compare_pipelining(
     """
     size = size or Size()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_rank, args=(schedule, size, transport, free_port(), results), nprocs=NUM_RANKS)
+    args = (schedule, size, transport, free_port(), pace or silent(), results)
+    spawn(_rank, args=args, nprocs=NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
@@ -124,7 +127,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(rank: int, schedule: str, size: Size, kind: str, port: int, results: Any) -> None:
+def _rank(
+    rank: int, schedule: str, size: Size, kind: str, port: int, pace: Pace, results: Any
+) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -132,20 +137,29 @@ def _rank(rank: int, schedule: str, size: Size, kind: str, port: int, results: A
     steps = (our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
     times: tuple[list[float], list[float]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
-    for index, turn in itertools.product(range(size.num_steps), (0, 1)):
-        engine = (
-            index + turn
-        ) % 2  # who goes first changes: what a step leaves behind it falls on both
+
+    def take_turns(index: int) -> None:
+        """A step of each; who goes first changes, as what a step leaves behind falls on the next."""
         inputs, targets = size.batch(index)
-        dist.barrier()
-        began = time.perf_counter()
-        loss = steps[engine](inputs, targets)
-        dist.barrier()
-        times[engine].append(time.perf_counter() - began)
-        losses[engine].append(0.0 if loss is None else loss)
+        for engine in (index % 2, 1 - index % 2):
+            dist.barrier()
+            began = time.perf_counter()
+            loss = steps[engine](inputs, targets)
+            dist.barrier()
+            times[engine].append(time.perf_counter() - began)
+            losses[engine].append(0.0 if loss is None else loss)
+
+    for index in range(_WARM_UP):
+        take_turns(index)
+    round_s = times[0][-1] + times[1][-1]
+    rounds = agreed_rounds(pace, rank, store, size.num_steps - _WARM_UP, round_s)
+    for number in range(rounds):
+        take_turns(_WARM_UP + number)
+        if rank == 0:
+            pace.done(number + 1, rounds)
     transport.close()
     if rank == NUM_RANKS - 1:
-        results.put((times[0][2:], times[1][2:], losses[0], losses[1]))
+        results.put((times[0][_WARM_UP:], times[1][_WARM_UP:], losses[0], losses[1]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -172,16 +186,13 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
     optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
     steps = itertools.count()
 
-    def on_step(stage_index: int, loss: float | None) -> None:
-        optimizer.step()
-        stage.zero_grad()
-
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
         stage.begin_step(next(steps))
         cut = [t.split(size.microbatch_size) for t in (inputs, targets)]
-        loss = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])), on_step)
-        parts.recorder.take()
-        return loss
+        result = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])))
+        optimizer.step()
+        stage.zero_grad()
+        return result.loss
 
     return step
 

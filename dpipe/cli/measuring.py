@@ -18,9 +18,10 @@ BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, help="With --hosts: which of them this is."
 )
+@click.option("--quick", is_flag=True, help="At most a minute: fewer rounds, and perhaps rows.")
 @JSON
-def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
-    """Measure a ratio, both sides in one run.
+def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
+    """Measure a ratio, both sides in one run. Progress goes to stderr.
 
     \b
       engine      each schedule on replay stages in four processes: measured over simulated step
@@ -35,4 +36,5 @@ def bench(name: str, hosts: str, rank: int, as_json: bool) -> None:
     """
     from dpipe.baselines.bench import bench_text
 
-    show(bench_text(name, as_json, tuple(hosts.split(",")) if hosts else (), rank))
+    addresses = tuple(hosts.split(",")) if hosts else ()
+    show(bench_text(name, as_json, addresses, rank, quick=quick))

@@ -17,6 +17,7 @@ from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, NumberRange, resumin
 @click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
 @click.option(
     "--timeout",
+    "timeout_s",
     type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
     help="Seconds to wait for the other ranks; default timeouts.join.",
 )
@@ -36,9 +37,9 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
       torchrun --nproc-per-node 4 -m dpipe train job.toml
       srun dpipe train job.toml
     """
-    from dpipe.run.build import train_rank
+    from dpipe.run.api import train as train_here
 
-    train_rank(config, overrides, **flags)
+    train_here(config, overrides=overrides, show=True, **flags)
 
 
 @click.command()

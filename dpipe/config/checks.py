@@ -75,7 +75,7 @@ def check_servers(
             f"data_parallel.address lists {len(data_parallel.address)} servers, "
             f'data_parallel.servers "{data_parallel.servers}" needs {servers}'
         )
-    if data_parallel.staleness and (train.clip_norm or train.precision == "fp16"):
+    if data_parallel.staleness and train.waits_for_verdict:
         raise ValueError(
             "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas "
             'before each step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'

@@ -130,16 +130,25 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """The file as it is, not checked. Raises `ConfigError` where it cannot be read."""
+    """The file as it is, not checked: TOML, or JSON where its name ends so, as a run keeps it.
+
+    Raises `ConfigError` where it cannot be read.
+    """
+    is_json = Path(path).suffix == ".json"
     try:
         # some editors begin a file with a byte order mark
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = Path(path).read_text(encoding="utf-8-sig")
+        table: dict[str, Any] = json.loads(content) if is_json else tomllib.loads(content)
     except FileNotFoundError:
         raise ConfigError(f"configuration {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is not TOML: {error}") from None
+    except ValueError as error:  # of either decoder, and of UTF-8's
+        language = "JSON" if is_json else "TOML"
+        raise ConfigError(f"configuration {path} is not {language}: {error}") from None
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"configuration {path} must be a JSON object of sections")
+    return table
 
 
 def build(table: dict[str, Any]) -> Config:
@@ -182,7 +191,7 @@ def _explain(error: Any) -> str:
             return message.removeprefix("Value error, ")
         case "name":
             return f"{name} {message}"
-        case "model_type":
+        case "model_type" if where:
             return f"{name} must be a section, [{name}], got {error['input']!r}"
         case _:
             message = message.replace("a valid tuple", "a list")

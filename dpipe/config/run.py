@@ -84,6 +84,11 @@ class TrainConfig(Section):
             )
         return self
 
+    @property
+    def waits_for_verdict(self) -> bool:
+        """Whether a step needs to know of all ranks: their norms, to clip, or who overflowed."""
+        return self.clip_norm > 0 or self.precision == "fp16"
+
 
 class RunConfig(Section):
     """What a run keeps, and where."""

@@ -30,6 +30,7 @@ T = TypeVar("T")
 _OPEN = Security()
 
 _CLOCK_SAMPLES = 16
+_FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
 _RETRY_S = 0.5
 _AGAIN_S = 30.0
 _SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
@@ -113,6 +114,7 @@ class Coordinator(Coordination):
         )
         say = _now_and_then(on_wait)
         deadline = time.monotonic() + join_s
+        retry_s = _FIRST_RETRY_S
         while True:
             self = cls(address, join, security, heartbeat_s, say)
             try:
@@ -120,10 +122,11 @@ class Coordinator(Coordination):
                 return self
             except _NotThere as why:
                 self.close()
-                if time.monotonic() + _RETRY_S > deadline:
+                if time.monotonic() + retry_s > deadline:
                     raise _nobody(address, join_s, str(why)) from None
                 say(f"waiting for the coordinator at {address} ({why})")
-                time.sleep(_RETRY_S)
+                time.sleep(retry_s)
+                retry_s = min(2 * retry_s, _RETRY_S)
             except BaseException:
                 self.close()
                 raise

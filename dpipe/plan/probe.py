@@ -50,7 +50,7 @@ def probe(
     costs = []
     for index in range(len(model.layers)):
         try:
-            layer = in_precision(_without_memory(model, index, seed), dtype)
+            layer = in_precision(on_meta(model, index, seed), dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 outputs = as_tensors(index, layer, layer(*tensors))
             kept = _kept_bytes(layer, tensors)
@@ -105,7 +105,8 @@ def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
     return float(sum(sum(by_module[name].values()) for name in names if name in by_module))
 
 
-def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:
+def on_meta(model: LayeredModel, index: int, seed: int) -> nn.Module:
+    """Layer `index` on the meta device, where tensors have sizes but no memory."""
     with seeded("layer", seed, index), torch.device("meta"):
         layer = model.layers[index]()
     return layer.to("meta")

@@ -46,7 +46,7 @@ def data_parallel(
         ranks=here.dp_group,
         links=links,
         open_torch_group=partial(torch_group, config, here, coordinator, stages.values()),
-        waits_for_verdict=train.clip_norm > 0 or train.precision == "fp16",
+        waits_for_verdict=train.waits_for_verdict,
         message_bytes=chunk_bytes(config),
         uncounted=uncounted,
         tied=tied,

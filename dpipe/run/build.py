@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,15 +47,15 @@ from dpipe.run.launch import launch
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.rows import OnRow, rows_to_launcher
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
@@ -84,9 +85,13 @@ def launch_ranks(
     resume: str | None,
     fallback: bool,
     say: Callable[[str], None],
+    quiet: bool = False,
+    on_row: OnRow | None = None,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. What can be wrong is found
     before any starts.
+
+    `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
@@ -94,7 +99,7 @@ def launch_ranks(
     refuse_folder(
         config, resume is not None
     )  # before a draft, which leaves the text that it has read in a cache
-    draft(config, choose=without_search)
+    draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     made = absent(folder)
     open_folder(config, resume is not None)
@@ -102,26 +107,33 @@ def launch_ranks(
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
     if exit_code == InputError.exit_code:
         take_back(folder, made)
     return exit_code
 
 
 def train_rank(
-    path: str,
-    overrides: tuple[str, ...],
+    config: Config,
     *,
     rank: int | None,
     world_size: int | None,
     coordinator: str | None,
     timeout: float | None,
-    resume: str | None,
+    resume: bool,
     fallback: bool,
+    console: Console,
+    on_row: OnRow | None,
 ) -> None:
-    """One rank, from configuration to summary."""
+    """One rank, from configuration to summary. Which one, the arguments or the environment say."""
     process = process_info(environment(), rank, world_size, coordinator)
-    config = configuration(path, overrides, resume)
     if process.world_size != config.world_size:
         (fitting,) = _cut_for(config, process.world_size)
         raise ConfigError(
@@ -132,7 +144,15 @@ def train_rank(
             f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
-    run_rank(config, process, resume=resume is not None, fallback=fallback, join_s=timeout)
+    run_rank(
+        config,
+        process,
+        resume=resume,
+        fallback=fallback,
+        join_s=timeout,
+        console=console,
+        on_row=on_row or rows_to_launcher(environment()),
+    )
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -168,9 +188,12 @@ def run_rank(
     fallback: bool = False,
     join_s: float | None = None,
     console: Console | None = None,
+    on_row: OnRow | None = None,
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been
     checked.
+
+    On rank 0 `on_row` gets each row of metrics, after it was written.
     """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
@@ -179,7 +202,7 @@ def run_rank(
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
-    run_plan = draft(config, choose=without_search)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
     direct = not config.data_parallel.active_kind.has_server
@@ -217,9 +240,12 @@ def run_rank(
             coordinator.barrier("assembled", config.timeouts.transfer)
             if process.rank == 0:
                 save_configuration(folder, config)
-                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
+                display = stack.enter_context(Display(console, first_step, config.train.steps))
                 metrics = Metrics(
-                    folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show
+                    folder,
+                    first_step=first_step,
+                    tensorboard=config.run.tensorboard,
+                    show=_each(display.show, on_row),
                 )
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
@@ -234,6 +260,17 @@ def run_rank(
             show_result(run_plan, folder, console, stopped)
 
 
+def _each(*listeners: OnRow | None) -> OnRow:
+    """Calls every listener there is with a row."""
+
+    def tell(row: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            if listener is not None:
+                listener(row)
+
+    return tell
+
+
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
     """Cut by what rank 0 measures each layer to take, scheduled as it finds best; the others take
     its word.
@@ -244,11 +281,15 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        planned = draft(config, layer_s=layer_s, predicts_memory=False)
+        schedule = planned.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
-        config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
+        config,
+        layer_s=layer_s and tuple(layer_s),
+        choose=lambda *_: from_csv(programs, name),
+        predicts_memory=False,
     )
 
 
@@ -309,7 +350,7 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        row=here.pp_group,
+        pp_group=here.pp_group,
         streams=streams,
     )
     restore(start, stages, update, here)
@@ -373,7 +414,7 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
 def make_update(
     config: Config,
     here: ParallelRanks,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     agreement: DataParallel,
     coordinator: Coordination,
     recorder: Recorder,

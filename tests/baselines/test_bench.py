@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from dpipe.baselines import bench
+from dpipe.baselines import bench, loopback
 from dpipe.baselines.loopback import Loopback
+from dpipe.baselines.pace import Pace, silent
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Link
 
@@ -12,7 +13,7 @@ from dpipe.network.link import Link
 @pytest.fixture
 def _two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"schedule": "gpipe", "ratio": 1.0312}, {"schedule": "1f1b", "ratio": 1.0}]
-    monkeypatch.setitem(bench._BENCHES, "engine", lambda: rows)
+    monkeypatch.setitem(bench._BENCHES, "engine", bench.Bench(lambda pace: rows, 1.0))
 
 
 @pytest.mark.usefixtures("_two_rows")
@@ -31,7 +32,7 @@ def test_rows_are_printed_as_a_table_with_machine_and_date() -> None:
 
 
 def test_figure_that_is_not_known_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench._BENCHES, "mfu", lambda: [{"mfu": None}])
+    monkeypatch.setitem(bench._BENCHES, "mfu", bench.Bench(lambda pace: [{"mfu": None}], 1.0))
     text = bench.bench_text("mfu", as_json=False)
     assert "│ -   │" in text
     assert "None" not in text
@@ -60,3 +61,32 @@ def test_engine_row_holds_each_step_against_the_simulation_of_its_own_round() ->
 def test_hosts_that_make_no_sense_are_refused(name: str, rank: int) -> None:
     with pytest.raises(ConfigError, match="--hosts goes with all-reduce and a --rank below 2"):
         bench.bench_text(name, as_json=False, hosts=("10.0.0.1", "10.0.0.2"), rank=rank)
+
+
+@pytest.mark.parametrize(("quick", "limit_s"), [(True, 60.0), (False, float("inf"))])
+def test_quick_bench_has_a_minute(
+    monkeypatch: pytest.MonkeyPatch, quick: bool, limit_s: float
+) -> None:
+    def run(pace: Pace) -> list[bench.Row]:
+        return [{"limit": pace.limit_s}]
+
+    monkeypatch.setitem(bench._BENCHES, "engine", bench.Bench(run, 1.0))
+    (row,) = json.loads(bench.bench_text("engine", as_json=True, quick=quick))
+    assert row["limit"] == limit_s
+
+
+def test_engine_measures_the_link_once_a_round_and_quickly_over_tcp_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Loopback(Link(0.1, 10), 100.0, 300.0)
+    links: list[str] = []
+    monkeypatch.setattr(loopback, "measure_loopback", lambda way: links.append(way) or machine)
+    monkeypatch.setattr(bench, "_replay", lambda *_: bench._Run(machine, 1.0, [1.02, 1.04]))
+    rows = bench.bench_engine(silent())
+    assert links == ["grpc x1", "tcp x1"] * 2
+    assert len(rows) == 8
+    links.clear()
+    rows = bench.bench_engine(Pace("engine", 1.0, limit_s=60.0, silent=True))
+    assert links == ["tcp x1"]
+    assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    assert {row["transport"] for row in rows} == {"tcp"}

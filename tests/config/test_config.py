@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,24 @@ def test_section_that_is_none_is_named(tmp_path: Path) -> None:
 def test_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job\.toml is not TOML"):
         load(written(tmp_path, "steps 5"))
+
+
+def test_configuration_that_a_run_has_kept_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = build({"train": {"steps": 7}, "model": {"options": {"a": None}}})
+    path.write_text(json.dumps(config.model_dump(mode="json", exclude={"node"})))
+    assert load(path, ("train.seed=3",)) == config.with_(train__seed=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("steps 5", "is not JSON"), ("[3]", "must be a JSON object of sections")],
+)
+def test_json_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(path)
 
 
 def test_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
     parts = Parts(
         rank, {rank: stage}, transport, codec("none"), boundaries, Single(), Recorder(rank)
     )
-    Executor(parts).run(schedule, Batch([()] * MICROBATCHES), lambda stage, loss: None)
+    Executor(parts).run(schedule, Batch([()] * MICROBATCHES))
 
 
 def measured_s(schedule: Schedule, network: Network) -> float:

@@ -1,56 +1,37 @@
-"""Whether a run fits into the memory of its ranks, and what would: asked before anything starts."""
+"""What the stages hold in a configured run, whether that fits, and what would. No torch."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
+from itertools import islice
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.plan.memory.exchange import exchange_bytes, has_moments
-from dpipe.plan.memory.formulas import stage_memory
+from dpipe.plan.memory.layers import Stages
 from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
-from dpipe.timeline.memory import LayerMemory, RankMemory, StageMemory, peak_memory
+from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
-Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for replay
-
-_HALF = 2
-_FLOAT = 4
 _SUGGESTIONS = 3
 
 
-def stages_memory(
-    config: Config,
-    layers: Sequence[LayerMemory],
-    cut: Sequence[int],
-    servers: Sequence[int] = (),
-    output_bytes: Sequence[int] = (),
-) -> Stages:
-    """The memory of each stage's layers in this run; `cut` are layers a stage, `servers` as in
-    `exchange_bytes`.
+def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stages:
+    """`stages` with this run's share of the optimizer, and with what replicas exchange.
 
-    `output_bytes` are what each layer gives on; by default what one of a transformer does.
+    `servers` are as in `exchange_bytes`.
     """
-    value_bytes = _FLOAT if config.train.parameters == "fp32" else _HALF
-    output = config.microbatch_size * config.model.context * config.model.width * value_bytes
-    if config.tensor_parallel.sequence_parallel:
-        output //= config.tensor_parallel.size
-    ends = [end - 1 for end in accumulate(cut)][:-1]
-    outputs = [output_bytes[end] for end in ends] if output_bytes else [output] * len(ends)
-    stages = stage_memory(layers, cut, outputs, config.pipeline.recompute)
-    stages = tuple(tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages)
-    held = exchange_bytes(
-        config, [sum(layer.parameter_bytes for layer in stage) for stage in stages], servers
-    )
+    stages = [tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages]
+    parameters = [sum(layer.parameter_bytes for layer in stage) for stage in stages]
+    exchanges = exchange_bytes(config, parameters, servers)
     return [
         (replace(stage[0], exchange_bytes=size), *stage[1:])
-        for stage, size in zip(stages, held, strict=True)
+        for stage, size in zip(stages, exchanges, strict=True)
     ]
 
 
 def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
-    """What a rank of this run keeps of the optimizer for it."""
+    """`layer` with what a rank of this run keeps of its optimizer state."""
     if not has_moments(config):
         return replace(layer, optimizer_bytes=0, update_bytes=0)
     shards = config.data_parallel.active_kind.shards_optimizer
@@ -64,6 +45,7 @@ def most_held(schedule: Schedule, stages: Stages) -> int:
 
 
 def refuse_memory_of_replay(config: Config) -> None:
+    """Raises `ConfigError` for a limit on replay stages, which hold no model."""
     if config.pipeline.memory_gb is not None:
         raise ConfigError(
             "pipeline.memory_gb limits what a model holds, and replay stages hold no model; leave "
@@ -72,11 +54,10 @@ def refuse_memory_of_replay(config: Config) -> None:
 
 
 def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Config], int]) -> None:
-    """Raises `ConfigError` where a rank is predicted to hold more than `pipeline.memory_gb`, with
-    what would fit.
+    """Raises `ConfigError` if a rank is predicted to hold more than `pipeline.memory_gb`; it names
+    changes that would fit.
 
-    `held(config)` are the bytes that the fullest rank of another configuration of a transformer
-    would hold.
+    `held(config)` are the bytes of the fullest rank under another configuration of a transformer.
     """
     limit = config.pipeline.memory_gb
     if limit is None:
@@ -84,20 +65,14 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
     rank, worst = max(enumerate(memory), key=lambda pair: pair[1].total)
     if worst.total <= limit * 1e9:
         return
-    fitting = (
-        list(_fitting(config, held, limit * 1e9))[:_SUGGESTIONS]
-        if config.model.is_transformer
-        else []
-    )
-    advice = (
-        f"these would fit: {'; '.join(fitting)}"
-        if fitting
-        else "more stages or a smaller model would help"
-    )
-    kinds = {
-        kind.replace("working", "working memory"): size for kind, size in asdict(worst).items()
-    }
-    listed = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in kinds.items())
+    fitting: list[str] = []
+    if config.model.is_transformer:
+        fitting = [*islice(_fitting(config, held, limit * 1e9), _SUGGESTIONS)]
+    advice = "more stages or a smaller model would help"
+    if fitting:
+        advice = f"these would fit: {'; '.join(fitting)}"
+    listed = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in asdict(worst).items())
+    listed = listed.replace("working", "working memory")
     raise ConfigError(
         f"rank {rank} would hold {worst.total / 1e9:.3f} GB, but pipeline.memory_gb is {limit:g} "
         f"({listed}); {advice}"
@@ -105,12 +80,12 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
 
 
 def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iterator[str]:
-    """Single changes to the configuration, mildest first, under which it would fit."""
+    """Single changes to the configuration under which it would fit, mildest first."""
     for key, value in _changes(config):
         try:
             after = held(config.with_(**{key: value}))
         except (ConfigError, ScheduleError):
-            continue  # a change that does not go with the rest of the configuration
+            continue  # the change does not go with the rest of the configuration
         if after <= most:
             yield f"{key.replace('__', '.')} = {json.dumps(value)} ({after / 1e9:.3f} GB)"
 
@@ -118,16 +93,13 @@ def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iter
 def _changes(config: Config) -> Iterator[tuple[str, object]]:
     train = config.train
     pipeline = config.pipeline
-    yield from (
-        ("pipeline__recompute", kind)
-        for kind in ("selective", "full")
-        if kind != pipeline.recompute
-    )
+    for recompute in ("selective", "full"):
+        if recompute != pipeline.recompute:
+            yield "pipeline__recompute", recompute
     yield "pipeline__schedule", ONE_F_ONE_B.name
-    yield from (
-        ("train__num_microbatches", train.num_microbatches * factor) for factor in (2, 4, 8, 16)
-    )
-    yield from (("pipeline__stages", pipeline.stages * factor) for factor in (2, 4))
-    yield from (
-        ("tensor_parallel__size", config.tensor_parallel.size * factor) for factor in (2, 4)
-    )
+    for factor in (2, 4, 8, 16):
+        yield "train__num_microbatches", train.num_microbatches * factor
+    for factor in (2, 4):
+        yield "pipeline__stages", pipeline.stages * factor
+    for factor in (2, 4):
+        yield "tensor_parallel__size", config.tensor_parallel.size * factor

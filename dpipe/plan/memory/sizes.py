@@ -1,4 +1,4 @@
-"""What the tensors of a GPT or a BERT take, in bytes: what `memory.py` counts with. No torch.
+"""How large the tensors of a GPT or a BERT are, in bytes: what `formulas.py` counts with. No torch.
 
 B micro-batch size · T context · D width · N heads · V vocabulary
 """
@@ -14,28 +14,22 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class TransformerSizes:
-    """`keeps_matrices`: the attention is not fused, which is so with dropout on a CPU. `half`:
-    autocast to 16 bits; `rounded`: parameters and all that they make have 16 bits, but for logits
-    and chances. `masks`: what dropout keeps has a byte a value, as on a GPU.
+    """What decides the memory of a transformer's layers, and the sizes that the formulas share."""
 
-    `ranks` hold a layer together; with `sequence` they split the positions between the matrices.
-    `bert` adds token types, and a transform in front of the logits.
-    """
-
-    batch_size: int
+    batch_size: int  # of a micro-batch
     context: int
     width: int
     num_heads: int
-    num_layers: int
+    num_layers: int  # blocks
     vocab_size: int
     dropout: bool = False
-    masks: bool = False
-    keeps_matrices: bool = False
-    half: bool = False
-    rounded: bool = False
-    ranks: int = 1
-    sequence: bool = False
-    bert: bool = False
+    masks: bool = False  # dropout keeps a mask of one byte a value, as on a GPU
+    keeps_matrices: bool = False  # attention is not fused, as with dropout on a CPU
+    half: bool = False  # autocast to 16 bits
+    rounded: bool = False  # parameters and activations have 16 bits, logits and softmax have 32
+    ranks: int = 1  # of the tensor-parallel group
+    sequence: bool = False  # sequence parallelism: they split the positions between the matrices
+    bert: bool = False  # has token types, and a transform in front of the logits
 
     @property
     def value_bytes(self) -> int:
@@ -43,70 +37,82 @@ class TransformerSizes:
 
     @property
     def unit(self) -> int:
-        """What enters and leaves a matrix, whole: u."""
+        """An activation [B, T, D], whole: u."""
         return self.batch_size * self.context * self.width * self.value_bytes
 
     @property
     def part(self) -> int:
-        """One rank's part of an activation between two matrices."""
+        """One rank's part of an activation between two matrices: w."""
         return self.unit // self.ranks
 
     @property
     def stream(self) -> int:
-        """What one rank has of the activation that layers pass on."""
+        """What one rank has of the activation that layers pass on: r."""
         return self.part if self.sequence else self.unit
 
     @property
     def gathered(self) -> int:
-        """What split positions take when they are put together; nothing where they are not
-        split.
+        """An activation put together from split positions; nothing without sequence
+        parallelism.
         """
         return self.unit if self.sequence else 0
 
     @property
     def matrix(self) -> int:
-        """Scores of a rank's heads, which one process makes in fp32 even under autocast."""
+        """Attention scores of one rank's heads, if attention is not fused: c.
+
+        A single process computes them in fp32 even under autocast.
+        """
+        if not self.keeps_matrices:
+            return 0
         heads = self.num_heads // self.ranks
-        value_bytes = _HALF if (self.half or self.rounded) and self.ranks > 1 else _FLOAT
-        return self.batch_size * heads * self.context**2 * value_bytes if self.keeps_matrices else 0
+        in_half = (self.half or self.rounded) and self.ranks > 1
+        value_bytes = _HALF if in_half else _FLOAT
+        return self.batch_size * heads * self.context**2 * value_bytes
 
     @property
     def logits(self) -> int:
+        """One rank's part of the logits [B, T, V], in fp32."""
         return self.batch_size * self.context * self.vocab_size * _FLOAT // self.ranks
 
     @property
     def table(self) -> int:
-        """A rank's words."""
+        """One rank's part of the embedding table [V, D]."""
         return self.vocab_size * self.width * self.value_bytes // self.ranks
 
     def tokens(self, value_bytes: int) -> int:
+        """A value of `value_bytes` for each token of the micro-batch."""
         return self.batch_size * self.context * value_bytes
 
     def positions(self, value_bytes: int) -> int:
-        """As `tokens`, of those that one rank has."""
-        return self.tokens(value_bytes) // (self.ranks if self.sequence else 1)
+        """As `tokens`, of the positions that one rank has."""
+        shares = self.ranks if self.sequence else 1
+        return self.tokens(value_bytes) // shares
 
 
 def sizes_of(config: Config) -> TransformerSizes:
-    """Of the configured transformer. Attention is taken to be fused, but for dropout on a CPU or in
-    split heads.
+    """Of the configured transformer. Attention is fused, but for dropout on a CPU or with tensor
+    parallelism.
     """
     model = config.model
     train = config.train
-    split = config.tensor_parallel
+    group = config.tensor_parallel
+    dropout = model.dropout > 0
+    rounded = train.parameters != "fp32"
+    on_cpu = config.node.device == "cpu"
     return TransformerSizes(
-        config.microbatch_size,
-        model.context,
-        model.width,
-        model.num_heads,
-        model.num_layers,
-        vocabulary_of(config),
-        dropout=model.dropout > 0,
-        masks=config.node.device != "cpu",
-        keeps_matrices=model.dropout > 0 and (config.node.device == "cpu" or split.size > 1),
-        half=train.precision != "fp32" and train.parameters == "fp32",
-        rounded=train.parameters != "fp32",
-        ranks=split.size,
-        sequence=split.sequence_parallel,
+        batch_size=config.microbatch_size,
+        context=model.context,
+        width=model.width,
+        num_heads=model.num_heads,
+        num_layers=model.num_layers,
+        vocab_size=vocabulary_of(config),
+        dropout=dropout,
+        masks=not on_cpu,
+        keeps_matrices=dropout and (on_cpu or group.size > 1),
+        half=train.precision != "fp32" and not rounded,
+        rounded=rounded,
+        ranks=group.size,
+        sequence=group.sequence_parallel,
         bert=model.family.reads_pairs,
     )
