@@ -397,7 +397,7 @@ def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named
 
     def chunks(line: StageClient, step: int, connection: int) -> Iterator[bytes]:
         for number, message in enumerate(plain(line, step, connection)):
-            if (line._worker.rank, step, number) == (1, 2, 1):
+            if (line._access.rank, step, number) == (1, 2, 1):
                 failed_at.append(time.monotonic())
                 raise OSError("the machine is gone")
             yield message
