@@ -126,7 +126,9 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a schedule that cannot run,
     `ProfileError` for a network that lacks a link between two ranks.
     """
+    shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
+    ballots = ballots_over(config, network, shaped)
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
     if config.model.family.computes:
@@ -146,11 +148,12 @@ def forecast(
         unsearched = choose is without_search and config.pipeline.schedule == AUTO
         least = peak_memory(leanest_of_auto(config), stages) if unsearched else memory
         check_fits(config, least, held_by_transformer)
-    timeline = simulate(schedule, cost, network, hosts, replicas)
+    timeline = simulate(schedule, cost, network, hosts, replicas, ballots)
     share = agreeing_share(config)
     step_us = timeline.duration_us
     if replicas is not None and share < 1:
-        apart = simulate(schedule, cost, network, hosts, Replicas(silent(replicas.count)))
+        silently = Replicas(silent(replicas.count))
+        apart = simulate(schedule, cost, network, hosts, silently, ballots)
         step_us = share * step_us + (1 - share) * apart.duration_us
     return Forecast(
         split=cut,
@@ -222,13 +225,22 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
         return None
     most = max(cost.reduce_bytes) // chosen.fragments
     num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
-    waits = (
-        config.train.clip_norm > 0 or config.train.precision == "fp16"
-    )  # for the norm, before anything goes back
+    waits = config.train.waits_for_verdict  # for the norm, before anything goes back
     delayed = chosen.delay or chosen.overlap
     pattern = kind.late_pattern if delayed and kind.late_pattern is not None else kind.pattern
     found = exchange(pattern, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0)
     return Replicas(found, server_ranks(config), delayed=delayed)
+
+
+def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+    """The network that a step's vote crosses; None where no step waits for it.
+
+    `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
+    what they say to the coordinator.
+    """
+    if not config.train.waits_for_verdict:
+        return None
+    return network if shaped is None or config.predict.network is not None else Network()
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:

@@ -24,9 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpipe.plan.memory.allocations import AllocatedBytes
 from dpipe.plan.memory.layers import of_parameters, with_ends, with_masters
 from dpipe.plan.probe import LayerCost, on_meta
+from dpipe.stage.base import Tensors
 from dpipe.stage.master_weights import in_precision
 from dpipe.stage.model import LayeredModel
-from dpipe.stage.stage import Stage, Tensors
+from dpipe.stage.stage import Stage
 from dpipe.timeline.memory import LayerMemory, StageMemory
 from dpipe.wire.spec import TensorSpec
 
