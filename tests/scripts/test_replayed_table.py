@@ -88,9 +88,7 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
     assert len({c.key for c in cells}) == len(cells) == 5 * 4
 
 
-@pytest.mark.parametrize(
-    "words", [("--compare",), ("--page", __file__)], ids=["compare", "page"]
-)
+@pytest.mark.parametrize("words", [("--compare",), ("--page", __file__)], ids=["compare", "page"])
 def test_comparison_by_network_is_refused_of_layouts(table, results, words):
     """It printed the layouts, and left the file that it was to put them into as it was."""
     result = run(table, "--results", results, *words)
