@@ -28,7 +28,7 @@ from dpipe.plan.probe import LayerCost, measure, probe
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
-from dpipe.transport.nccl import load_nccl
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
@@ -72,8 +72,7 @@ def draft(
     check_device(config.node.device)
     if config.run.checkpoint_url is not None:
         check_url(config.run.checkpoint_url)
-    if config.transport.kind == "nccl":
-        load_nccl()
+    TRANSPORTS[config.transport.kind].check()
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
     probed = probe(model, _inputs(config), config.train.seed, stored)
