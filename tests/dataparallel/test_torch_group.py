@@ -94,7 +94,7 @@ class Drawing(HostStreams):
     def block(self, mark: str, timeout_s: float) -> None:
         self.log.append(f"host: wait for {mark}")
         if self._late:
-            raise TimeoutError("the device has not come to an event within 8 s")
+            raise TimeoutError("the device has not reached an event within 8 s")
 
     @contextmanager
     def receiving(self):
