@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,7 +118,7 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file

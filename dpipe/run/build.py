@@ -465,6 +465,7 @@ def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) 
         found.usual_replicas,
         config.counts_headers,
         config.tensor_parallel.size,
+        config.train.waits_for_verdict,
     )
     save_inputs(folder / "trace", inputs)
 
