@@ -123,5 +123,5 @@ def test_exchange_is_behind_its_gradients_and_compute_is_not_behind_the_exchange
 
 
 def test_exchange_that_the_device_does_not_end_is_a_lost_group() -> None:
-    with pytest.raises(PeerLost, match="stage 0: the device has not come"):
+    with pytest.raises(PeerLost, match="stage 0: the device has not reached"):
         averaged_alone(Drawing(late=True))
