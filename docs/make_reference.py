@@ -82,7 +82,7 @@ def python() -> str:
 
 
 def _python_section(name: str, value: Any) -> str:
-    parts = [f"## `dpipe.{name}`", _docstring(f"dpipe.{name}", value)]
+    parts = [f"### `dpipe.{name}`", _docstring(f"dpipe.{name}", value)]
     if inspect.isclass(value):
         parts[1:1] = _signature(value, name) if is_dataclass(value) else ()
         parts += _members(name, value)
@@ -118,7 +118,7 @@ def _members(name: str, value: type) -> Iterator[str]:
         if member.startswith("_") or not described:
             continue
         call = "" if isinstance(what, property) else _short(str(inspect.signature(function)))
-        yield f"### `{name}.{member}{call}`\n\n{inspect.getdoc(function)}"
+        yield f"#### `{name}.{member}{call}`\n\n{inspect.getdoc(function)}"
 
 
 def _docstring(name: str, value: Any) -> str:

@@ -1,31 +1,51 @@
 """dpipe: pipeline-parallel training over slow, uneven networks.
 
-The rooms, from the ground up; arrows point down only (`tests/test_architecture.py` holds them):
+The rooms, from the ground up; imports point down only (`tests/test_architecture.py` holds them):
 
-    front door   cli
-    comparison   baselines
-    coordinator      engine        executor, recorder, trainer, checkpoint, launch
-    specialists  timeline (when)  stage (a slice of the model)  transport (moving a tensor)
-                 dataparallel (replicas agree)  coordinator (who is there)
-    alphabets    schedule (what runs where in which order)  wire (bytes)
-    ground       config  parallelism  presets  topology  streams  errors
+    front door    cli            parses, then calls one function
+    comparison    baselines      other engines, measured beside this one
+    composition   run            a configuration becomes ranks that train
+    training      engine         the loop: executor, recorder, update, trainer
+                  report         metrics, what a person sees, the trace of a run
+                  plan           before a run: what it takes and holds, where to cut the model
+                  data           texts, tokens, batches
+                  store          checkpoints and the folder of a run
+    specialists   timeline       when a step's actions happen, predicted or measured
+                  stage          a slice of the model on one device
+                  transport      moving a tensor to another rank
+                  dataparallel   how replicas agree
+                  paramserver    how they agree through a server
+                  coordinator    who is there
+    configuration config         every setting, from TOML
+    alphabets     schedule       what runs where in which order
+                  wire           bytes: formats, messages
+                  network        links and their delays and bandwidths
+    ground        choices  errors  ranks  streams
 
-What `__all__` names is public: to plan a step and to predict it, without torch. A run is the
-command line's.
+What `__all__` names is public. To plan and to predict a step takes no torch:
 
     from dpipe import Cost, Network, generate, simulate
 
     simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).duration_us
+
+To train takes a configuration, a file or one made here:
+
+    import dpipe
+
+    config = dpipe.load("job.toml", ("train.steps=50",))
+    folder = dpipe.launch(config, on_row=print)    # all ranks, as processes of this machine
+    dpipe.train(config, rank=1, world_size=2, coordinator="10.0.0.1:7000")    # one rank, here
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpipe.config.load import Config
-    from dpipe.errors import DpipeError
+    from dpipe.config.load import Config, load
+    from dpipe.errors import DpipeError, InputError, RunError
     from dpipe.network.link import Link, Network
     from dpipe.network.profile import load_network
+    from dpipe.run.api import launch, train
     from dpipe.schedule.action import Action, Op
     from dpipe.schedule.check import check
     from dpipe.schedule.generate import generate
@@ -41,27 +61,33 @@ __all__ = [
     "Config",
     "Cost",
     "DpipeError",
+    "InputError",
     "Link",
     "Network",
     "Op",
+    "RunError",
     "Schedule",
     "Span",
     "Timeline",
     "check",
     "generate",
+    "launch",
+    "load",
     "load_network",
     "lower",
     "simulate",
+    "train",
 ]
 _HOMES = {
-    "config.load": ("Config",),
-    "errors": ("DpipeError",),
+    "config.load": ("Config", "load"),
+    "errors": ("DpipeError", "InputError", "RunError"),
+    "network.link": ("Link", "Network"),
+    "network.profile": ("load_network",),
+    "run.api": ("launch", "train"),
     "schedule.action": ("Action", "Op"),
     "schedule.check": ("check",),
     "schedule.generate": ("generate",),
     "schedule.lower": ("lower",),
-    "network.link": ("Link", "Network"),
-    "network.profile": ("load_network",),
     "schedule.schedule": ("Schedule",),
     "timeline.cost": ("Cost",),
     "timeline.simulate": ("simulate",),

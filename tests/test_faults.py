@@ -190,9 +190,9 @@ def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
 DIES_PUSHING = """
 import os, signal
 from dpipe.cli.main import main
-from dpipe.paramserver.client import ParameterLine
+from dpipe.paramserver.client import StageClient
 
-plain = ParameterLine._chunks
+plain = StageClient._chunks
 
 def chunks(line, step, connection):
     for number, message in enumerate(plain(line, step, connection)):
@@ -200,7 +200,7 @@ def chunks(line, step, connection):
             os.kill(os.getpid(), signal.SIGKILL)
         yield message
 
-ParameterLine._chunks = chunks
+StageClient._chunks = chunks
 main()
 """
 

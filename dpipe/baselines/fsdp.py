@@ -29,6 +29,7 @@ from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.config.load import Config
 from dpipe.config.run import TrainConfig
 from dpipe.data.feed import feed_of
+from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
 from dpipe.stage.model import materialise
@@ -52,10 +53,11 @@ def check_config(config: Config) -> None:
         'pipeline.wire must be "none"': FORMATS[config.pipeline.wire].lossy,
         'pipeline.split must not be "measured"': config.pipeline.split == "measured",
         "tensor_parallel.size must be 1": config.tensor_parallel.size > 1,
-        'data_parallel.kind must be "sharded" or "all-reduce", without delay and with data_parallel.wire "none"': (
+        f"data_parallel.kind must be {names_where(lambda kind: kind.synchronous)}, without delay "
+        'and with data_parallel.wire "none"': (
             agreement.replicas > 1
             and (
-                agreement.kind not in ("sharded", "all-reduce")
+                not agreement.active_kind.synchronous
                 or agreement.delay
                 or FORMATS[agreement.wire].lossy
             )

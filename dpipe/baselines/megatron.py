@@ -30,6 +30,7 @@ from dpipe.config.run import TrainConfig
 from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import vocabulary_of
+from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.engine.update import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, learning_rate
 from dpipe.errors import ConfigError
 from dpipe.plan.run_plan import RunPlan, draft
@@ -66,10 +67,11 @@ def check_config(config: Config) -> None:
         "tensor_parallel.sequence_parallel must be false, its own layers need Apex for it": (
             config.tensor_parallel.sequence_parallel
         ),
-        'data_parallel.kind must be "all-reduce" or "sharded", without delay and with data_parallel.wire "none"': (
+        f"data_parallel.kind must be {names_where(lambda kind: kind.synchronous)}, without delay "
+        'and with data_parallel.wire "none"': (
             agreement.replicas > 1
             and (
-                agreement.kind not in ("sharded", "all-reduce")
+                not agreement.active_kind.synchronous
                 or agreement.delay
                 or FORMATS[agreement.wire].lossy
             )
@@ -207,7 +209,8 @@ def _chunk(
         model = part_of_megatron("transformer.module").Float16Module(settings, model)
     distributed = part_of_megatron("distributed")
     shares = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.data_parallel.kind == "sharded"
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return distributed.DistributedDataParallel(settings, shares, model)
 
@@ -249,7 +252,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         initial_loss_scale=INITIAL_LOSS_SCALE,
         loss_scale_window=GROWTH_INTERVAL,
         hysteresis=1,
-        use_distributed_optimizer=config.data_parallel.kind == "sharded",
+        use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 

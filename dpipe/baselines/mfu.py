@@ -29,6 +29,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
+from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
@@ -38,6 +39,7 @@ from dpipe.stage.model import LayeredModel
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
+from dpipe.timeline.span import Lane
 from dpipe.timeline.timers import timers_ms
 from dpipe.transport.local import LocalHub
 from dpipe.transport.tcp import TcpTransport
@@ -354,16 +356,15 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
     plan = lower(one_f_one_b(case.stages, case.num_microbatches))
     timers: dict[str, float] = {}
 
-    def on_step(index: int, loss: float | None) -> None:
-        replicas.step(index, 1.0)
-        stage.zero_grad()
-
     def step(index: int) -> float:
         stage.begin_step(index)
         replicas.begin(index, _ADAM.learning_rate, 1.0)
-        loss = executor.run(plan, batch, on_step)
-        timers.update(timers_ms(recorder.take()))
-        return 0.0 if loss is None else loss
+        result = executor.run(plan, batch)
+        with recorder.span(Lane.UPDATE, Action(rank, Op.STEP)):
+            replicas.step(rank, 1.0)
+            stage.zero_grad()
+        timers.update(timers_ms([*result.spans, *recorder.take()]))
+        return 0.0 if result.loss is None else result.loss
 
     return _Loop(step, lambda: timers)
 

@@ -186,16 +186,13 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
     optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
     steps = itertools.count()
 
-    def on_step(stage_index: int, loss: float | None) -> None:
-        optimizer.step()
-        stage.zero_grad()
-
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
         stage.begin_step(next(steps))
         cut = [t.split(size.microbatch_size) for t in (inputs, targets)]
-        loss = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])), on_step)
-        parts.recorder.take()
-        return loss
+        result = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])))
+        optimizer.step()
+        stage.zero_grad()
+        return result.loss
 
     return step
 

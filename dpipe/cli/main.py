@@ -13,6 +13,7 @@ from dpipe.cli.measuring import bench
 from dpipe.cli.model import generate
 from dpipe.cli.training import launch, serve, train
 from dpipe.errors import DpipeError
+from dpipe.run.environment import set_up_grpc
 
 
 class _Commands(click.Group):
@@ -34,6 +35,7 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 def main() -> None:
     """Train large models as pipelines over slow, uneven networks."""
+    set_up_grpc()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without some character shows "?" in its place
         sys.stdout.reconfigure(errors="replace")

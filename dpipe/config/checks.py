@@ -10,7 +10,9 @@ from dpipe.config.parallel import (
     elementwise_formats,
 )
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
+from dpipe.dataparallel.kinds import names_where
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import FORMATS
 
 
@@ -74,7 +76,7 @@ def check_servers(
             f"data_parallel.address lists {len(data_parallel.address)} servers, "
             f'data_parallel.servers "{data_parallel.servers}" needs {servers}'
         )
-    if data_parallel.staleness and (train.clip_norm or train.precision == "fp16"):
+    if data_parallel.staleness and train.waits_for_verdict:
         raise ValueError(
             "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas "
             'before each step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
@@ -107,9 +109,10 @@ def check_shape(transport: TransportConfig, data_parallel: DataParallelConfig) -
     """Connections that are not links would be as fast as the machine, and predicted as shaped."""
     if transport.shape is None or data_parallel.replicas == 1:
         return
-    if data_parallel.kind == "parameter-server":
-        unshaped = 'data_parallel.kind "parameter-server"'
-        instead = 'data_parallel.kind "all-reduce", "sharded" or "local-sgd"'
+    if data_parallel.active_kind.has_server:
+        unshaped = f'data_parallel.kind "{data_parallel.kind}"'
+        direct = names_where(lambda kind: kind.pattern is not None and not kind.has_server)
+        instead = f"data_parallel.kind {direct}"
     elif data_parallel.group == "torch":
         unshaped = 'data_parallel.group "torch"'
         instead = 'data_parallel.group "dpipe"'
@@ -175,23 +178,25 @@ def _check_shards(
             )
 
 
-def check_nccl(
+def check_transport(
     transport: TransportConfig,
     model: ModelConfig,
     node: NodeConfig,
     data_parallel: DataParallelConfig,
 ) -> None:
-    """NCCL moves what is on GPUs, and nothing else."""
-    if transport.kind != "nccl":
-        return
+    """What a transport cannot carry; some move tensors between GPUs alone."""
+    kind = TRANSPORTS[transport.kind]
+    replicas = data_parallel.replicas
     needed = None
-    if not node.device.startswith("cuda"):
+    if kind.between_gpus and not node.device.startswith("cuda"):
         needed = 'node.device must be "cuda"'
-    elif transport.shape is not None:
+    elif transport.shape is not None and not kind.can_be_shaped:
         needed = "transport.shape must not be set"
-    elif not model.family.computes:
+    elif kind.between_gpus and not model.family.computes:
         needed = f'model.layers must not be "{model.layers}"'
-    elif data_parallel.replicas > 1 and data_parallel.group != "torch":
+    elif replicas > 1 and data_parallel.group != "torch" and not kind.between_replicas:
         needed = 'data_parallel.group must be "torch"'
     if needed is not None:
-        raise ValueError(f'with transport.kind "nccl" {needed}; or take transport.kind "tcp"')
+        raise ValueError(
+            f'with transport.kind "{kind.name}" {needed}; or take transport.kind "tcp"'
+        )

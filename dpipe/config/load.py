@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +51,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        checks.check_nccl(self.transport, self.model, self.node, self.data_parallel)
+        checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
         checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)
         checks.check_compile(self.train, self.pipeline)
@@ -117,7 +118,7 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
@@ -130,16 +131,25 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """The file as it is, not checked. Raises `ConfigError` where it cannot be read."""
+    """The file as it is, not checked: TOML, or JSON where its name ends so, as a run keeps it.
+
+    Raises `ConfigError` where it cannot be read.
+    """
+    is_json = Path(path).suffix == ".json"
     try:
         # some editors begin a file with a byte order mark
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = Path(path).read_text(encoding="utf-8-sig")
+        table: dict[str, Any] = json.loads(content) if is_json else tomllib.loads(content)
     except FileNotFoundError:
         raise ConfigError(f"configuration {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is not TOML: {error}") from None
+    except ValueError as error:  # of either decoder, and of UTF-8's
+        language = "JSON" if is_json else "TOML"
+        raise ConfigError(f"configuration {path} is not {language}: {error}") from None
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"configuration {path} must be a JSON object of sections")
+    return table
 
 
 def build(table: dict[str, Any]) -> Config:
@@ -182,7 +192,7 @@ def _explain(error: Any) -> str:
             return message.removeprefix("Value error, ")
         case "name":
             return f"{name} {message}"
-        case "model_type":
+        case "model_type" if where:
             return f"{name} must be a section, [{name}], got {error['input']!r}"
         case _:
             message = message.replace("a valid tuple", "a list")

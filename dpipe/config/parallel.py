@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dpipe.config.section import Count, CountOrZero, Fraction, Name, Positive, Section
+from dpipe.dataparallel.kinds import KINDS, Kind, names_where
 from dpipe.schedule.generate import AUTO, GENERATORS, ONE_F_ONE_B, who_take
 from dpipe.wire.format import FORMATS
 
@@ -36,8 +37,8 @@ class PipelineConfig(Section):
     predict.network."""
 
     in_flight: Count | None = None
-    """Micro-batches in flight on the first rank: how many forward passes it runs ahead of their
-    backward passes. Left out: as many as there are stages."""
+    """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
+    of its stages counts; "gpipe" takes none. Left out: enough to fill the pipeline."""
 
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
@@ -124,7 +125,7 @@ class TensorParallelConfig(Section):
 class DataParallelConfig(Section):
     """Replicas of the whole pipeline, and how they keep their parameters equal."""
 
-    kind: Literal["none", "all-reduce", "sharded", "parameter-server", "local-sgd"] = "none"
+    kind: Annotated[str, Name(KINDS)] = "none"
     """How replicas agree: gradients averaged directly; the same with the optimizer's state sharded;
     through a server; or parameters averaged every inner_steps steps (DiLoCo)."""
 
@@ -172,51 +173,58 @@ class DataParallelConfig(Section):
     """Whether the outer exchange overlaps the next inner step, and is applied one step late
     ("local-sgd")."""
 
+    @property
+    def active_kind(self) -> Kind:
+        """The properties of `kind`; those of "none" where there is one replica."""
+        return KINDS[self.kind if self.replicas > 1 else "none"]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.kind == "none" and self.replicas > 1:
+        kind = KINDS[self.kind]
+        if kind.pattern is None and self.replicas > 1:
+            exchanging = names_where(lambda kind: kind.pattern is not None)
             raise ValueError(
                 f"data_parallel.replicas is {self.replicas}, but data_parallel.kind does not say "
-                'how they agree; set it, for example to "all-reduce"'
+                f"how they agree; set it to {exchanging}"
             )
         addable = FORMATS[self.wire].elementwise
-        if self.group == "torch" and (self.kind != "all-reduce" or not addable):
+        if self.group == "torch" and not (kind.torch_group and addable):
             raise ValueError(
-                'data_parallel.group "torch" goes with data_parallel.kind "all-reduce" and '
+                'data_parallel.group "torch" goes with data_parallel.kind '
+                f"{names_where(lambda kind: kind.torch_group)} and "
                 f"data_parallel.wire {elementwise_formats()}, not {self.kind!r} and "
                 f"{self.wire!r}: leave data_parallel.group out"
             )
-        self._check_local_sgd()
-        self._check_server()
+        self._check_delay(kind)
+        self._check_inner_steps(kind)
+        if not kind.has_server and (self.address or self.staleness or self.servers != "one"):
+            raise ValueError(
+                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
+                f"data_parallel.kind {names_where(lambda kind: kind.has_server)}, "
+                f'not with "{self.kind}"'
+            )
         return self
 
-    def _check_local_sgd(self) -> None:
-        if self.kind == "local-sgd" and self.delay:
-            raise ValueError(
-                'data_parallel.delay is for gradients; data_parallel.kind "local-sgd" has overlap '
-                "instead"
-            )
-        if self.kind != "local-sgd" and (self.fragments > 1 or self.overlap):
+    def _check_delay(self, kind: Kind) -> None:
+        if not self.delay or kind.late_by == "delay":
+            return
+        instead = f", which has data_parallel.{kind.late_by} instead" if kind.late_by else ""
+        raise ValueError(
+            f'data_parallel.delay does not go with data_parallel.kind "{self.kind}"{instead}'
+        )
+
+    def _check_inner_steps(self, kind: Kind) -> None:
+        is_late = self.overlap and kind.late_by != "overlap"
+        if is_late or (self.fragments > 1 and not kind.has_inner_steps):
             raise ValueError(
                 "data_parallel.fragments and data_parallel.overlap go with data_parallel.kind "
-                f'"local-sgd", not {self.kind!r}: leave them out'
+                f"{names_where(lambda kind: kind.has_inner_steps)}, not {self.kind!r}: "
+                "leave them out"
             )
         if self.fragments > self.inner_steps:
             raise ValueError(
                 f"data_parallel.fragments is {self.fragments}, but at most one is averaged at each "
                 f"of the data_parallel.inner_steps {self.inner_steps}"
-            )
-
-    def _check_server(self) -> None:
-        has_server = self.kind == "parameter-server"
-        if not has_server and (self.address or self.staleness or self.servers != "one"):
-            raise ValueError(
-                "data_parallel.address, data_parallel.servers and data_parallel.staleness go with "
-                f'data_parallel.kind "parameter-server", not with "{self.kind}"'
-            )
-        if has_server and self.delay:
-            raise ValueError(
-                "data_parallel.delay is not for a parameter server; set data_parallel.staleness = 1"
             )
 
     @field_validator("address", mode="before")

@@ -7,81 +7,69 @@
 
 A receive is posted where the program says and filed under its action. A compute action asks
 `requires()` what it needs and waits for that alone. A send is queued and the host moves on. On a
-GPU each row is a stream, which the host only fills (`streams.py`); at STEP it waits until all that
-was waited for there has really come.
+GPU each row is a stream, which the host only fills (`streams.py`); at the end of the program it
+waits until all that was waited for there has really come.
+
+The program is run up to its VOTE. The caller has a `StepResult` then, in which nothing that must
+last has changed, and does VOTE and STEP itself (`engine/trainer.py`), or runs the step again.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import torch
 
 from dpipe.data.batch import Batch
+from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.single import Single
 from dpipe.engine.recorder import Recorder
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.links import counterpart, peer
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.text import draw
+from dpipe.stage.base import ComputingStage, Tensors
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.timeline.span import Lane
+from dpipe.timeline.span import Lane, Span
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import Codec
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Pending
 
-Tensors = tuple[torch.Tensor, ...]
-
-
-class StageLike(Protocol):
-    """What the executor asks of a stage: `stage.Stage` and `stage.ReplayStage` are the two."""
-
-    @property
-    def held(self) -> int: ...
-    def forward(
-        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
-    ) -> Tensors: ...
-    def backward(self, microbatch: int, grads: Tensors) -> Tensors: ...
-    def backward_input(self, microbatch: int, grads: Tensors) -> Tensors: ...
-    def backward_weight(self, microbatch: int) -> None: ...
-    def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors: ...
-    def complete(self) -> None: ...
-    def clear(self) -> None: ...
-
-
-class Agreement(Protocol):
-    """What the executor asks of `dataparallel.base.DataParallel`."""
-
-    def start(self, stage: int) -> None: ...
-    def wait(self) -> None: ...
-    def finish(self, stage: int) -> None: ...
-
 
 @dataclass(frozen=True)
 class Parts:
-    """What an executor works with. `rank` is the place in the schedule, which the run's rank
-    `row[rank]` has.
-
-    `boundaries[s]` is what stage s gives to stage s + 1; `tied[s]` the weight that stage s shares
-    with the stage at the other end of the model, `tied_here` both ends of it where both live here.
+    """What an executor works with. The schedule's ranks are those of the pipeline: `pp_rank` is
+    this one's, and `pp_group[i]` the run's rank of pipeline rank i (default: the same).
     """
 
-    rank: int
-    stages: Mapping[int, StageLike]
+    pp_rank: int
+    stages: Mapping[int, ComputingStage]
     transport: Transport
     codec: Codec
-    boundaries: Sequence[tuple[TensorSpec, ...]]
-    data_parallel: Agreement
+    boundaries: Sequence[tuple[TensorSpec, ...]]  # [s]: what stage s gives to stage s + 1
+    data_parallel: DataParallel
     recorder: Recorder
+    # [s]: the weight that stage s shares with the other end of the model
     tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
+    # both ends of it, first and last, where both live here
     tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
-    row: Sequence[int] = ()  # default: places and ranks are the same
+    pp_group: Sequence[int] = ()
     streams: Streams = HOST
 
-    def global_rank(self, place: int) -> int:
-        return self.row[place] if self.row else place
+    def global_rank(self, pp_rank: int) -> int:
+        return self.pp_group[pp_rank] if self.pp_group else pp_rank
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank has of a step that it has computed, ahead of its VOTE, or of an evaluation."""
+
+    loss: float | None  # the mean over the micro-batches, on the last stage's rank; None elsewhere
+    spans: tuple[Span, ...]  # of this step so far, on this process's clock
+    sent_bytes: Mapping[int, int]  # queued for each of the run's ranks
 
 
 class Executor:
@@ -90,35 +78,37 @@ class Executor:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def run(
-        self,
-        schedule: Schedule,
-        batch: Batch,
-        on_step: Callable[[int, float | None], None] | None = None,
-    ) -> float | None:
-        """Run this rank's program once: training where `on_step` is given, evaluation where not.
+    def run(self, schedule: Schedule, batch: Batch) -> StepResult:
+        """Run this rank's program up to VOTE; one without backward evaluates.
 
-        `on_step(stage, loss)` is called at each STEP. Until then nothing that must last has
-        changed, so that a step which raised before can be run again after `clear()`. Returns the
-        step's loss, the mean over its micro-batches added in their order, on the last stage's rank;
-        None elsewhere.
-
-        Raises what a stage or the transport raised, with the grid and the culprit marked as a note;
-        the links are broken off before, so that the neighbours get `PeerLost` at once.
+        Nothing that must last has changed then: after `clear()` the step can be run again, also one
+        that raised. All that was sent has left, so that an error of this step shows in this step.
+        Raises as `doing` does.
         """
-        run = _Run(self._parts, schedule, batch, on_step)
-        for action in schedule.programs[self._parts.rank]:
-            try:
+        run = _Run(self._parts, schedule, batch)
+        for action in schedule.programs[self._parts.pp_rank]:
+            with self.doing(action, schedule):
                 run.do(action)
-            except Exception as error:
-                rank = self._parts.global_rank(self._parts.rank)
-                error.add_note(
-                    f"rank {rank} was at {action}:\n{draw(schedule, action, self._parts.row)}"
-                )
-                self._parts.transport.fail(error)
-                raise
         run.finish()
-        return run.loss()
+        return StepResult(run.loss(), self._parts.recorder.take(), run.sent_bytes)
+
+    @contextmanager
+    def doing(self, action: Action, schedule: Schedule) -> Iterator[None]:
+        """What runs inside is done for `action`.
+
+        Raises what it raised, with the grid and the culprit marked as a note; the links are broken
+        off before, so that the neighbours get `PeerLost` at once.
+        """
+        parts = self._parts
+        parts.recorder.action = action
+        try:
+            yield
+        except Exception as error:
+            rank = parts.global_rank(parts.pp_rank)
+            grid = draw(schedule, action, parts.pp_group)
+            error.add_note(f"rank {rank} was at {action}:\n{grid}")
+            parts.transport.fail(error)
+            raise
 
     def alone(self) -> "Executor":
         """The same for a rank that agrees on nothing with other replicas."""
@@ -133,33 +123,24 @@ class Executor:
 class _Run:
     """One run of a program: what has been made and not consumed, and what is under way."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        schedule: Schedule,
-        batch: Batch,
-        on_step: Callable[[int, float | None], None] | None,
-    ) -> None:
+    def __init__(self, parts: Parts, schedule: Schedule, batch: Batch) -> None:
+        self.sent_bytes: Counter[int] = Counter()
         self._parts = parts
         self._schedule = schedule
         self._batch = batch
-        self._on_step = on_step
         self._made: dict[Action, tuple[Tensors, Mark]] = {}
         self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
         self._leaving: list[tuple[Action, Pending[None]]] = []
+        # On a GPU the host runs ahead of what compute waits for.
         self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
-        self._due: deque[tuple[int, list[Pending[None]]]] = (
-            deque()
-        )  # stages to agree on, once these have left
+        # Stages whose replicas may exchange gradients once these messages have left.
+        self._due: deque[tuple[int, list[Pending[None]]]] = deque()
         self._losses: list[torch.Tensor] = []
-        self._loss: float | None = None
-        self._tied_added = self._completed = False
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
         parts = self._parts
-        stage = self._parts.stages[action.stage]
-        parts.recorder.action = action
+        stage = parts.stages[action.stage]
         match action.op:
             case Op.F:
                 self._forward(action, stage)
@@ -180,50 +161,55 @@ class _Run:
                 self._send(action, (_gradient(parts.tied[action.stage]),), parts.streams.mark())
             case Op.RECV_TIED:
                 self._post(action, [TensorSpec.of(parts.tied[action.stage])])
-            case Op.REDUCE_GRAD:
+            case Op.COMPLETE:
                 stage.complete()
-                self._exchange_tied(action)
+                self._add_tied(action.stage)
+            case Op.REDUCE_GRAD:
                 self._due.append((action.stage, [pending for _, pending in self._leaving]))
-            case Op.STEP:
-                self._step(action)
+            case Op.AGREE:
+                self._settle()
+                with parts.recorder.span(Lane.WAIT, action):
+                    self._start_exchanges(lambda pending: True)
+                    parts.data_parallel.wait()
+            case Op.VOTE | Op.STEP:
+                pass  # the caller does them: they change what lasts
             case _:
                 assert_never(action.op)
-        self._agree(lambda pending: pending.done())
+        self._start_exchanges(lambda pending: pending.done())
 
     def finish(self) -> None:
-        """Wait until what was sent has left, so that an error of this step shows in this step."""
+        """Wait until all has come and left."""
         self._settle()
         for action, pending in self._leaving:
             pending.settle()
             self._parts.recorder.moved(Lane.SEND, action, pending.moved)
         held = {index: stage.held for index, stage in self._parts.stages.items() if stage.held}
         assert not held, (
-            f"rank {self._parts.rank} ends a step with micro-batches stashed, by stage: {held}"
+            f"rank {self._parts.pp_rank} ends a step with micro-batches stashed, by stage: {held}"
         )
 
     def loss(self) -> float | None:
-        """Once read it is known: on a GPU the host would wait for all that was queued since, the
-        update too.
-        """
-        if self._loss is None and self._losses:
-            values = torch.stack(self._losses).flatten().tolist()  # together, for one wait
-            self._loss = sum(values) / len(values)
-        return self._loss
+        if not self._losses:
+            return None
+        values = torch.stack(self._losses).flatten().tolist()  # together, for one wait
+        mean: float = sum(values) / len(values)
+        return mean
 
-    def _forward(self, action: Action, stage: StageLike) -> None:
+    def _forward(self, action: Action, stage: ComputingStage) -> None:
         m = action.microbatch
         assert m is not None
-        first = action.stage == 0
         last = self._schedule.is_last(action.stage)
-        inputs = self._batch.inputs[m] if first else self._take(self._schedule.requires(action)[0])
+        if action.stage == 0:
+            inputs = self._batch.inputs[m]
+        else:
+            inputs = self._take(self._schedule.requires(action)[0])
         targets = self._batch.targets[m] if last and self._batch.targets else None
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
-            outputs = (
-                stage.forward(m, inputs, targets)
-                if self._on_step
-                else stage.evaluate(inputs, targets)
-            )
+            if self._schedule.trains:
+                outputs = stage.forward(m, inputs, targets)
+            else:
+                outputs = stage.evaluate(inputs, targets)
         if last:
             self._losses += outputs
         else:
@@ -231,11 +217,9 @@ class _Run:
 
     def _backward(self, action: Action, backward: Callable[[int, Tensors], Tensors]) -> None:
         assert action.microbatch is not None
-        grads = (
-            ()
-            if self._schedule.is_last(action.stage)
-            else self._take(self._schedule.requires(action)[1])
-        )
+        grads: Tensors = ()
+        if not self._schedule.is_last(action.stage):
+            grads = self._take(self._schedule.requires(action)[1])
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
         if action.stage > 0:
@@ -245,27 +229,23 @@ class _Run:
         """What `source` made: here, or on another rank, then as soon as it has arrived."""
         if source in self._made:
             return self._made.pop(source)[0]
-        wires = self._wait(source)
-        return tuple(
-            self._parts.codec.decode(w, spec)
-            for w, spec in zip(wires, self._specs(source), strict=True)
-        )
+        decode = self._parts.codec.decode
+        pairs = zip(self._wait(source), self._specs(source), strict=True)
+        return tuple(decode(wire, spec) for wire, spec in pairs)
 
     def _wait(self, recv: Action) -> list[torch.Tensor]:
-        pending = self._arriving.pop(recv)
+        arriving = self._arriving.pop(recv)
         with self._parts.recorder.span(Lane.WAIT, recv):
-            tensors = [p.wait() for p in pending]
-        for p in pending:
-            if p.done():
-                self._parts.recorder.moved(Lane.RECV, recv, p.moved)
+            tensors = [pending.wait() for pending in arriving]
+        for pending in arriving:
+            if pending.done():
+                self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
             else:
-                self._landing.append((recv, p))
+                self._landing.append((recv, pending))
         return tensors
 
     def _settle(self) -> None:
-        """Make sure that what compute was queued behind has come: on a GPU the host has run ahead
-        of it.
-        """
+        """Block the host until what compute was queued behind has come."""
         for recv, pending in self._landing:
             pending.settle()
             self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
@@ -295,37 +275,31 @@ class _Run:
         to = parts.global_rank(peer(self._schedule, action))
         with parts.streams.sending(made, tensors):
             wires = [encode(tensor) for tensor in tensors]
-            self._leaving += [
-                (action, parts.transport.send(wire, to, str(action))) for wire in wires
-            ]
-        parts.recorder.sent(to, sum(wire.nbytes for wire in wires))
+            for wire in wires:
+                self._leaving.append((action, parts.transport.send(wire, to, str(action))))
+        self.sent_bytes[to] += sum(wire.nbytes for wire in wires)
 
     def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
         tag = str(counterpart(action, self._schedule.num_stages))
         source = self._parts.global_rank(peer(self._schedule, action))
         self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
 
-    def _exchange_tied(self, action: Action) -> None:
+    def _add_tied(self, stage: int) -> None:
         """Add the gradients that both ends of the model have for the shared weight. Two terms: no
-        order to keep.
+        order to keep. Where both ends live here, the last stage is the later one to be complete.
 
         The sum is a new tensor, because the transport may still be reading the one that was sent.
         """
-        receive = Action(action.stage, Op.RECV_TIED)
+        receive = Action(stage, Op.RECV_TIED)
         if receive in self._arriving:
-            weight = self._parts.tied[action.stage]
+            weight = self._parts.tied[stage]
             weight.grad = _gradient(weight) + self._wait(receive)[0]
-        elif (
-            self._parts.tied_here
-            and not self._tied_added
-            and action.stage in (0, self._schedule.num_stages - 1)
-        ):
+        elif self._parts.tied_here and self._schedule.is_last(stage):
             first, last = self._parts.tied_here
             first.grad = _gradient(first) + _gradient(last)
             last.grad = first.grad.clone()
-            self._tied_added = True
 
-    def _agree(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
+    def _start_exchanges(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
         """Begin exchanges between replicas whose rank has sent what it had for the pipeline's
         neighbours before.
 
@@ -337,29 +311,6 @@ class _Run:
             for pending in before:
                 pending.settle()
             self._parts.data_parallel.start(stage)
-
-    def _step(self, action: Action) -> None:
-        assert self._on_step is not None, "a schedule that steps needs on_step"
-        reduce = Action(action.stage, Op.REDUCE_GRAD)
-        self._complete()
-        self._exchange_tied(action)
-        self._settle()
-        if reduce in self._schedule.index:
-            with self._parts.recorder.span(Lane.WAIT, reduce):
-                self._agree(lambda pending: True)
-                self._parts.data_parallel.wait()
-        with self._parts.recorder.span(Lane.UPDATE, action):
-            self._on_step(action.stage, self.loss())
-
-    def _complete(self) -> None:
-        """Of all stages that have no exchange between replicas to do it: the first STEP measures
-        every gradient.
-        """
-        if not self._completed:
-            for index, stage in self._parts.stages.items():
-                if Action(index, Op.REDUCE_GRAD) not in self._schedule.index:
-                    stage.complete()
-            self._completed = True
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:

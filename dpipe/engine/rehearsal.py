@@ -16,32 +16,25 @@ import logging
 import torch
 
 from dpipe.engine.trainer import Job
-from dpipe.stage.stage import Stage
-from dpipe.transport.nccl import NcclTransport
 
 LOG = logging.getLogger(__name__)
 
 
-def rehearse(job: Job, links: NcclTransport, step: int) -> None:
-    """Run what `step` runs, and an evaluation where there is one; random numbers are drawn as for
-    any other step.
+def rehearse(job: Job, step: int) -> None:
+    """For `Transport.rehearse`: run what `step` runs, and an evaluation where there is one. Random
+    numbers are drawn as for any other step.
     """
-    kept = [(buffer, buffer.clone()) for stage in _stages(job) for buffer in stage.buffers()]
+    stages = job.stages.values()
+    kept = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
     alone = job.executor.alone()
-    with links.rehearsing():
-        for stage in _stages(job):
-            stage.begin_step(step)
-        alone.run(job.schedule, job.feed.training(step), lambda stage, loss: None)
-        if job.train.eval_every is not None:
-            alone.run(job.eval_schedule, job.feed.held_out(0))
+    for stage in stages:
+        stage.begin_step(step)
+    alone.run(job.schedule, job.feed.training(step))
+    if job.train.eval_every is not None:
+        alone.run(job.eval_schedule, job.feed.held_out(0))
     job.executor.clear()
     with torch.no_grad():
         for buffer, value in kept:
             buffer.copy_(value)
-    job.recorder.take()
     job.recorder.take_parts()
     LOG.info("a step was rehearsed without its messages")
-
-
-def _stages(job: Job) -> list[Stage]:
-    return [stage for stage in job.stages.values() if isinstance(stage, Stage)]

@@ -1,22 +1,24 @@
 """The training loop of one rank.
 
-step:  data -> executor (schedule, stages, links) -> update -> metrics
-every `eval_every` steps and at both ends: held-out loss, by the same executor on a forward-only
-schedule every `checkpoint_every` steps, when asked to stop, and at the end: a checkpoint
+each step                  data -> executor (schedule, stages, links) -> vote -> step -> metrics
+every `eval_every` steps   held-out loss, by the same executor on a forward-only schedule; also
+                           before the first step and after the last
+every `checkpoint_every`   a checkpoint; also when asked to stop, and at the end
 """
 
 import logging
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dpipe.config.run import RunConfig, TrainConfig
+from dpipe.coordinator.base import Coordination
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
-from dpipe.engine.executor import Executor
+from dpipe.engine.executor import Executor, StepResult
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.update import Update, Verdict, learning_rate
 from dpipe.ranks import ParallelRanks
@@ -24,8 +26,7 @@ from dpipe.report.metrics import Metrics
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
+from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
@@ -35,16 +36,6 @@ from dpipe.timeline.timers import Timers
 LOG = logging.getLogger("dpipe")
 
 
-class Meeting(Protocol):
-    """What the trainer asks of the coordinator's client."""
-
-    @property
-    def clock_offset_ns(self) -> int: ...
-
-    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]: ...
-    def upload(self, kind: str, payload: bytes) -> None: ...
-
-
 @dataclass(frozen=True)
 class Job:
     """What one rank trains, and with what."""
@@ -52,25 +43,24 @@ class Job:
     here: ParallelRanks
     train: TrainConfig
     run: RunConfig
-    context: int
-    configuration: Mapping[str, Any]
+    context: int  # tokens of a sequence
+    configuration: Mapping[str, Any]  # of the run, as it is kept in a checkpoint
     schedule: Schedule
-    eval_schedule: Schedule
-    stages: Mapping[int, Stage | ReplayStage]
+    eval_schedule: Schedule  # forward only
+    stages: Mapping[int, PipelineStage]
     executor: Executor
     recorder: Recorder
     data_parallel: DataParallel
     update: Update
     feed: Feed
-    coordinator: Meeting
-    timeout_s: float
+    coordinator: Coordination
+    timeout_s: float  # of every wait for the other ranks
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]
     metrics: Metrics | None = None  # rank 0
     streams: Streams = HOST
-    utilisation: Callable[[float], float | None] = lambda seconds: (
-        None
-    )  # MFU of a step of so many seconds
+    # MFU of a step of so many seconds; None where it is not known
+    utilisation: Callable[[float], float | None] = lambda seconds: None
 
 
 class Trainer:
@@ -114,18 +104,37 @@ class Trainer:
         began = time.perf_counter()
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
-        job.update.begin(step, job.wants_stop, lambda: self._report(step, began))
+        job.update.begin(step)
         with job.recorder.part("batch-generator"):
             batch = job.feed.training(step)
-        job.executor.run(job.schedule, batch, job.update)
+        result = job.executor.run(job.schedule, batch)
+        verdict = self._vote_and_step(step, began, result)
         self._record_exchange()
-        spans = job.recorder.take(job.coordinator.clock_offset_ns)
+        clock_us = job.coordinator.clock_offset_ns / 1e3
+        spans = tuple(span.later(clock_us) for span in (*result.spans, *job.recorder.take()))
         self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
-        verdict = job.update.end()
         self._tell(verdict)
         return verdict is not None and verdict.stop
+
+    def _vote_and_step(self, step: int, began: float, result: StepResult) -> Verdict | None:
+        """The end of the program; returns the newest verdict that is known."""
+        job = self.job
+        vote, *steps = job.schedule.vote_and_steps(job.here.pp_rank)
+        with job.executor.doing(vote, job.schedule):
+            with job.recorder.span(Lane.UPDATE, vote):
+                gradient = job.update.measure()
+            report = self._report(step, time.perf_counter() - began, result)
+            stop = job.wants_stop()
+            with job.recorder.span(Lane.WAIT, vote):
+                decision = job.update.vote(step, result.loss, gradient, stop=stop, report=report)
+        changed = False
+        for action in steps:
+            with job.executor.doing(action, job.schedule), job.recorder.span(Lane.UPDATE, action):
+                changed |= job.update.step(action.stage, decision.factor)
+        job.update.num_updates += changed
+        return decision.verdict
 
     def _catch_up(self) -> bool:
         """Hear the verdicts that nobody has waited for yet; returns whether the ranks have agreed
@@ -136,37 +145,40 @@ class Trainer:
             self._tell(verdict)
         return any(verdict.stop for verdict in verdicts)
 
-    def _record_exchange(self) -> None:
-        """What the replicas of each stage sent each other; with a delay, for the gradients of the
-        step before.
+    def _record_exchange(self) -> Counter[int | str]:
+        """What the replicas of each stage have exchanged since the last call; with a delay, for the
+        gradients of the step before. Returns the bytes sent to each peer.
         """
+        sent_bytes: Counter[int | str] = Counter()
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
             peer = None if message.received else message.peer
             self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
             if not message.received:
-                self.job.recorder.sent(message.peer, message.moved.num_bytes)
+                sent_bytes[message.peer] += message.moved.num_bytes
+        return sent_bytes
 
-    def _report(self, step: int, began: float) -> dict[str, Any]:
+    def _report(self, step: int, seconds: float, result: StepResult) -> dict[str, Any]:
         """What this rank says of its step when it casts its ballot: all its compute is done by
         then.
         """
-        self._record_exchange()
-        seconds = time.perf_counter() - began
-        recorder = self.job.recorder
         streams = self.job.streams
-        told = step % self.job.run.log_every == 0
+        sent_bytes = self._record_exchange()
+        sent_bytes.update(result.sent_bytes)
+        computing_us = sum(s.duration_us for s in result.spans if s.lane is Lane.COMPUTE)
+        peak_bytes = streams.peak_bytes()
+        shown = step % self.job.run.log_every == 0
         return {
-            "bubble": 1 - recorder.busy_s / seconds,
+            "bubble": 1 - computing_us / 1e6 / seconds,
             "mb_per_s": {
-                f"{self.job.here.rank}->{peer}": n / 1e6 / seconds
-                for peer, n in recorder.sent_bytes.items()
+                f"{self.job.here.rank}->{peer}": count / 1e6 / seconds
+                for peer, count in sent_bytes.items()
             },
-            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            / 1e3,  # peak; Linux counts in KiB
+            # The peak; Linux counts in KiB.
+            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
             "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
-            "gpu_memory_mb": None if (peak := streams.peak_bytes()) is None else peak / 1e6,
-            "gpu_use_percent": streams.use_percent() if told else None,
+            "gpu_memory_mb": None if peak_bytes is None else peak_bytes / 1e6,
+            "gpu_use_percent": streams.use_percent() if shown else None,
         }
 
     def _tell(self, verdict: Verdict | None) -> None:
@@ -239,10 +251,10 @@ class Trainer:
             return
         batches = range(job.train.eval_batches)
         losses = [
-            job.executor.run(job.eval_schedule, job.feed.held_out(index)) for index in batches
+            job.executor.run(job.eval_schedule, job.feed.held_out(index)).loss for index in batches
         ]
-        job.recorder.take()
-        losses = losses if job.here.tp_rank == 0 else [None]
+        if job.here.tp_rank > 0:
+            losses = [None]  # the first rank of the group says it
         by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s)
         loss = _mean([_mean(known) for known in by_rank if None not in known])
         LOG.info("step %d held-out loss %.4f", step, loss)

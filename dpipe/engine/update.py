@@ -1,8 +1,11 @@
 """The optimizer step: what all ranks agree on before it, and the step itself.
 
-    every rank    ballot: loss, its part of each layer's squared gradient norm, wish to stop, report
-                     |  gather (one round trip to the coordinator)
-    every rank    verdict: mean loss, norm over all stages, finite or not, stop or not  -- the same on all
+    VOTE   every rank    ballot: loss, its part of each layer's squared gradient norm, a wish to
+                         stop, a report
+                            |  gather (one round trip to the coordinator)
+           every rank    verdict, the same on all: mean loss, norm over all stages, finite or not,
+                         stop or not
+    STEP   every stage   by the factor that comes of the verdict
 
 With clipping or fp16 the verdict is waited for before the parameters change. Otherwise nobody
 waits: it is read one step later, or as many as a parameter server's staleness allows, and what it
@@ -15,47 +18,48 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dpipe.config.run import TrainConfig
-from dpipe.dataparallel.base import DataParallel
+from dpipe.dataparallel.base import DataParallel, Report
 from dpipe.errors import NumericError
 from dpipe.ranks import ParallelRanks
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.stage import Timed
 
 INITIAL_LOSS_SCALE = 2.0**16
-GROWTH_INTERVAL = (
-    2000  # steps without an overflow before the scale doubles, as torch.amp.GradScaler
-)
+# Steps without an overflow before the scale doubles, as in torch.amp.GradScaler.
+GROWTH_INTERVAL = 2000
 
 
 class Gathering(Protocol):
-    def wait(self, timeout_s: float) -> Sequence[bytes]: ...
+    """The ballots of all ranks, on their way."""
 
-
-class Stage(Protocol):
-    """What the update asks of a stage."""
-
-    def zero_grad(self) -> None: ...
+    def wait(self, timeout_s: float) -> Sequence[bytes]:
+        """The ballots, by rank."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of a step. `reports[rank]` is what each said of itself; `norm` is None
-    where unmeasured.
-    """
+    """What all ranks know of a step once their ballots are counted."""
 
     step: int
-    loss: float
-    norm: float | None
-    stop: bool
-    culprit: (
-        str | None
-    )  # the first rank and parameter whose gradient is not finite, or what else is not
-    reports: tuple[dict[str, Any], ...] = field(default=())
+    loss: float  # the mean of the replicas'
+    norm: float | None  # of the gradient over all stages; None where it is not measured
+    stop: bool  # whether a rank wishes to stop
+    # The first non-finite gradient (rank, parameter), else the non-finite norm or loss.
+    culprit: str | None
+    reports: tuple[dict[str, Any], ...] = ()  # by rank: what each said of itself
+
+
+class Decision(NamedTuple):
+    """What comes of a vote."""
+
+    factor: float | None  # the gradient is multiplied by it; None skips the step on every rank
+    verdict: Verdict | None  # the newest; this step's where ranks wait for it, else an older one's
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -102,17 +106,17 @@ class LossScale:
 
 
 class Update:
-    """The optimizer steps of one rank, in step with all other ranks.
+    """The optimizer steps of one rank, in step with all other ranks: `begin`, `measure`, `vote`,
+    and `step` of each stage.
 
-    `gather(key, payload)` exchanges bytes with every rank; `here` is this rank's place among the
-    replicas. A verdict that no step waits for is read `lag` steps later, so that no rank is held
-    back by one that is that far behind. `timed(name)` is around each part of a step
-    (`timeline/timers.py`).
+    `gather(key, payload)` exchanges bytes with every rank. A verdict that no step waits for is read
+    `lag` steps later, so that no rank is held back by one that is that far behind. `timed(name)` is
+    around each part of a step (`timeline/timers.py`).
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         train: TrainConfig,
         data_parallel: DataParallel,
         *,
@@ -128,48 +132,61 @@ class Update:
         self._gather = gather
         self._timeout_s = timeout_s
         self._here = here
-        self._waits = train.clip_norm > 0 or train.precision == "fp16"
+        self._waits = train.waits_for_verdict
         self._lag = 0 if self._waits else lag
         self._timed = timed
         self._pending: deque[tuple[int, Gathering]] = deque()
-        self._verdict: Verdict | None = None
-        self._settled = self._changed = False
-        self._factor: float | None = 1.0
         self.loss_scale = LossScale(train.precision == "fp16")
         self.num_updates = 0
 
-    def begin(
-        self, step: int, wants_stop: Callable[[], bool], report: Callable[[], dict[str, Any]]
-    ) -> None:
-        """`wants_stop` and `report` are asked when the ballot is cast, at this step's first
-        STEP.
-        """
-        self._step = step
-        self._wants_stop = wants_stop
-        self._report = report
-        self._settled = self._changed = False
-        self._data_parallel.begin(step, learning_rate(self._train, step), self.loss_scale.value)
+    def begin(self, step: int) -> None:
+        rate = learning_rate(self._train, step)
+        self._data_parallel.begin(step, rate, self.loss_scale.value)
 
-    def __call__(self, stage: int, loss: float | None) -> None:
-        """STEP of one stage. The first one of a step settles it for all stages of this rank."""
-        if not self._settled:
-            self._factor = self._settle(loss)
-            self._settled = True
+    def measure(self) -> Report:
+        """This rank's gradient, for its ballot."""
+        with self._timed("optimizer-unscale-and-check-inf"):
+            return self._data_parallel.report(measure=self._waits)
+
+    def vote(
+        self,
+        step: int,
+        loss: float | None,
+        gradient: Report,
+        *,
+        stop: bool = False,
+        report: Mapping[str, Any] | None = None,
+    ) -> Decision:
+        """Cast this rank's ballot; `stop` is its wish to end the run, `report` what it says of
+        itself. Waits for the verdict where the update needs it.
+
+        Raises `NumericError` where a verdict that has come names something that is not finite, and
+        no loss scale can be lowered for it.
+        """
+        ballot = {
+            "loss": loss if self._here.tp_rank == 0 else None,
+            "norms": {str(layer): square for layer, square in gradient.squares.items()},
+            "bad": gradient.bad,
+            "stop": stop,
+            "report": report or {},
+        }
+        with self._timed("optimizer-clip-main-grad"):
+            gathering = self._gather(f"step/{step}", json.dumps(ballot).encode())
+            self._pending.append((step, gathering))
+            verdict = self._collect() if len(self._pending) > self._lag else None
+        if self._waits and verdict is not None:
+            return Decision(self._factor(verdict), verdict)
+        return Decision(1.0, verdict)
+
+    def step(self, stage: int, factor: float | None) -> bool:
+        """Take the optimizer's step of one stage; whether its parameters change."""
         with self._timed("optimizer-inner-step"):
-            self._changed = self._data_parallel.step(stage, self._factor) or self._changed
+            changed = self._data_parallel.step(stage, factor)
         self._stages[stage].zero_grad()
-
-    def end(self) -> Verdict | None:
-        """After a step: the newest verdict, this step's where ranks wait for it, else the one
-        before's.
-        """
-        self.num_updates += self._changed
-        verdict = self._verdict
-        self._verdict = None
-        return verdict
+        return changed
 
     def drain(self) -> list[Verdict]:
-        """Between steps: the verdicts that nobody has waited for yet."""
+        """Between steps: wait for the verdicts that nobody has waited for yet."""
         return [self._collect() for _ in range(len(self._pending))]
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -180,45 +197,23 @@ class Update:
         """
         for stage in self._stages:
             self._data_parallel.finish(stage)
-        return {
-            "num_updates": self.num_updates,
-            **self.loss_scale.state(),
-        }, self._data_parallel.state()
+        numbers = {"num_updates": self.num_updates, **self.loss_scale.state()}
+        return numbers, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         self.num_updates = numbers["num_updates"]
         self.loss_scale.restore(numbers)
         self._data_parallel.restore(self.num_updates, moments)
 
-    def _settle(self, loss: float | None) -> float | None:
-        """Cast the ballot; returns what the gradient is multiplied by, None for a step that is
-        skipped.
-        """
-        with self._timed("optimizer-unscale-and-check-inf"):
-            seen = self._data_parallel.report(measure=self._waits)
-        norms = {str(layer): square for layer, square in seen.squares.items()}
-        loss = loss if self._here.tp_rank == 0 else None
-        ballot = {
-            "loss": loss,
-            "norms": norms,
-            "bad": seen.bad,
-            "stop": self._wants_stop(),
-            "report": self._report(),
-        }
-        with self._timed("optimizer-clip-main-grad"):
-            gathering = self._gather(f"step/{self._step}", json.dumps(ballot).encode())
-            self._pending.append((self._step, gathering))
-            self._verdict = self._collect() if len(self._pending) > self._lag else None
-        return self._judge(self._verdict) if self._waits and self._verdict is not None else 1.0
-
-    def _judge(self, verdict: Verdict) -> float | None:
+    def _factor(self, verdict: Verdict) -> float | None:
         """Clip; an overflow skips the step on every rank."""
         overflow = verdict.culprit is not None
         self.loss_scale.learn(overflow)
         if overflow:
             return None
-        clips = self._train.clip_norm > 0 and verdict.norm is not None
-        return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6)) if clips else 1.0  # type: ignore[operator]
+        if self._train.clip_norm == 0 or verdict.norm is None:
+            return 1.0
+        return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6))
 
     def _collect(self) -> Verdict:
         """The oldest verdict that is out."""

@@ -1,4 +1,4 @@
-"""The network that a prediction assumes."""
+"""The network that a prediction assumes. No torch."""
 
 from typing import Literal
 
@@ -7,13 +7,17 @@ from dpipe.network.link import Network
 from dpipe.network.profile import load_network
 
 
+def configured_network(config: Config, profile: str | None) -> Network:
+    """The network of `profile`, or loopback without one, as the run's connections use it."""
+    return assumed_network(profile, config.transport.connections, headers=config.counts_headers)
+
+
 def assumed_network(
     profile: str | None, connections: int | Literal["auto"], *, headers: bool = False
 ) -> Network:
-    """What a prediction assumes: the profile, or loopback without one, over a run's TCP connections
-    a link.
+    """The network of `profile`, or loopback without one, with `connections` TCP connections a link.
 
-    With `headers` the profile's rates count those of packets, which messages then do not get.
+    With `headers` the profile's rates include packet headers, so messages get less than these.
     """
     network = load_network(profile) if profile else Network()
     if profile and headers:
@@ -24,7 +28,3 @@ def assumed_network(
 def connections_of(config: Config) -> int:
     """How many TCP connections a link of the run has."""
     return assumed_network(config.network_profile, config.transport.connections).connections
-
-
-def of_config(config: Config, profile: str | None) -> Network:
-    return assumed_network(profile, config.transport.connections, headers=config.counts_headers)

@@ -1,9 +1,8 @@
-"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and its
-step simulated.
+"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and a
+step is simulated. No torch.
 
-The same function feeds `dpipe simulate` and the run itself, so that the two cannot differ. No torch
-for the built-in models: their arithmetic is counted by formula, and turned into time by the assumed
-`predict.gflops`.
+`dpipe simulate` and the run itself call the same function, so the two cannot differ. The operations
+of a GPT or a BERT are counted by formula, and turned into time by the assumed `predict.gflops`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +11,17 @@ from functools import partial
 from typing import Any
 
 from dpipe.config.load import Config
+from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
+from dpipe.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
+from dpipe.memory.layers import Stages
 from dpipe.network.link import Host, Network
-from dpipe.plan.assumed_network import of_config
+from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.costs import LayerCosts, on_ranks, replay_cost, stage_cost, transformer_costs
-from dpipe.plan.memory.fit import (
-    Stages,
-    check_fits,
-    most_held,
-    refuse_memory_of_replay,
-    stages_memory,
-)
 from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
-from dpipe.schedule.exchange import direct, exchange, silent
+from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
@@ -38,31 +33,25 @@ from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
 from dpipe.wire.format import wire_bytes
 
-_MOST_PARTS = (
-    32  # finer parts make an exchange faster by less than one of them, and its simulation slower
-)
+# Finer parts make an exchange faster by less than one of them, and its simulation slower.
+_MOST_PARTS = 32
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The cut, the checked and lowered schedule, when it would happen, and what each rank then
-    holds at most.
+    """What a run will do, before it starts."""
 
-    `timeline` is a step at which `replicas` agree, if there are any, as they do at `agreeing_share`
-    of the steps; `step_us` is the mean over all steps. Replay stages hold nothing that is worth a
-    word: their `memory` is empty.
-    """
-
-    split: tuple[int, ...]
-    schedule: Schedule
+    split: tuple[int, ...]  # layers a stage
+    schedule: Schedule  # of a training step, lowered and checked
     eval_schedule: Schedule
     cost: Cost
     network: Network
-    timeline: Timeline
-    replicas: Replicas | None
-    agreeing_share: float
-    step_us: float
-    memory: tuple[RankMemory, ...] = ()
+    timeline: Timeline  # of a step at which replicas exchange something, if they ever do
+    replicas: Replicas | None  # how they exchange at such a step; None without replicas
+    agreeing_share: float  # of the steps that are such steps
+    step_us: float  # mean over all steps
+    memory: tuple[RankMemory, ...] = ()  # by rank; empty for replay stages, and where not asked for
 
     @property
     def usual_replicas(self) -> Replicas | None:
@@ -72,9 +61,8 @@ class Forecast:
         return Replicas(silent(self.replicas.count))
 
 
-Choice = Callable[
-    [Config, Cost, Network, Replicas | None, Stages], Schedule
-]  # of the compute-only schedule
+# Returns a schedule of computations alone.
+ScheduleChoice = Callable[[Config, Cost, Network, Replicas | None, Stages], Schedule]
 
 
 def choose_schedule(
@@ -84,15 +72,14 @@ def choose_schedule(
     replicas: Replicas | None = None,
     stages: Stages = (),
 ) -> Schedule:
+    """The configured schedule; "auto" searches for the fastest."""
     pipeline = config.pipeline
     microbatches = config.train.num_microbatches
     if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
-            limits |= {
-                "held_bytes": partial(most_held, stages=stages),
-                "most_bytes": pipeline.memory_gb * 1e9,
-            }
+            limits["held_bytes"] = partial(most_held, stages=stages)
+            limits["most_bytes"] = pipeline.memory_gb * 1e9
         return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **limits)
     return generate(
         pipeline.schedule,
@@ -111,14 +98,12 @@ def without_search(
     replicas: Replicas | None = None,
     stages: Stages = (),
 ) -> Schedule:
-    """As `choose_schedule`, but for "auto", which takes seconds: its first candidate. It places the
-    stages alike.
+    """As `choose_schedule`, but "auto" gives its first candidate, which places the stages alike: a
+    search takes seconds.
     """
-    if config.pipeline.schedule == AUTO:
-        return first_fit(
-            config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config)
-        )
-    return choose_schedule(config, cost, network, replicas, stages)
+    if config.pipeline.schedule != AUTO:
+        return choose_schedule(config, cost, network, replicas, stages)
+    return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
 
 
 def _auto_limits(config: Config) -> dict[str, Any]:
@@ -132,152 +117,201 @@ def forecast(
     config: Config,
     layers: LayerCosts | None = None,
     network: Network | None = None,
-    choose: Choice = choose_schedule,
+    choose: ScheduleChoice = choose_schedule,
     hosts: Sequence[Host] = (),
 ) -> Forecast:
-    """Cut, schedule, check and simulate. `layers` is needed for a user's own model alone; `hosts`
-    as in `simulate`.
+    """Cut, schedule, check and simulate. Only a user's own model needs `layers`; `hosts` are as in
+    `simulate`.
 
-    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a plan that cannot run,
+    Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a schedule that cannot run,
     `ProfileError` for a network that lacks a link between two ranks.
     """
-    network = network or of_config(config, config.network_profile)
-    pipeline = config.pipeline
-    microbatches = config.train.num_microbatches
+    shaped = config.transport.shape if network is None else None
+    network = network or configured_network(config, config.network_profile)
+    ballots = ballots_over(config, network, shaped)
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
-    stages: Stages
-    if not config.model.family.computes:
-        cut = (1,) * pipeline.stages
+    if config.model.family.computes:
+        cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
+    else:
+        refuse_memory_of_replay(config)
+        cut = (1,) * config.pipeline.stages
         cost = replay_cost(config, network)
         stages = ()
-        refuse_memory_of_replay(config)
-    else:
-        layers = on_ranks(config, layers or transformer_costs(config))
-        cut = choose_split(config, layers)
-        cost = at_boundaries(config, stage_cost(layers, cut, recompute=pipeline.recompute))
-        stages = stages_memory(
-            config, layers.memory, cut, server_ranks(config), layers.output_bytes
-        )
-    agreeing = replicas_of(config, cost)
+    replicas = replicas_of(config, cost)
     cost = with_exchange(config, cost)
-    order = choose(config, cost, network, agreeing, stages)
-    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=agreeing is not None)
+    order = choose(config, cost, network, replicas, stages)
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
     check(schedule)
-    evaluation = lower(
-        forward_only(pipeline.stages, microbatches, pipeline.stages_per_rank), step=False
-    )
-    check(evaluation)
-    memory = peak_memory(schedule, stages) if stages else ()
-    if stages and pipeline.memory_gb is not None:
-        searching = choose is without_search and pipeline.schedule == AUTO
-        check_fits(
-            config,
-            peak_memory(leanest_of_auto(config), stages) if searching else memory,
-            held_by_transformer,
-        )
-    timeline = simulate(schedule, cost, network, hosts, agreeing)
-    share = agreeing_share(config)
-    step_us = timeline.duration_us
-    if agreeing is not None and share < 1:
-        apart = simulate(schedule, cost, network, hosts, Replicas(silent(agreeing.count)))
-        step_us = share * step_us + (1 - share) * apart.duration_us
+    memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
+    timeline, step_us = _simulated(config, schedule, cost, network, hosts, replicas, ballots)
     return Forecast(
-        cut, schedule, evaluation, cost, network, timeline, agreeing, share, step_us, memory
+        split=cut,
+        schedule=schedule,
+        eval_schedule=_eval_schedule(config),
+        cost=cost,
+        network=network,
+        timeline=timeline,
+        replicas=replicas,
+        agreeing_share=agreeing_share(config),
+        step_us=step_us,
+        memory=memory,
     )
+
+
+def _checked_memory(
+    config: Config, schedule: Schedule, stages: Stages, *, searched: bool
+) -> tuple[RankMemory, ...]:
+    """What each rank holds; raises `ConfigError` if that is more than `pipeline.memory_gb`.
+
+    If "auto" has not been searched yet, it is refused only if none of its schedules would fit.
+    """
+    if not stages:
+        return ()
+    memory = peak_memory(schedule, stages)
+    least = memory
+    if config.pipeline.schedule == AUTO and not searched:
+        least = peak_memory(leanest_of_auto(config), stages)
+    check_fits(config, least, held_by_transformer)
+    return memory
+
+
+def _simulated(
+    config: Config,
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host],
+    replicas: Replicas | None,
+    ballots: Network | None,
+) -> tuple[Timeline, float]:
+    """A step at which replicas exchange something, and the mean microseconds of all steps."""
+    timeline = simulate(schedule, cost, network, hosts, replicas, ballots)
+    share = agreeing_share(config)
+    if replicas is None or share == 1:
+        return timeline, timeline.duration_us
+    silently = Replicas(silent(replicas.count))
+    apart = simulate(schedule, cost, network, hosts, silently, ballots)
+    return timeline, share * timeline.duration_us + (1 - share) * apart.duration_us
+
+
+def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
+    """Layers a stage, and what the stages cost and hold; nobody may have asked what they hold."""
+    layers = on_ranks(config, whole)
+    cut = choose_split(config, layers)
+    cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
+    stages: Stages = ()
+    if layers.memory_of is not None:
+        stages = in_run(config, layers.memory_of(cut), server_ranks(config))
+    return cut, at_boundaries(config, cost), stages
+
+
+def _eval_schedule(config: Config) -> Schedule:
+    pipeline = config.pipeline
+    forward = forward_only(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
+    schedule = lower(forward, step=False)
+    check(schedule)
+    return schedule
 
 
 def held_by_transformer(config: Config) -> int:
-    """Bytes of the fullest rank, by formula; of "auto" those of the schedule that holds least."""
+    """Bytes of the fullest rank, by formula; with "auto" those of the schedule that holds least."""
     check_vocabulary(config)
-    layers = on_ranks(config, transformer_costs(config))
-    cut = choose_split(config, layers)
-    cost = stage_cost(layers, cut, recompute=config.pipeline.recompute)
-    schedule = (
-        leanest_of_auto(config)
-        if config.pipeline.schedule == AUTO
-        else choose_schedule(config, cost, Network())
-    )
-    return most_held(schedule, stages_memory(config, layers.memory, cut, server_ranks(config)))
+    _, cost, stages = _cut_model(config, transformer_costs(config))
+    if config.pipeline.schedule == AUTO:
+        return most_held(leanest_of_auto(config), stages)
+    return most_held(choose_schedule(config, cost, Network()), stages)
 
 
 def leanest_of_auto(config: Config) -> Schedule:
-    """Of those that "auto" chooses from, one that holds as little as can be."""
+    """Of the schedules that "auto" chooses from, one that holds least."""
     pipeline = config.pipeline
     return leanest(pipeline.stages, config.train.num_microbatches, pipeline.stages_per_rank)
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
-    """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters:
-    rounded as configured, and where fragments take turns, as much as one of them. What a sharded
-    optimizer or a stale server gives back is not rounded.
+    """`cost` with what replicas send each other of a stage, in place of its parameters in fp32:
+    rounded as configured, and of one fragment if fragments take turns.
+
+    What comes back is not rounded if it is parameters: from a sharded optimizer or a stale server.
     """
-    chosen = config.data_parallel
-    plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
-    rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
-    whole = chosen.kind == "sharded" or chosen.staleness > 0
-    return replace(cost, reduce_bytes=rounded, gather_bytes=plain if whole else rounded)
+    settings = config.data_parallel
+    plain = tuple(size // settings.fragments for size in cost.reduce_bytes)
+    rounded = tuple(wire_bytes(settings.wire, size // _FLOAT_BYTES) for size in plain)
+    rounds_answer = KINDS[settings.kind].rounds_answer and settings.staleness == 0
+    return replace(cost, reduce_bytes=rounded, gather_bytes=rounded if rounds_answer else plain)
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
-    """How replicas agree at a step at which they do, given the plain fp32 parameters; None where
-    there is one.
+    """How replicas exchange `cost.reduce_bytes`, still in fp32, at a step at which they do; None
+    for one replica.
     """
-    chosen = config.data_parallel
-    if chosen.replicas == 1:
+    settings = config.data_parallel
+    kind = settings.active_kind
+    if kind.pattern is None:
         return None
-    most = max(cost.reduce_bytes) // chosen.fragments
-    num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
-    if chosen.kind == "local-sgd" and chosen.overlap:
-        return Replicas(direct(chosen.replicas, num_parts), delayed=True)
-    waits = (
-        config.train.clip_norm > 0 or config.train.precision == "fp16"
-    )  # for the norm, before anything goes back
-    found = exchange(
-        chosen.kind, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0
+    delayed = settings.delay or settings.overlap
+    pattern = kind.pattern
+    if delayed and kind.late_pattern is not None:
+        pattern = kind.late_pattern
+    most_bytes = max(cost.reduce_bytes) // settings.fragments
+    num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
+    # For the norm, before anything is sent back.
+    waits = config.train.waits_for_verdict
+    rounds = exchange(
+        pattern, settings.replicas, num_parts, barrier=waits, stale=settings.staleness > 0
     )
-    return Replicas(found, server_ranks(config), delayed=chosen.delay)
+    return Replicas(rounds, server_ranks(config), delayed=delayed)
+
+
+def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+    """The network that a step's vote crosses; None where no step waits for it.
+
+    `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
+    what they say to the coordinator.
+    """
+    if not config.train.waits_for_verdict:
+        return None
+    return network if shaped is None or config.predict.network is not None else Network()
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:
-    """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind
-    all others.
+    """The rank of each stage's parameter server: a rank of replica 0 if it is embedded, otherwise
+    one after all ranks of the run. Empty without servers.
     """
-    chosen = config.data_parallel
-    stages = range(config.pipeline.stages)
-    if chosen.kind != "parameter-server" or chosen.replicas == 1:
+    settings = config.data_parallel
+    if not settings.active_kind.has_server:
         return ()
-    if chosen.address:
-        return tuple(
-            config.num_machines + (0 if chosen.servers == "one" else stage) for stage in stages
-        )
-    return tuple(
-        0 if chosen.servers == "one" else stage % config.pipeline.ranks for stage in stages
-    )
+    stages = range(config.pipeline.stages)
+    servers = [0 if settings.servers == "one" else stage for stage in stages]
+    if settings.address:
+        return tuple(config.num_machines + server for server in servers)
+    return tuple(server % config.pipeline.ranks for server in servers)
 
 
 def agreeing_share(config: Config) -> float:
-    """At which share of the steps something is exchanged."""
-    chosen = config.data_parallel
-    return chosen.fragments / chosen.inner_steps if chosen.kind == "local-sgd" else 1.0
+    """The share of the steps at which replicas exchange something."""
+    settings = config.data_parallel
+    if not settings.active_kind.has_inner_steps:
+        return 1.0
+    return settings.fragments / settings.inner_steps
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
-    given = config.pipeline.split
+    """Layers a stage: as configured, or "auto" balanced by cost. Raises `ConfigError` if they are
+    not as many as the model's.
+    """
+    configured = config.pipeline.split
     num_layers = len(layers.forward_s)
-    if isinstance(given, str):
-        return split(
-            [f + b for f, b in zip(layers.forward_s, layers.backward_s, strict=True)],
-            config.pipeline.stages,
-        )
-    if sum(given) != num_layers:
+    if isinstance(configured, str):
+        costs = [f + b for f, b in zip(layers.forward_s, layers.backward_s, strict=True)]
+        return split(costs, config.pipeline.stages)
+    if sum(configured) != num_layers:
+        parts = ""
+        if config.model.is_transformer:
+            parts = " (an embedding, model.num_layers blocks and a head)"
         raise ConfigError(
-            f"pipeline.split {list(given)} places {sum(given)} layers, but the model has "
-            f"{num_layers}"
-            + (
-                " (an embedding, model.num_layers blocks and a head)"
-                if config.model.is_transformer
-                else ""
-            )
+            f"pipeline.split {list(configured)} places {sum(configured)} layers, but the model has "
+            f"{num_layers}{parts}"
         )
-    return given
+    return configured

@@ -24,17 +24,15 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer for one micro-batch; `outputs` is what it gives to the next. `core_flops` are its
-    attention cores'.
-
-    Parameters are counted as replicas agree on them and optimizers learn them: in fp32 at least.
+    """One layer, for one micro-batch. Parameters count as replicas exchange them and optimizers
+    learn them: in fp32 at least.
     """
 
     forward_flops: float
     parameter_bytes: int
-    outputs: tuple[TensorSpec, ...]
-    attention_cores: int = 0
-    core_flops: float = 0.0
+    outputs: tuple[TensorSpec, ...]  # what it passes to the next layer
+    attention_cores: int = 0  # modules that selective recomputation runs again
+    core_flops: float = 0.0  # of `forward_flops`, those of the attention cores
     largest_parameter_bytes: int = 0
     kept_bytes: int = 0  # by the layer's graph for its backward, input and parameters apart
 
@@ -47,10 +45,10 @@ _KNOWN: dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]] = {}
 def probe(
     model: LayeredModel, inputs: Iterable[TensorSpec], seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[LayerCost, ...]:
-    """Count each layer's arithmetic and follow the shapes, on the meta device: nothing is computed.
+    """Count each layer's operations and follow the shapes, on the meta device: nothing is computed.
 
-    `dtype` is that of the parameters. Raises `ConfigError` naming a layer whose shapes cannot be
-    followed without values.
+    `inputs` are those of the first layer, `dtype` is that of the parameters. Raises `ConfigError`
+    naming a layer whose shapes depend on values.
     """
     tensors: tuple[torch.Tensor, ...] = tuple(spec.empty("meta") for spec in inputs)
     costs = []
@@ -61,28 +59,29 @@ def probe(
             costs.append(cost)
             continue
         try:
-            layer = in_precision(_without_memory(model, index, seed), dtype)
+            layer = in_precision(on_meta(model, index, seed), dtype)
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 outputs = as_tensors(index, layer, layer(*tensors))
             kept = _kept_bytes(layer, tensors)
         except RunError as error:
             raise ConfigError(str(error)) from error
         except Exception as error:
-            taken = ", ".join(str(TensorSpec.of(t)) for t in tensors)
+            inputs_text = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
             raise ConfigError(
-                f"layer {index} cannot take ({taken}), or its shapes depend on values: "
+                f"layer {index} cannot take ({inputs_text}), or its shapes depend on values: "
                 f"{type(error).__name__}: {error}"
             ) from error
         tensors = outputs
+        parameters = [_num_bytes(parameter) for parameter in layer.parameters()]
         costs.append(
             LayerCost(
-                float(counter.get_total_flops()),
-                sum(map(_num_bytes, layer.parameters())),
-                tuple(map(TensorSpec.of, tensors)),
-                len(attention_cores(layer)),
-                _core_flops(layer, counter),
-                max(map(_num_bytes, layer.parameters()), default=0),
-                kept,
+                forward_flops=float(counter.get_total_flops()),
+                parameter_bytes=sum(parameters),
+                outputs=tuple(TensorSpec.of(tensor) for tensor in tensors),
+                attention_cores=len(attention_cores(layer)),
+                core_flops=_core_flops(layer, counter),
+                largest_parameter_bytes=max(parameters, default=0),
+                kept_bytes=kept,
             )
         )
         if recipe is not None:
@@ -119,9 +118,10 @@ def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
     leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(*leaves)
-    for known in (*leaves, *layer.parameters(), *layer.buffers()):
-        kept.pop(known.untyped_storage()._cdata, None)
-    del output  # what it keeps must live until here, or a storage's number could be given again
+    for counted_elsewhere in (*leaves, *layer.parameters(), *layer.buffers()):
+        kept.pop(counted_elsewhere.untyped_storage()._cdata, None)
+    # The graph must live until here: the address of a freed storage could be used again.
+    del output
     return sum(kept.values())
 
 
@@ -136,7 +136,8 @@ def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
     return float(sum(sum(by_module[name].values()) for name in names if name in by_module))
 
 
-def _without_memory(model: LayeredModel, index: int, seed: int) -> nn.Module:
+def on_meta(model: LayeredModel, index: int, seed: int) -> nn.Module:
+    """Layer `index` on the meta device, where tensors have sizes but no memory."""
     with seeded("layer", seed, index), torch.device("meta"):
         layer = model.layers[index]()
     return layer.to("meta")
@@ -156,11 +157,11 @@ def measure(
     precision: str = "fp32",
     parameters: str = "fp32",
 ) -> tuple[float, ...]:
-    """Seconds of forward and backward of each layer on one micro-batch, run for real; the best of
+    """Seconds of forward and backward of each layer on one micro-batch, run for real: the best of
     three.
 
-    As a `Stage` of that precision runs them on `device`. One layer is in memory at a time. The
-    number of threads is the process's.
+    A `Stage` of that precision runs them on `device`, with the process's number of threads. One
+    layer is in memory at a time.
     """
     tensors = inputs
     seconds = []
@@ -194,8 +195,9 @@ def _timed(
     streams.catch_up()
     began = time.perf_counter()
     outputs = stage.forward(0, inputs, targets)
-    stage.backward(
-        0, () if last else tuple(torch.ones_like(o) for o in outputs if o.is_floating_point())
-    )
+    gradients: tuple[torch.Tensor, ...] = ()
+    if not last:
+        gradients = tuple(torch.ones_like(o) for o in outputs if o.is_floating_point())
+    stage.backward(0, gradients)
     streams.catch_up()
     return time.perf_counter() - began, outputs

@@ -1,11 +1,13 @@
-"""What a run is, before any process talks to another: model, text, cut and schedule. Equal on every
-rank.
+"""What a run is, before any process talks to another: model, text, cut and schedule. It is the same
+on every rank.
 
-Everything that can be wrong with what the user gave is found here, before anything is written.
+Whatever is wrong with the configuration is found here, before anything is written.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,35 +19,35 @@ from dpipe.data.corpus import Corpus, prepare
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import open_tokenizer, vocabulary_of
 from dpipe.errors import ConfigError, DataError
+from dpipe.memory.formulas import transformer_stages
 from dpipe.network.link import Network
-from dpipe.plan.costs import LayerCosts, transformer_costs
-from dpipe.plan.forecast import Choice, Forecast, choose_schedule, forecast
-from dpipe.plan.memory.formulas import layers_memory, of_parameters, with_masters
+from dpipe.plan.costs import LayerCosts, tied_bytes, transformer_costs
+from dpipe.plan.forecast import Forecast, ScheduleChoice, choose_schedule, forecast
+from dpipe.plan.measured import StageRunner, measured_stages
 from dpipe.plan.probe import LayerCost, measure, probe
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
-from dpipe.timeline.memory import LayerMemory
-from dpipe.transport.nccl import load_nccl
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
+_FLOAT_BYTES = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`model` and `corpus` are None for replay. `boundaries[s]` is what a rank of stage s gives to
-    one of the next.
-    """
+    """The configuration, and what follows from it."""
 
     config: Config
-    model: LayeredModel | None
-    corpus: Corpus | None
-    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    model: LayeredModel | None  # None for replay
+    corpus: Corpus | None  # None for replay
+    boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
     forecast: Forecast
 
     def layers_of(self, stage: int) -> range:
+        """The layers of the model that make a stage."""
         start = sum(self.forecast.split[:stage])
         return range(start, start + self.forecast.split[stage])
 
@@ -55,29 +57,47 @@ def draft(
     *,
     layer_s: tuple[float, ...] | None = None,
     network: Network | None = None,
-    choose: Choice = choose_schedule,
+    choose: ScheduleChoice = choose_schedule,
+    predicts_memory: bool = True,
 ) -> RunPlan:
-    """Read the text, make out the layers, cut and schedule them. `layer_s` are measured seconds of
-    each layer.
+    """Build the model without memory, cut and schedule its layers, read the text.
+
+    `layer_s` are measured seconds of each layer. Without `predicts_memory` what a user's own model
+    holds is measured only where `pipeline.memory_gb` limits it: that takes as long as some passes
+    over it.
     """
     if not config.model.family.computes:
-        message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
-        messages = ((message,),) * (config.pipeline.stages - 1)
-        return RunPlan(config, None, None, messages, forecast(config, None, network, choose))
+        return _replay_plan(config, forecast(config, None, network, choose))
+    _check_surroundings(config)
+    model = make_model(config)
+    stored = _DTYPES[config.train.parameters]
+    probed = probe(model, _inputs(config), config.train.seed, stored)
+    check_recompute(config, probed)
+    layers = layer_costs(config, probed, layer_s)
+    if config.model.is_transformer:
+        layers = replace(layers, memory_of=partial(transformer_stages, config))
+    elif predicts_memory or config.pipeline.memory_gb is not None:
+        runner = stage_runner(config, model)
+        layers = replace(layers, memory_of=partial(measured_stages, runner, probed))
+    predicted = forecast(config, layers, network, choose)
+    ends = [end - 1 for end in accumulate(predicted.split)][:-1]
+    corpus = read_text(config)  # last, because the first time it writes a cache
+    sent = boundaries(config, [probed[end].outputs for end in ends])
+    return RunPlan(config, model, corpus, sent, predicted)
+
+
+def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
+    message = TensorSpec((config.replay.message_bytes // _FLOAT_BYTES,), torch.float32)
+    messages = ((message,),) * (config.pipeline.stages - 1)
+    return RunPlan(config, None, None, messages, predicted)
+
+
+def _check_surroundings(config: Config) -> None:
+    """The device, the place for checkpoints, and the transport. Raises what they raise."""
     check_device(config.node.device)
     if config.run.checkpoint_url is not None:
         check_url(config.run.checkpoint_url)
-    if config.transport.kind == "nccl":
-        load_nccl()
-    model = make_model(config)
-    probed = probe(model, _inputs(config), config.train.seed, _DTYPES[config.train.parameters])
-    check_recompute(config, probed)
-    found = forecast(config, layer_costs(config, probed, layer_s), network, choose)
-    ends = [sum(found.split[: stage + 1]) - 1 for stage in range(config.pipeline.stages - 1)]
-    corpus = read_text(config)  # last, because the first time it writes a cache
-    return RunPlan(
-        config, model, corpus, boundaries(config, [probed[end].outputs for end in ends]), found
-    )
+    TRANSPORTS[config.transport.kind].check()
 
 
 def check_device(device: str) -> None:
@@ -99,28 +119,29 @@ def check_device(device: str) -> None:
 
 
 def local_device(device: str, local_rank: int) -> str:
-    """ "cuda" shared out over the processes of a machine: they take its GPUs in turns. All else as
-    it is.
+    """ "cuda" is shared out: the processes of a machine take its GPUs in turns. Other devices stay
+    as they are.
     """
-    count = torch.cuda.device_count() if device == "cuda" else 0
+    if device != "cuda":
+        return device
+    count = torch.cuda.device_count()
     return f"cuda:{local_rank % count}" if count else device
 
 
 def check_recompute(config: Config, probed: tuple[LayerCost, ...]) -> None:
-    """Raises `ConfigError` for attention to be recomputed in a model that shows none."""
-    if config.pipeline.recompute == "selective" and not any(
-        cost.attention_cores for cost in probed
-    ):
+    """Raises `ConfigError` for selective recomputation of a model that marks no attention core."""
+    if config.pipeline.recompute != "selective":
+        return
+    if not any(cost.attention_cores for cost in probed):
         raise ConfigError(
             'pipeline.recompute = "selective" runs attention cores again, but no layer of '
-            f"{config.model.layers} has "
-            "one: set attention_core = True on the module between q, k, v and the output, or use "
-            '"none" or "full"'
+            f"{config.model.layers} has one: set attention_core = True on the module between q, k, "
+            'v and the output, or use "none" or "full"'
         )
 
 
 def read_text(config: Config) -> Corpus:
-    """Tokens of the configured files; raises `DataError` where they cannot make one batch."""
+    """Tokens of the configured files. Raises `DataError` if they cannot make one batch."""
     model = config.model
     data = config.data
 
@@ -128,8 +149,7 @@ def read_text(config: Config) -> Corpus:
         if model.vocab_size is not None and corpus.vocab_size > model.vocab_size:
             raise DataError(
                 f"the tokenizer {data.tokenizer} has {corpus.vocab_size} entries, but "
-                "model.vocab_size is "
-                f"{model.vocab_size}; leave model.vocab_size out, or raise it"
+                f"model.vocab_size is {model.vocab_size}; leave model.vocab_size out, or raise it"
             )
         need_held_out = config.train.eval_every is not None
         if isinstance(tokenizer, SentenceTokenizer):
@@ -163,59 +183,49 @@ def make_model(config: Config) -> LayeredModel:
 def layer_costs(
     config: Config, probed: tuple[LayerCost, ...], layer_s: tuple[float, ...] | None
 ) -> LayerCosts:
-    """Measured seconds where there are; else by formula for a transformer, by count for a user's
-    model.
+    """Measured seconds where there are; otherwise by formula for a transformer, and counted for a
+    user's model.
     """
     if layer_s is None and config.model.is_transformer:
         return transformer_costs(config)
-    forward = tuple(cost.forward_flops / (config.predict.gflops * 1e9) for cost in probed)
-    if layer_s is not None:
-        forward = tuple(seconds / 3 for seconds in layer_s)
+    if layer_s is None:
+        flops_a_second = config.predict.gflops * 1e9
+        forward_s = tuple(cost.forward_flops / flops_a_second for cost in probed)
+    else:
+        forward_s = tuple(seconds / 3 for seconds in layer_s)  # backward takes two thirds
     wire = config.pipeline.wire
-    activation = tuple(sum(_wire_bytes(wire, spec) for spec in cost.outputs) for cost in probed)
-    gradient = tuple(
-        sum(_wire_bytes(wire, s) for s in cost.outputs if s.dtype.is_floating_point)
-        for cost in probed
-    )
-    shares = config.model.is_transformer and config.model.tie_embeddings
-    tied = vocabulary_of(config) * config.model.width * 4 if shares else 0  # a gradient, in fp32
-    core = tuple(
-        s * cost.core_flops / (cost.forward_flops or 1)
-        for s, cost in zip(forward, probed, strict=True)
-    )
-    parameters = tuple(cost.parameter_bytes for cost in probed)
-    memory = layers_memory(config) if config.model.is_transformer else probed_layers(config, probed)
-    backward = tuple(2 * s for s in forward)
-    costs = LayerCosts(forward, backward, activation, gradient, tied, parameters, core, memory)
-    if config.model.is_transformer:
-        return costs
-    return replace(
-        costs, output_bytes=tuple(sum(spec.num_bytes for spec in cost.outputs) for cost in probed)
+    activation_bytes = []
+    gradient_bytes = []
+    core_s = []
+    for seconds, cost in zip(forward_s, probed, strict=True):
+        floating = [spec for spec in cost.outputs if spec.dtype.is_floating_point]
+        activation_bytes.append(sum(_wire_bytes(wire, spec) for spec in cost.outputs))
+        gradient_bytes.append(sum(_wire_bytes(wire, spec) for spec in floating))
+        core_s.append(seconds * cost.core_flops / (cost.forward_flops or 1))
+    return LayerCosts(
+        forward_s=forward_s,
+        backward_s=tuple(2 * seconds for seconds in forward_s),
+        activation_bytes=tuple(activation_bytes),
+        gradient_bytes=tuple(gradient_bytes),
+        tied_bytes=tied_bytes(config),
+        parameter_bytes=tuple(cost.parameter_bytes for cost in probed),
+        core_s=tuple(core_s),
     )
 
 
-def probed_layers(config: Config, probed: tuple[LayerCost, ...]) -> tuple[LayerMemory, ...]:
-    """A user's layers: what their graphs keep is counted, working memory is taken to be as much
-    again.
-    """
-    again = config.pipeline.recompute == "full"
-    rounded = config.train.parameters != "fp32"
-    smaller = 2 if rounded else 1  # parameters are counted in fp32
-    inputs = (0, *(sum(spec.num_bytes for spec in cost.outputs) for cost in probed[:-1]))
-    layers = (
-        of_parameters(
-            cost.parameter_bytes // smaller,
-            largest=cost.largest_parameter_bytes // smaller,
-            held_bytes=given if again else given + cost.kept_bytes,
-            deferred_bytes=given + cost.kept_bytes,
-            forward_bytes=cost.kept_bytes,
-            backward_bytes=cost.kept_bytes * (2 if again else 1),
-            input_bytes=cost.kept_bytes * (2 if again else 1),
-            weight_bytes=cost.largest_parameter_bytes,
-        )
-        for cost, given in zip(probed, inputs, strict=True)
+def stage_runner(config: Config, model: LayeredModel) -> StageRunner:
+    """How the stages of a user's own model compute."""
+    inputs = _inputs(config)
+    return StageRunner(
+        model,
+        inputs,
+        targets=inputs[0],  # the token behind each
+        seed=config.train.seed,
+        recompute=config.pipeline.recompute,
+        precision=config.train.precision,
+        stored=_DTYPES[config.train.parameters],
+        device=config.node.device,
     )
-    return tuple(map(with_masters, layers)) if rounded else tuple(layers)
 
 
 def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
@@ -237,12 +247,14 @@ def measure_layers(run_plan: RunPlan) -> tuple[float, ...]:
 
 
 def _inputs(config: Config) -> tuple[TensorSpec, ...]:
-    """What the first layer reads: tokens, and for BERT their types and the sequences' lengths
-    (`pairs.py`).
+    """What the first layer reads: tokens; of pairs also their types and the sequences' lengths
+    (`data/bert_data.py`).
     """
     tokens = TensorSpec((config.microbatch_size, config.model.context), torch.int64)
+    if not config.model.family.reads_pairs:
+        return (tokens,)
     lengths = TensorSpec((config.microbatch_size,), torch.int32)
-    return (tokens, tokens, lengths) if config.model.family.reads_pairs else (tokens,)
+    return tokens, tokens, lengths
 
 
 def _wire_bytes(wire: str, spec: TensorSpec) -> int:
@@ -257,12 +269,13 @@ _SEQUENCE = 1  # the dimension of an activation that sequence parallelism splits
 def boundaries(
     config: Config, whole: Sequence[tuple[TensorSpec, ...]]
 ) -> tuple[tuple[TensorSpec, ...], ...]:
-    """What one rank sends from stage to stage, of what the model's layers give on."""
-    chosen = config.tensor_parallel
-    if chosen.size == 1 or not (chosen.sequence_parallel or chosen.scatter_gather):
+    """What one rank sends from stage to stage, given what the stages' last layers return."""
+    group = config.tensor_parallel
+    sends_part = group.sequence_parallel or group.scatter_gather
+    if group.size == 1 or not sends_part:
         return tuple(whole)
-    part = _positions_of if chosen.sequence_parallel else part_spec
-    return tuple(tuple(part(spec, chosen.size) for spec in specs) for specs in whole)
+    part = _positions_of if group.sequence_parallel else part_spec
+    return tuple(tuple(part(spec, group.size) for spec in specs) for specs in whole)
 
 
 def _positions_of(spec: TensorSpec, size: int) -> TensorSpec:

@@ -7,86 +7,87 @@ from typing import Any
 
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError
-from dpipe.plan.assumed_network import of_config
+from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.forecast import Forecast, forecast
 from dpipe.timeline.summary import summarise
 
 
 def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
-    """What `dpipe simulate` prints."""
+    """For the configuration in `path`, on the network profile `network` instead of its own."""
     config = load(path, overrides)
-    known = of_config(config, network) if network else None
+    assumed = configured_network(config, network) if network else None
     if config.model.is_transformer or not config.model.family.computes:
-        found = forecast(config, None, known)
+        predicted = forecast(config, None, assumed)
     else:
         from dpipe.plan.run_plan import draft  # a user's own layers are counted by torch
 
-        found = draft(config, network=known).forecast
-    row = as_row(found)
+        predicted = draft(config, network=assumed).forecast
+    row = as_row(predicted)
     return json.dumps(row, indent=2) if as_json else as_text(row, config)
 
 
-def as_row(found: Forecast) -> dict[str, Any]:
-    if found.timeline.duration_us <= 0:
+def as_row(predicted: Forecast) -> dict[str, Any]:
+    """One value a key, as `--json` prints them. Raises `ConfigError` for a step of no length."""
+    if predicted.timeline.duration_us <= 0:
         raise ConfigError(
-            "no time passes in such a step: set replay.forward_ms, or a predict.gflops that there "
-            "is"
+            "no time passes in such a step: set replay.forward_ms, or a lower predict.gflops"
         )
-    summary = summarise(found.timeline, found.schedule).as_dict()
+    summary = summarise(predicted.timeline, predicted.schedule).as_dict()
     return {
-        "network": found.network.name,
-        "schedule": found.schedule.name,
-        "layers_per_stage": list(found.split),
-        "step_s": found.step_us / 1e6,
+        "network": predicted.network.name,
+        "schedule": predicted.schedule.name,
+        "layers_per_stage": list(predicted.split),
+        "step_s": predicted.step_us / 1e6,
         "agreeing_step_s": summary.pop("step_us") / 1e6,
         **summary,
-        "memory": [asdict(rank) | {"total": rank.total} for rank in found.memory],
+        "memory": [asdict(rank) | {"total": rank.total} for rank in predicted.memory],
     }
 
 
 def as_text(row: dict[str, Any], config: Config) -> str:
-    assumed = (
-        f", assuming {config.predict.gflops:g} GFLOP/s a rank"
-        if config.model.family.computes
-        else ""
-    )
+    """The row of `as_row` for a person."""
+    assumed = ""
+    if config.model.family.computes:
+        assumed = f", assuming {config.predict.gflops:g} GFLOP/s a rank"
     agrees = ""
     if row["agreeing_step_s"] != row["step_s"]:
         agrees = f" on average, {row['agreeing_step_s']:.4f} s where replicas agree"
+    bubbles = " ".join(f"{bubble:.0%}" for bubble in row["bubble"])
+    in_flight = " ".join(map(str, row["peak_in_flight"]))
     links = "  ".join(f"{link} {n / 1e6:.2f} MB" for link, n in sorted(row["link_bytes"].items()))
-    return "\n".join(
-        (
-            f"network         {row['network']}",
-            f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
-            f"step            {row['step_s']:.4f} s{agrees}{assumed}",
-            f"bubble          {row['mean_bubble']:.1%}  (by rank "
-            f"{' '.join(f'{b:.0%}' for b in row['bubble'])})",
-            f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
-            f"peak in flight  {' '.join(map(str, row['peak_in_flight']))} micro-batches, by rank",
-            f"a step sends    {links or 'nothing'}",
-            *_tensor_lines(config),
-            *(
-                _memory_line(number * config.tensor_parallel.size, rank)
-                for number, rank in enumerate(row["memory"])
-            ),
-        )
-    )
+    lines = [
+        f"network         {row['network']}",
+        f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
+        f"step            {row['step_s']:.4f} s{agrees}{assumed}",
+        f"bubble          {row['mean_bubble']:.1%}  (by rank {bubbles})",
+        f"overlap         {row['mean_overlap']:.1%} of sending happens while computing",
+        f"peak in flight  {in_flight} micro-batches, by rank",
+        f"a step sends    {links or 'nothing'}",
+        *_tensor_parallel_lines(config),
+    ]
+    for number, rank in enumerate(row["memory"]):
+        lines.append(_memory_line(number * config.tensor_parallel.size, rank))
+    return "\n".join(lines)
 
 
-def _tensor_lines(config: Config) -> Iterator[str]:
-    """Where several ranks hold a stage together: what is said of a machine, and what of each of its
-    ranks.
-    """
+def _tensor_parallel_lines(config: Config) -> Iterator[str]:
+    """With tensor parallelism: which lines are of a machine, and which of one of its ranks."""
     size = config.tensor_parallel.size
+    if size == 1:
+        return
+    if not config.model.family.computes:
+        yield (
+            f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of "
+            "them"
+        )
+        return
     predict = config.predict
-    if size > 1 and not config.model.family.computes:
-        yield f"tensor parallel {size} ranks a stage, each on a host of its own; above, the first of them"
-    elif size > 1:
-        link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
-        yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
-        yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"
+    link = f"{predict.machine_gbps:g} Gbit/s and {predict.machine_delay_ms:g} ms"
+    yield f"tensor parallel {size} ranks a stage on one machine, assuming {link} between them;"
+    yield f"{'':<15} above, a rank is such a machine; below, the first of its ranks"
 
 
 def _memory_line(rank: int, memory: dict[str, int]) -> str:
     kinds = ", ".join(f"{kind} {memory[kind] / 1e9:.3f}" for kind in memory if kind != "total")
-    return f"{'memory' if rank == 0 else '':<15} rank {rank} at most {memory['total'] / 1e9:.3f} GB: {kinds}"
+    label = "memory" if rank == 0 else ""
+    return f"{label:<15} rank {rank} at most {memory['total'] / 1e9:.3f} GB: {kinds}"

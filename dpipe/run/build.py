@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,23 +39,23 @@ from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
-from dpipe.run.agreement import data_parallel
+from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, environment, load_kernels_at_start, process_info
 from dpipe.run.generate import sample
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.launch import launch
-from dpipe.run.parameter_servers import Servers, attended, parameter_servers
+from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.rows import OnRow, rows_to_launcher
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
 from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.stage.base import PipelineStage
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import (
@@ -69,7 +70,7 @@ from dpipe.store.run_folder import (
 )
 from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
-from dpipe.transport.nccl import NcclTransport
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.codec import codec
 
 LOG = logging.getLogger("dpipe")
@@ -84,9 +85,13 @@ def launch_ranks(
     resume: str | None,
     fallback: bool,
     say: Callable[[str], None],
+    quiet: bool = False,
+    on_row: OnRow | None = None,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. What can be wrong is found
     before any starts.
+
+    `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
         overrides = (*overrides, *_cut_for(load(path, overrides), num_ranks))
@@ -94,7 +99,7 @@ def launch_ranks(
     refuse_folder(
         config, resume is not None
     )  # before a draft, which leaves the text that it has read in a cache
-    draft(config, choose=without_search)
+    draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     made = absent(folder)
     open_folder(config, resume is not None)
@@ -102,26 +107,33 @@ def launch_ranks(
     given += ["--resume", resume] if resume else []
     given += ["--fallback"] if fallback else []
     argv = [sys.executable, "-m", "dpipe", "train", path, *given]
-    exit_code = launch(lambda rank: argv, config.world_size, logs=folder / "logs", on_line=say)
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
     if exit_code == InputError.exit_code:
         take_back(folder, made)
     return exit_code
 
 
 def train_rank(
-    path: str,
-    overrides: tuple[str, ...],
+    config: Config,
     *,
     rank: int | None,
     world_size: int | None,
     coordinator: str | None,
     timeout: float | None,
-    resume: str | None,
+    resume: bool,
     fallback: bool,
+    console: Console,
+    on_row: OnRow | None,
 ) -> None:
-    """One rank, from configuration to summary."""
+    """One rank, from configuration to summary. Which one, the arguments or the environment say."""
     process = process_info(environment(), rank, world_size, coordinator)
-    config = configuration(path, overrides, resume)
     if process.world_size != config.world_size:
         (fitting,) = _cut_for(config, process.world_size)
         raise ConfigError(
@@ -132,7 +144,15 @@ def train_rank(
             f"{config.data_parallel.replicas} need "
             f"{config.world_size}; start that many, or set -o {fitting}"
         )
-    run_rank(config, process, resume=resume is not None, fallback=fallback, join_s=timeout)
+    run_rank(
+        config,
+        process,
+        resume=resume,
+        fallback=fallback,
+        join_s=timeout,
+        console=console,
+        on_row=on_row or rows_to_launcher(environment()),
+    )
 
 
 def configuration(path: str, overrides: tuple[str, ...], resume: str | None) -> Config:
@@ -168,21 +188,24 @@ def run_rank(
     fallback: bool = False,
     join_s: float | None = None,
     console: Console | None = None,
+    on_row: OnRow | None = None,
 ) -> None:
     """Train one rank. Nothing is written, and nobody is talked to, before everything given has been
     checked.
+
+    On rank 0 `on_row` gets each row of metrics, after it was written.
     """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
-    if config.transport.kind == "nccl":
+    if TRANSPORTS[config.transport.kind].between_gpus:
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
-    run_plan = draft(config, choose=without_search)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
     start = find_start(config, run_plan, process.rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
-    direct = config.data_parallel.kind != "parameter-server"
+    direct = not config.data_parallel.active_kind.has_server
     here = config.ranks_of(process.rank)
     peers = here.peers(
         neighbours(run_plan.forecast.schedule, here.pp_rank), across_replicas=direct
@@ -217,14 +240,16 @@ def run_rank(
             coordinator.barrier("assembled", config.timeouts.transfer)
             if process.rank == 0:
                 save_configuration(folder, config)
-                show = stack.enter_context(Display(console, first_step, config.train.steps)).show
+                display = stack.enter_context(Display(console, first_step, config.train.steps))
                 metrics = Metrics(
-                    folder, first_step=first_step, tensorboard=config.run.tensorboard, show=show
+                    folder,
+                    first_step=first_step,
+                    tensorboard=config.run.tensorboard,
+                    show=_each(display.show, on_row),
                 )
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
-            if isinstance(transport, NcclTransport):
-                rehearse(job, transport, first_step)
+            transport.rehearse(partial(rehearse, job, first_step))
             trainer = Trainer(job, first_step)
             stopped = trainer.run()
             hosts = oversubscribed_hosts(config, coordinator)
@@ -232,6 +257,17 @@ def run_rank(
             if config.run.trace_steps and trainer.next_step > first_step:
                 save_trace_inputs(run_plan, hosts, folder)
             show_result(run_plan, folder, console, stopped)
+
+
+def _each(*listeners: OnRow | None) -> OnRow:
+    """Calls every listener there is with a row."""
+
+    def tell(row: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            if listener is not None:
+                listener(row)
+
+    return tell
 
 
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
@@ -244,11 +280,15 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s).forecast.schedule
+        planned = draft(config, layer_s=layer_s, predicts_memory=False)
+        schedule = planned.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
     return draft(
-        config, layer_s=layer_s and tuple(layer_s), choose=lambda *_: from_csv(programs, name)
+        config,
+        layer_s=layer_s and tuple(layer_s),
+        choose=lambda *_: from_csv(programs, name),
+        predicts_memory=False,
     )
 
 
@@ -309,7 +349,7 @@ def assemble(
         recorder,
         tied={end % schedule.num_stages: weight for end, (_, weight) in tied.items()},
         tied_here=(tied[0][1], tied[-1][1]) if len(tied) == 2 else None,
-        row=here.pp_group,
+        pp_group=here.pp_group,
         streams=streams,
     )
     restore(start, stages, update, here)
@@ -373,7 +413,7 @@ def utilisation(config: Config, device: torch.device, seconds: float) -> float |
 def make_update(
     config: Config,
     here: ParallelRanks,
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     agreement: DataParallel,
     coordinator: Coordination,
     recorder: Recorder,
@@ -425,6 +465,7 @@ def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) 
         found.usual_replicas,
         config.counts_headers,
         config.tensor_parallel.size,
+        config.train.waits_for_verdict,
     )
     save_inputs(folder / "trace", inputs)
 
@@ -447,7 +488,8 @@ def show_result(run_plan: RunPlan, folder: Path, console: Console, stopped: bool
             )
         if config.run.sample:
             text = sample_text(config, corpus, url, config.run.sample)
-    shards = config.data_parallel.replicas if config.data_parallel.kind == "sharded" else 1
+    sharded = config.data_parallel.active_kind.shards_optimizer
+    shards = config.data_parallel.replicas if sharded else 1
     show_summary(console, folder, scale=scale, checkpoint_url=url, sample=text, shards=shards)
 
 

@@ -1,11 +1,12 @@
 """Which rank this process is, and where the coordinator is. The only reader of `os.environ`.
 
-    flags  ▶  DPIPE_*  ▶  torchrun's  ▶  Slurm's  ▶  alone          the first that is there says it all
+    flags  ▶  DPIPE_*  ▶  torchrun's  ▶  Slurm's  ▶  alone      the first that is set decides
 
 Rank 0 makes the coordinator's server, the others find it:
 
-    rank 0:  server = CoordinatorServer(..., port=here.port);  here.publish(f"{host}:{server.port}")
-    others:  address = here.find(timeout_s)
+    rank 0:  server = CoordinatorServer(..., port=process.port)
+             process.publish(f"{host}:{server.port}")
+    others:  address = process.find(timeout_s)
 """
 
 import os
@@ -18,6 +19,12 @@ from typing import Any
 from dpipe.errors import ConfigError, JoinError
 
 _PUBLISH_S = 60.0
+# gRPC 1.85 moves bytes faster with its older event loop, and that one faster with poll than with
+# epoll (`dpipe bench transport`).
+_GRPC_SETTINGS = {
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
+    "GRPC_POLL_STRATEGY": "poll",
+}
 
 
 def environment() -> Mapping[str, str]:
@@ -34,10 +41,18 @@ def load_kernels_at_start() -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
+def set_up_grpc() -> None:
+    """Before the first import of grpc, which reads these settings then and from the environment
+    alone. What the user has set stays. Processes that are started later inherit them.
+    """
+    for name, value in _GRPC_SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
 @dataclass(frozen=True)
 class AgentStore:
-    """torchrun's key-value store. Its agent holds MASTER_PORT, so the coordinator cannot: its
-    address is kept here.
+    """torchrun's key-value store. Its agent listens on MASTER_PORT, so the coordinator cannot: it
+    takes another port, which rank 0 publishes here.
     """
 
     host: str
@@ -45,7 +60,7 @@ class AgentStore:
     key: str
 
     def publish(self, address: str) -> None:
-        """Raises `JoinError` where the store does not answer."""
+        """Raises `JoinError` if the store does not answer."""
         try:
             self._connect(_PUBLISH_S).set(self.key, address)
         except RuntimeError as error:  # the base of torch's DistError
@@ -54,16 +69,16 @@ class AgentStore:
             ) from error
 
     def find(self, timeout_s: float) -> str:
-        """Raises `JoinError` where rank 0 has not published within `timeout_s`, or the store does
-        not answer.
+        """Raises `JoinError` if rank 0 has not published within `timeout_s`, or the store does not
+        answer.
         """
         try:
             return bytes(self._connect(timeout_s).get(self.key)).decode()
         except RuntimeError as error:
             raise JoinError(
                 f"rank 0 has not said within {timeout_s:g} s where the coordinator listens (in "
-                "torchrun's store at "
-                f"{self.host}:{self.port}, key {self.key}); see whether rank 0 is up"
+                f"torchrun's store at {self.host}:{self.port}, key {self.key}); see whether rank 0 "
+                "is up"
             ) from error
 
     def _connect(self, timeout_s: float) -> Any:
@@ -74,16 +89,14 @@ class AgentStore:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process among the ranks. `coordinator` is `host:port`; None where `store` tells it, or
-    where it is alone.
-    """
+    """This process among the ranks, as its launcher said."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    coordinator: str | None = None
+    local_rank: int = 0  # among the processes of this machine
+    coordinator: str | None = None  # host:port; None: `store` holds it, or this is the only rank
     store: AgentStore | None = None
-    token: str = field(default="", repr=False)
+    token: str = field(default="", repr=False)  # that peers must show
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -96,31 +109,33 @@ class ProcessInfo:
 
     @property
     def port(self) -> int:
-        """Where rank 0's coordinator listens; 0, any free port, where `publish` tells it to the
+        """Where rank 0's coordinator listens; 0, any free port, if `publish` tells it to the
         others.
         """
         return int(self.coordinator.rpartition(":")[2]) if self.coordinator else 0
 
     @property
     def coordinator_host(self) -> str:
-        """The host where the ranks meet: rank 0's, or torchrun's store's."""
-        if self.store:
+        """The coordinator's host, or that of torchrun's store."""
+        if self.store is not None:
             return self.store.host
-        return self.coordinator.rpartition(":")[0] if self.coordinator else "127.0.0.1"
+        if self.coordinator is not None:
+            return self.coordinator.rpartition(":")[0]
+        return "127.0.0.1"
 
     def publish(self, address: str) -> None:
-        """Rank 0: tell the others where the coordinator listens, unless they know."""
-        if self.store:
+        """On rank 0: tell the others where the coordinator listens, unless they know."""
+        if self.store is not None:
             self.store.publish(address)
 
     def find(self, timeout_s: float) -> str:
-        """The coordinator's `host:port`. Raises `JoinError` where rank 0 has not told it within
+        """The coordinator's `host:port`. Raises `JoinError` if rank 0 has not published it within
         `timeout_s`.
         """
-        if self.store:
+        if self.store is not None:
             return self.store.find(timeout_s)
         if self.coordinator is None:
-            raise JoinError("no coordinator is known: this process was placed as the only rank")
+            raise JoinError("there is no coordinator: this process was started as the only rank")
         return self.coordinator
 
 
@@ -130,11 +145,11 @@ def process_info(
     world_size: int | None = None,
     coordinator: str | None = None,
 ) -> ProcessInfo:
-    """Read the flags, or else the environment. Raises `ConfigError` naming what is missing or is
+    """From the flags, or else from the environment. Raises `ConfigError` naming what is missing or
     not a number.
     """
     token = environ.get("DPIPE_TOKEN", "")
-    if (rank, world_size, coordinator) != (None, None, None):
+    if any(flag is not None for flag in (rank, world_size, coordinator)):
         return _from_flags(rank, world_size, coordinator, token)
     if _any(environ, "DPIPE_RANK", "DPIPE_WORLD_SIZE"):
         return _from_dpipe(environ, token)
@@ -167,20 +182,17 @@ def _from_dpipe(environ: Mapping[str, str], token: str) -> ProcessInfo:
 def _from_torchrun(environ: Mapping[str, str], token: str) -> ProcessInfo:
     rank = _int(environ, "RANK")
     world_size = _int(environ, "WORLD_SIZE")
-    here = ProcessInfo(rank, world_size, _int(environ, "LOCAL_RANK", "0"), token=token)
+    local_rank = _int(environ, "LOCAL_RANK", "0")
     if world_size == 1:
-        return here
+        return ProcessInfo(rank, world_size, local_rank, token=token)
     host = _get(environ, "MASTER_ADDR")
     port = _int(environ, "MASTER_PORT")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # else a restart finds the last one
+        # A key for each try: after a restart, ranks would find the coordinator of before.
         key = f"dpipe/coordinator/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return ProcessInfo(
-            here.rank, world_size, here.local_rank, store=AgentStore(host, port, key), token=token
-        )
-    return ProcessInfo(
-        here.rank, world_size, here.local_rank, f"{_bracketed(host)}:{port}", token=token
-    )
+        store = AgentStore(host, port, key)
+        return ProcessInfo(rank, world_size, local_rank, store=store, token=token)
+    return ProcessInfo(rank, world_size, local_rank, f"{_bracketed(host)}:{port}", token=token)
 
 
 def _from_slurm(environ: Mapping[str, str], token: str) -> ProcessInfo:
@@ -195,7 +207,7 @@ def _from_slurm(environ: Mapping[str, str], token: str) -> ProcessInfo:
 
 
 def first_host(hostlist: str) -> str:
-    """The first host of Slurm's `gpu[03-05,9]-ib,login1`: `gpu03-ib`."""
+    """Of a list as Slurm writes it: of `gpu[03-05,9]-ib,login1` it is `gpu03-ib`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", hostlist)
     if first is None:
         raise ConfigError(f"{hostlist!r} is not a list of hosts as Slurm writes it")
@@ -213,8 +225,10 @@ def _check_address(address: str) -> None:
 
 
 def _bracketed(host: str) -> str:
-    """As it stands before a port: an IPv6 address has colons of its own."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    """As it stands before a port: an IPv6 address has colons, and goes in brackets."""
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]"
+    return host
 
 
 def _any(environ: Mapping[str, str], *names: str) -> bool:
@@ -224,15 +238,15 @@ def _any(environ: Mapping[str, str], *names: str) -> bool:
 def _get(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise ConfigError(
-            f"{name} is missing in the environment, where the rest of this process's place is"
+            f"{name} is missing in the environment, but other variables of that launcher are set"
         )
     return environ[name]
 
 
 def _int(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environ.get(name, default) if default is not None else _get(environ, name)
+    text = _get(environ, name) if default is None else environ.get(name, default)
     try:
-        return int(str(text))
+        return int(text)
     except ValueError:
         raise ConfigError(
             f"{name} in the environment must be a whole number, got {text!r}"

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,6 +31,7 @@ from typing import BinaryIO
 from dpipe.errors import ConfigError, JoinError, RunError
 from dpipe.run import leash
 from dpipe.run.environment import environment
+from dpipe.run.rows import OnRow, RowPipe
 
 # with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing
 # themselves
@@ -53,6 +55,7 @@ def launch(
     grace_s: float = GRACE_S,
     timeout_s: float = math.inf,
     quiet: bool = False,
+    on_row: OnRow | None = None,
 ) -> int:
     """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
 
@@ -62,7 +65,10 @@ def launch(
     Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment.
     `on_line` hears what the launcher itself has to say, such as the last lines of the rank that
     failed first. Exit code 2 promises that nothing was written, so the logs of such a run are taken
-    back. Call it from the main thread: it handles signals meanwhile.
+    back. In the main thread it handles signals meanwhile; in another one there are none to handle.
+
+    `on_row` gets each row of metrics that rank 0 writes, in this thread. An exception of it kills
+    the ranks and is raised here.
     """
     inherited = environment() if environ is None else environ
     shared = {
@@ -71,8 +77,9 @@ def launch(
         "DPIPE_TOKEN": inherited.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
         "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
     }
-    ranks = _Ranks(on_line, quiet)
-    with ranks.handling_signals():
+    rows = RowPipe(on_row) if on_row is not None else None
+    ranks = _Ranks(on_line, quiet, rows)
+    with ranks.handling_signals(), rows or nullcontext():
         try:
             for rank in range(num_ranks):
                 own = {"DPIPE_RANK": str(rank), "DPIPE_LOCAL_RANK": str(rank)}
@@ -152,7 +159,8 @@ def _open_log(log: Path) -> BinaryIO:
 class _Ranks:
     """The local processes of one run."""
 
-    def __init__(self, say: Say, quiet: bool) -> None:
+    def __init__(self, say: Say, quiet: bool, rows: RowPipe | None) -> None:
+        self._rows = rows
         self._ranks: list[_Rank] = []
         self._say = say
         self._quiet = quiet
@@ -160,6 +168,9 @@ class _Ranks:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python gives signals to the main thread alone
+            return
         before = {
             number: signal.signal(number, self._forward)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -194,10 +205,12 @@ class _Ranks:
             raise FileNotFoundError(
                 errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0]
             )
+        rows = self._rows if number == 0 else None
         with _open_log(log) if log else nullcontext() as file:
             process = subprocess.Popen(  # noqa: S603 - the caller's own command line
                 [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
-                env=environ,
+                env=environ if rows is None else rows.added_to(environ),
+                pass_fds=() if rows is None else (rows.write_fd,),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT if file else None,
@@ -212,8 +225,19 @@ class _Ranks:
         `grace_s`.
         """
         running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
+        try:
+            return self._wait_for(running, grace_s, timeout_s)
+        finally:
+            for fd in running:
+                os.close(fd)
+
+    def _wait_for(
+        self, running: dict[int, _Rank], grace_s: float, timeout_s: float
+    ) -> _Rank | None:
+        """Closes the file descriptors of those that have ended, and takes them away."""
         poll = select.poll()
-        for fd in running:
+        rows_fd = [] if self._rows is None else [self._rows.read_fd]
+        for fd in (*running, *rows_fd):
             poll.register(fd, select.POLLIN)
         failed: _Rank | None = None
         late = False
@@ -222,15 +246,19 @@ class _Ranks:
             # No limit unless one was given: a run may take weeks. A signal's handler runs
             # meanwhile.
             left_s = max(0.0, deadline - time.monotonic())
-            ended = poll.poll(None if left_s == math.inf else left_s * 1000)
-            for fd, _ in ended:
+            ready = poll.poll(None if left_s == math.inf else left_s * 1000)
+            if self._rows is not None:
+                self._rows.take()
+            for fd, _ in ready:
+                if fd not in running:  # rows
+                    continue
                 rank = running.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
                 if rank.exit_code and failed is None:
                     failed = rank
                     deadline = time.monotonic() + grace_s
-            if not ended:
+            if not ready:
                 late = late or failed is None
                 self.kill()
         if late:

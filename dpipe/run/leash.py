@@ -1,9 +1,9 @@
 """Becomes a program that gets SIGTERM when its launcher dies: `python -S leash.py LAUNCHER PROGRAM
-ARGUMENT...`.
+ARGUMENT...`, LAUNCHER being a process id.
 
-A program of its own between the launcher and a rank: only the child can ask the kernel for this,
-and Python code that runs between fork and exec is unsafe beside threads. It imports no more than
-that takes.
+A program of its own between the launcher and a rank, because only the child can ask the kernel for
+this, and Python code between fork and exec is unsafe beside threads. It imports as little as
+possible, to start fast.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 def become(launcher: int, argv: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before the line above
+    if os.getppid() != launcher:  # it died before prctl
         sys.exit(128 + signal.SIGTERM)
     os.execvp(argv[0], argv)  # noqa: S606 - the caller's own command line
 

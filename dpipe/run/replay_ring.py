@@ -1,10 +1,10 @@
-"""The ranks that share a replayed stage: on hosts of their own, in a ring over the run's own links.
+"""The tensor-parallel group of a replayed stage: a ring over the run's own links, between hosts.
 
     rank 0 ──part──> rank 1 ──part──> rank 2 ──part──> rank 0
 
-An all-reduce among T is 2 (T - 1) such rounds of 1/T of its bytes (Patarasuk & Yuan 2009). Nothing
-is added up: this is to see what tensor parallelism takes over a network. A real stage is refused
-more than one machine.
+An all-reduce among T ranks is 2 (T - 1) such rounds of 1/T of its bytes (Patarasuk & Yuan 2009).
+Nothing is added up: the replay shows what tensor parallelism costs over a network, where the group
+of a real stage is refused.
 """
 
 from collections.abc import Callable
@@ -20,22 +20,20 @@ from dpipe.wire.transfer import Pending
 
 _TAG = "exchange"
 
-Watch = Callable[
-    [int], AbstractContextManager[None]
-]  # around an exchange, with the bytes that this rank sends
+# Called around each all-reduce with the bytes that this rank sends.
+Watch = Callable[[int], AbstractContextManager[None]]
 
 
 class Ring:
-    """One rank's end: a call is an all-reduce of `num_bytes`. Raises what the links do."""
+    """One rank's end: a call is an all-reduce of `num_bytes`. Raises what the links raise."""
 
     def __init__(self, links: Transport, here: ParallelRanks, num_bytes: int, watch: Watch) -> None:
         self._links = links
         self._watch = watch
         size = here.tp_size
         self._before, self._behind = neighbours(here)
-        self._part = torch.zeros(
-            max(1, num_bytes // 4 // size)
-        )  # never written to: every message can be the same one
+        # Never written to, so that every message can be the same tensor.
+        self._part = torch.zeros(max(1, num_bytes // 4 // size))
         self._rounds = 2 * (size - 1)
         self._leaving: list[Pending[None]] = []
 
@@ -59,7 +57,7 @@ def neighbours(here: ParallelRanks) -> tuple[int, int]:
 
 
 def ring_peers(config: Config, here: ParallelRanks) -> set[int]:
-    """The ranks that a replay has links to for its exchanges."""
+    """The ranks that a replay needs links to for its ring; none for a stage on one rank."""
     if config.model.family.computes or here.tp_size == 1:
         return set()
     return set(neighbours(here))

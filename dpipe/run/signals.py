@@ -1,6 +1,4 @@
-"""SIGINT and SIGTERM: a rank that trains stops after this step, with a checkpoint; a server
-stops.
-"""
+"""SIGINT and SIGTERM: a rank stops after its step, with a checkpoint; a server stops at once."""
 
 import logging
 import signal
@@ -17,10 +15,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stop_on_signals(
     then: str = "stopping after this step, with a checkpoint",
 ) -> Iterator[Callable[[], bool]]:
-    """Yields whether a stop was asked for; the log says what happens then. A second signal does not
-    wait: it raises `KeyboardInterrupt`.
+    """Yields a function that says whether a signal came; on the first the log says `then`. A second
+    one does not wait: it raises `KeyboardInterrupt`.
 
-    Outside the main thread, where Python gives no signals, nothing can be asked for.
+    Outside the main thread, to which Python delivers no signals, the function is always False.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,5 @@
-"""The stages of one rank: made as the run_plan cuts the model, and split over the ranks that hold
-them together.
+"""The stages of one rank: made as the run plan cuts the model, and sharded over their
+tensor-parallel group.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,8 @@ from torch import nn
 from dpipe.plan.costs import per_stage
 from dpipe.plan.run_plan import RunPlan
 from dpipe.ranks import ParallelRanks
-from dpipe.stage.model import materialise
+from dpipe.stage.base import PipelineStage
+from dpipe.stage.model import LayeredModel, materialise
 from dpipe.stage.replay import ReplayStage
 from dpipe.stage.stage import Stage, Timed
 from dpipe.stage.tensor_group import TensorGroup
@@ -24,81 +25,98 @@ def make_stage(
     group: TensorGroup | None,
     exchange: Callable[[], None],
     timed: Timed,
-) -> Stage | ReplayStage:
-    """`exchange` is what the ranks of a replayed stage do in place of what those of a real one do
-    in their `group`.
+) -> PipelineStage:
+    """Stage `index` of the run plan. `exchange` is what a replayed stage calls in place of the
+    collectives of a `group`.
     """
-    config = run_plan.config
-    last = run_plan.forecast.schedule.is_last(index)
-    microbatches = config.train.num_microbatches
     if run_plan.model is None:
-        replay = config.replay
-        stages = config.pipeline.stages
-        return ReplayStage(
-            index,
-            num_microbatches=microbatches,
-            forward_s=per_stage(replay.forward_ms, stages)[index] / 1e3,
-            backward_s=per_stage(replay.backward_ms, stages)[index] / 1e3,
-            input_share=replay.input_share,
-            message_bytes=replay.message_bytes,
-            parameter_bytes=per_stage(replay.parameter_bytes, stages)[index],
-            first=index == 0,
-            last=last,
-            exchange=exchange,
-            num_exchanges=replay.exchanges,
-        )
-    seed = config.train.seed
-    device = config.node.device
-    model = run_plan.model
-    layers = {layer: materialise(model, layer, seed, device) for layer in run_plan.layers_of(index)}
+        return _replay_stage(run_plan, index, exchange)
+    return _model_stage(run_plan, run_plan.model, index, replica, group, timed)
+
+
+def _replay_stage(run_plan: RunPlan, index: int, exchange: Callable[[], None]) -> ReplayStage:
+    config = run_plan.config
+    replay = config.replay
+    num_stages = config.pipeline.stages
+    return ReplayStage(
+        index,
+        num_microbatches=config.train.num_microbatches,
+        forward_s=per_stage(replay.forward_ms, num_stages)[index] / 1e3,
+        backward_s=per_stage(replay.backward_ms, num_stages)[index] / 1e3,
+        input_share=replay.input_share,
+        message_bytes=replay.message_bytes,
+        parameter_bytes=per_stage(replay.parameter_bytes, num_stages)[index],
+        first=index == 0,
+        last=run_plan.forecast.schedule.is_last(index),
+        exchange=exchange,
+        num_exchanges=replay.exchanges,
+    )
+
+
+def _model_stage(
+    run_plan: RunPlan,
+    model: LayeredModel,
+    index: int,
+    replica: int,
+    group: TensorGroup | None,
+    timed: Timed,
+) -> Stage:
+    config = run_plan.config
+    schedule = run_plan.forecast.schedule
+    microbatches = config.train.num_microbatches
+    layers = {
+        layer: materialise(model, layer, config.train.seed, config.node.device)
+        for layer in run_plan.layers_of(index)
+    }
     return Stage(
         index,
         layers,
         num_microbatches=microbatches,
-        loss=model.loss_on(group) if last else None,
+        loss=model.loss_on(group) if schedule.is_last(index) else None,
         recompute=config.pipeline.recompute,
         precision=config.train.precision,
         parameters=config.train.parameters,
         compiled=config.train.compile,
-        seed=seed,
+        seed=config.train.seed,
         first_microbatch=replica * microbatches,
-        splits_backward=run_plan.forecast.schedule.splits,
+        splits_backward=schedule.splits,
         split=None if group is None else Split(group, layers),
         timed=timed,
-        device=device,
+        device=config.node.device,
     )
 
 
 def tied_weights(
-    run_plan: RunPlan, stages: Mapping[int, Stage | ReplayStage]
+    run_plan: RunPlan, stages: Mapping[int, PipelineStage]
 ) -> dict[int, tuple[str, nn.Parameter]]:
-    """The ends of the shared weight that live here: 0 for the first layer's, -1 for the last
-    layer's.
+    """The ends of the tied weight that are on this rank, by name: under 0 the first layer's, under
+    -1 the last layer's.
     """
     if run_plan.model is None or run_plan.model.tied is None:
         return {}
-    last = len(run_plan.model.layers) - 1
-    names = {
-        0: f"layers.0.{run_plan.model.tied[0]}",
-        -1: f"layers.{last}.{run_plan.model.tied[1]}",
-    }
-    here = {name: weight for stage in stages.values() for name, weight in stage.named_parameters()}
-    return {end: (name, here[name]) for end, name in names.items() if name in here}
+    first, last = run_plan.model.tied
+    names = {0: f"layers.0.{first}", -1: f"layers.{len(run_plan.model.layers) - 1}.{last}"}
+    own: dict[str, nn.Parameter] = {}
+    for stage in stages.values():
+        own.update(stage.named_parameters())
+    return {end: (name, own[name]) for end, name in names.items() if name in own}
 
 
 def counted_elsewhere(
-    stages: Mapping[int, Stage | ReplayStage],
+    stages: Mapping[int, PipelineStage],
     tied: Mapping[int, tuple[str, nn.Parameter]],
     here: ParallelRanks,
 ) -> set[str]:
-    """The parameters that a norm counts on another rank: the copy of a shared weight, and what
-    several ranks have.
+    """The parameters that a norm over all ranks must leave out on this one.
+
+    They are the last layer's copy of a tied weight, and what every rank of a tensor-parallel group
+    has whole, which the group's first counts.
     """
-    whole = {
-        name
-        for stage in stages.values()
-        if isinstance(stage, Stage) and stage.split is not None and here.tp_rank > 0
-        for name, _ in stage.named_parameters()
-        if name not in stage.split.shards
-    }
-    return whole | ({tied[-1][0]} if -1 in tied else set())
+    names = {tied[-1][0]} if -1 in tied else set()
+    if here.tp_rank == 0:
+        return names
+    for stage in stages.values():
+        if stage.split is not None:
+            shards = stage.split.shards
+            names |= {name for name, _ in stage.named_parameters() if name not in shards}
+    return names

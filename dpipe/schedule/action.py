@@ -12,8 +12,8 @@ from dpipe.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What is done. F B I W and the SEND and RECV of a micro-batch carry its number; the others are
-    once a step.
+    """What is done: for each micro-batch (F, B, I, W and their messages), once a stage, or once a
+    rank (AGREE, VOTE).
     """
 
     F = "F"  # forward
@@ -24,24 +24,30 @@ class Op(StrEnum):
     RECV_F = "RECV_F"  # the input of this stage from the one before
     SEND_B = "SEND_B"  # the input gradient of this stage to the one before
     RECV_B = "RECV_B"  # the output gradient of this stage from the next
-    # the gradient of a weight that first and last stage share, to the other of the two
-    SEND_TIED = "SEND_TIED"
-    RECV_TIED = "RECV_TIED"
-    REDUCE_GRAD = "REDUCE_GRAD"  # gradients of this stage over its replicas
+    SEND_TIED = "SEND_TIED"  # the gradient of a weight that first and last stage share: this end's
+    RECV_TIED = "RECV_TIED"  # and the other end's
+    COMPLETE = "COMPLETE"  # add what other ranks have made of this stage's gradients
+    REDUCE_GRAD = "REDUCE_GRAD"  # begin to exchange this stage's gradients with its replicas
+    AGREE = "AGREE"  # wait until the replicas of all stages of this rank have exchanged theirs
+    VOTE = "VOTE"  # tell all ranks of this step, and where the update needs it, hear from them
     STEP = "STEP"  # optimizer step of this stage
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_TIED})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_TIED})
 TIED = frozenset({Op.SEND_TIED, Op.RECV_TIED})
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
+PER_RANK = frozenset({Op.AGREE, Op.VOTE})
 
 _TEXT = re.compile(r"(\d+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d*)")
 
 
 class Action(NamedTuple):
-    """`op` of `stage` for `microbatch`; the micro-batch is None for what is done once a step."""
+    """`op` of `stage` for `microbatch`, which is None for what is done once a step. An action of a
+    whole rank (`PER_RANK`) has the rank's first stage.
+    """
 
     stage: int
     op: Op

@@ -78,25 +78,31 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
     """All actions of a complete schedule. One without any backward is for evaluation, and complete
-    as such.
+    as such; so is one without replicas, and one without a step.
     """
     once = {action.op for action in schedule.index if action.microbatch is None}
-    trains = any(action.op in (Op.B, Op.I, Op.W) for action in schedule.index)
+    reduces = not once.isdisjoint({Op.REDUCE_GRAD, Op.AGREE})
+    steps = not once.isdisjoint({Op.VOTE, Op.STEP})
+    completes = reduces or steps or Op.COMPLETE in once
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            for op in _expected_ops(schedule, stage, microbatch, trains):
+            for op in _expected_ops(schedule, stage, microbatch):
                 yield Action(stage, op, microbatch)
-        if schedule.lowered and trains:
+        if schedule.lowered and schedule.trains:
             tied = schedule.tied_partner(stage) is not None
-            yield from (Action(stage, op) for op in (Op.SEND_TIED, Op.RECV_TIED) if tied)
-            yield from (Action(stage, op) for op in (Op.REDUCE_GRAD, Op.STEP) if op in once)
+            ops = [Op.SEND_TIED, Op.RECV_TIED] * tied + [Op.COMPLETE] * completes
+            ops += [Op.REDUCE_GRAD] * reduces + [Op.STEP] * steps
+            yield from (Action(stage, op) for op in ops)
+    if schedule.lowered and schedule.trains:
+        for op in [Op.AGREE] * reduces + [Op.VOTE] * steps:
+            yield from (schedule.of_rank(rank, op) for rank in range(schedule.num_ranks))
 
 
-def _expected_ops(schedule: Schedule, stage: int, microbatch: int, trains: bool) -> Iterator[Op]:
+def _expected_ops(schedule: Schedule, stage: int, microbatch: int) -> Iterator[Op]:
     before = schedule.lowered and stage > 0 and schedule.hops(stage, stage - 1)
     after = schedule.lowered and not schedule.is_last(stage) and schedule.hops(stage, stage + 1)
     yield from [Op.RECV_F] * before + [Op.F] + [Op.SEND_F] * after
-    if trains:
+    if schedule.trains:
         split = (
             Action(stage, Op.I, microbatch) in schedule.index
             or Action(stage, Op.W, microbatch) in schedule.index

@@ -23,14 +23,13 @@ message as soon as what it `requires()` has come: the one statement of dependenc
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 
 from dpipe.errors import ScheduleError
 
-NAMES = ("all-reduce", "sharded", "local-sgd", "silent", "parameter-server", "central")
 AHEAD = 8  # parts that are on their way to their owners before the first of them comes back
 
 
@@ -243,22 +242,30 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     )
 
 
+# By the name that an `Exchange` has in a trace's plan.json.
+PATTERNS: Mapping[str, Callable[[int, int], Exchange]] = {
+    "all-reduce": direct,
+    "sharded": partial(direct, sharded=True),
+    "local-sgd": local_sgd,
+    "silent": lambda num_replicas, num_parts: silent(num_replicas),
+    "parameter-server": parameter_server,
+    "central": chain,
+}
+
+
 def exchange(
     name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
 ) -> Exchange:
-    """The exchange called `name`; raises `ScheduleError` on an unknown one."""
-    match name:
-        case "all-reduce" | "sharded":
-            return direct(num_replicas, num_parts, sharded=name == "sharded")
-        case "local-sgd":
-            return local_sgd(num_replicas, num_parts)
-        case "silent":
-            return silent(num_replicas)
-        case "parameter-server":
-            return parameter_server(num_replicas, num_parts, barrier=barrier, stale=stale)
-        case "central":
-            return chain(num_replicas, num_parts)
-    raise ScheduleError(f"no exchange is called {name!r}; choose one of {', '.join(NAMES)}")
+    """The exchange called `name`; raises `ScheduleError` on an unknown one.
+
+    `barrier` and `stale` are for a server: without one they are ignored.
+    """
+    if name not in PATTERNS:
+        raise ScheduleError(f"no exchange is called {name!r}; choose one of {', '.join(PATTERNS)}")
+    pattern = PATTERNS[name](num_replicas, num_parts)
+    if pattern.has_server:
+        return replace(pattern, barrier=barrier, stale=stale)
+    return pattern
 
 
 def draw(exchange: Exchange) -> str:

@@ -3,12 +3,15 @@ function.
 
 The first rank of one_f_one_b(2, 3), tied, with replicas:
 
-    0F0 0F1 0B0 0F2 0B1 0B2                                                 generated
-    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED                                      once the gradients are final
-    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD                         at once, or last where tied
-    0F0 0F1 0B0 0F2 0B1 0B2 0SEND_TIED 0REDUCE_GRAD 0STEP
-    0F0 0SEND_F0 0F1 0SEND_F1 0B0 0F2 0SEND_F2 0B1 0B2 ...                  a send directly follows what makes it
-    0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 ...        receives, recv_ahead = 2
+    0F0 0F1 0B0 0F2 0B1 0B2                                             generated
+    ... 0B2 0SEND_TIED                                                  a shared weight's gradient
+    ... 0B2 0SEND_TIED 0COMPLETE 0REDUCE_GRAD                           at once; if tied, last
+    ... 0B2 0SEND_TIED 0COMPLETE 0REDUCE_GRAD 0AGREE 0VOTE 0STEP        the end of the step
+    0F0 0SEND_F0 0F1 0SEND_F1 0B0 0F2 0SEND_F2 0B1 0B2 ...              each send behind its source
+    0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 ...    receives, recv_ahead = 2
+
+COMPLETE and REDUCE_GRAD are once a stage, so that one stage's exchange runs beside the backward
+pass of the next. AGREE and VOTE are once a rank. What lasts changes at STEP alone.
 """
 
 from bisect import bisect_left
@@ -45,12 +48,15 @@ def lower(
         )
     if recv_ahead < 0:
         raise ScheduleError(f"recv_ahead must not be negative, got {recv_ahead}")
-    trains = schedule.backward_of(0, 0) in schedule.index
-    lowered = replace(schedule, lowered=True, tied=tied and trains)
-    if trains:
+    lowered = replace(schedule, lowered=True, tied=tied and schedule.trains)
+    if schedule.trains:
         lowered = _with_tied_sends(lowered)
-        lowered = _with_reduce(lowered) if reduce else lowered
-        lowered = _with_step(lowered) if step else lowered
+        if reduce or step:
+            lowered = _with_gradients_completed(lowered, reduce=reduce)
+        if reduce:
+            lowered = _with_agreement(lowered)
+        if step:
+            lowered = _with_step(lowered)
     return _with_receives(_with_sends(lowered), recv_ahead)
 
 
@@ -59,36 +65,49 @@ def _with_tied_sends(schedule: Schedule) -> Schedule:
         stage for stage in range(schedule.num_stages) if schedule.tied_partner(stage) is not None
     ]
     return _inserted_after(
-        schedule, {_last_gradient(schedule, s): Action(s, Op.SEND_TIED) for s in tied}
+        schedule, {_last_gradient(schedule, s): [Action(s, Op.SEND_TIED)] for s in tied}
     )
 
 
-def _with_reduce(schedule: Schedule) -> Schedule:
+def _with_gradients_completed(schedule: Schedule, *, reduce: bool) -> Schedule:
     """Reduce a stage as soon as it is final, under the work of the rank's other stages.
 
     A tied stage waits for its other half first, which may be on the same rank. That goes last, so
-    that no other work waits with it.
+    that no other work waits with it. Without replicas all stages are completed last.
     """
-    alone = {}
-    tied = []
     ends = (0, schedule.num_stages - 1) if schedule.tied else ()
+    at_once: dict[Action, list[Action]] = {}
+    completed_last = []
     for stage in range(schedule.num_stages):
-        if stage not in ends:
-            alone[_last_gradient(schedule, stage)] = Action(stage, Op.REDUCE_GRAD)
+        complete = Action(stage, Op.COMPLETE)
+        if reduce and stage not in ends:
+            last = _last_gradient(schedule, stage)
+            at_once[last] = [complete, Action(stage, Op.REDUCE_GRAD)]
         else:
-            tied.append(Action(stage, Op.REDUCE_GRAD))
-    return _appended(_inserted_after(schedule, alone), tied)
+            completed_last.append(complete)
+    reduced_last = [Action(a.stage, Op.REDUCE_GRAD) for a in completed_last if reduce]
+    return _appended(_inserted_after(schedule, at_once), [*completed_last, *reduced_last])
+
+
+def _with_agreement(schedule: Schedule) -> Schedule:
+    return _appended(schedule, _of_every_rank(schedule, Op.AGREE))
 
 
 def _with_step(schedule: Schedule) -> Schedule:
-    return _appended(schedule, [Action(stage, Op.STEP) for stage in range(schedule.num_stages)])
+    steps = [Action(stage, Op.STEP) for stage in range(schedule.num_stages)]
+    return _appended(schedule, [*_of_every_rank(schedule, Op.VOTE), *steps])
 
 
+def _of_every_rank(schedule: Schedule, op: Op) -> list[Action]:
+    return [schedule.of_rank(rank, op) for rank in range(schedule.num_ranks)]
+
+
+# What is sent of what an action makes, and how many stages on that is.
 _MADE_FOR = {
     Op.F: (Op.SEND_F, 1),
     Op.B: (Op.SEND_B, -1),
     Op.I: (Op.SEND_B, -1),
-}  # and how many stages on that is
+}
 
 
 def _with_sends(schedule: Schedule) -> Schedule:
@@ -99,7 +118,7 @@ def _with_sends(schedule: Schedule) -> Schedule:
         op, ahead = _MADE_FOR[action.op]
         other = action.stage + ahead
         if 0 <= other < schedule.num_stages and schedule.hops(action.stage, other):
-            sends[action] = Action(action.stage, op, action.microbatch)
+            sends[action] = [Action(action.stage, op, action.microbatch)]
     return _inserted_after(schedule, sends)
 
 
@@ -151,10 +170,12 @@ def _last_gradient(schedule: Schedule, stage: int) -> Action:
     return max(schedule.final_gradients(stage), key=schedule.index.__getitem__)
 
 
-def _inserted_after(schedule: Schedule, additions: Mapping[Action, Action]) -> Schedule:
+def _inserted_after(schedule: Schedule, additions: Mapping[Action, Sequence[Action]]) -> Schedule:
     def rewrite(program: Program) -> Program:
-        pairs = ((action, additions.get(action)) for action in program)
-        return tuple(action for pair in pairs for action in pair if action is not None)
+        rewritten: list[Action] = []
+        for action in program:
+            rewritten += [action, *additions.get(action, ())]
+        return tuple(rewritten)
 
     return _rewritten(schedule, [rewrite(program) for program in schedule.programs])
 

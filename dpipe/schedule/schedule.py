@@ -5,9 +5,10 @@ One value feeds the checker, the simulator, the executor, the viewer and the tor
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import assert_never
 
-from dpipe.schedule.action import Action, Op
+from dpipe.schedule.action import BACKWARD, Action, Op
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,27 @@ class Schedule:
         op = Op.I if self.splits_backward(stage, microbatch) else Op.B
         return Action(stage, op, microbatch)
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there is a backward pass; a schedule without one is for evaluation."""
+        return any(action.op in BACKWARD for action in self.index)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+
+    def of_rank(self, rank: int, op: Op) -> Action:
+        """The action of a whole rank: `op` is one of `PER_RANK`."""
+        return Action(self.rank_of_stage.index(rank), op)
+
+    def vote_and_steps(self, rank: int) -> tuple[Action, ...]:
+        """The end of the program of `rank`: VOTE, then all that changes what lasts, its STEPs."""
+        return tuple(a for a in self.programs[rank] if a.op in (Op.VOTE, Op.STEP))
+
+    @property
+    def tied_within_rank(self) -> bool:
+        """Whether both ends of a tied weight live on one rank."""
+        return self.tied and not self.hops(0, self.num_stages - 1)
+
     def tied_partner(self, stage: int) -> int | None:
         """The other end of a tied weight, where it lives on another rank; None where there is
         nothing to exchange.
@@ -72,12 +94,19 @@ class Schedule:
         """What must be done before `action` may start, here or on another rank: the one statement
         of dependence.
 
-            F     the stage's input:  F of the stage before, through RECV_F and SEND_F where a link lies between
-            B, I  F of the same micro-batch, and the output's gradient: B or I of the next stage, through RECV_B
-            W     I of the same micro-batch
-            STEP  every gradient of the stage is final, exchanged where tied, reduced where there are replicas
+            F            the stage's input: F of the stage before, through SEND_F and RECV_F where
+                         a link lies between
+            B, I         F of the same micro-batch, and the output's gradient: B or I of the next
+                         stage, through SEND_B and RECV_B
+            W            I of the same micro-batch
+            COMPLETE     all gradients of the stage; of a tied weight the other end's, too
+            REDUCE_GRAD  COMPLETE of the stage
+            AGREE        REDUCE_GRAD of each stage of the rank
+            VOTE         AGREE where there are replicas, else COMPLETE of each stage of the rank
+            STEP         VOTE of the rank
 
-        Communication is named whether or not `lower()` has put it in yet.
+        Messages are named whether or not `lower()` has put them in yet; COMPLETE, AGREE and VOTE
+        where they are in, else what they would wait for.
         """
         stage = action.stage
         microbatch = action.microbatch
@@ -108,11 +137,17 @@ class Schedule:
                 return self.final_gradients(stage)
             case Op.RECV_TIED:
                 return (Action(self.num_stages - 1 - stage, Op.SEND_TIED),)
+            case Op.COMPLETE:
+                return self._summed_gradients(stage)
             case Op.REDUCE_GRAD:
-                return self._agreed_gradients(stage)
+                return self._complete(stage)
+            case Op.AGREE:
+                return self._reduced(self.rank_of_stage[stage])
+            case Op.VOTE:
+                return self._agreed(self.rank_of_stage[stage])
             case Op.STEP:
-                reduce = Action(stage, Op.REDUCE_GRAD)
-                return (reduce,) if reduce in self.index else self._agreed_gradients(stage)
+                rank = self.rank_of_stage[stage]
+                return self._present(self.of_rank(rank, Op.VOTE)) or self._agreed(rank)
         assert_never(action.op)
 
     def final_gradients(self, stage: int) -> tuple[Action, ...]:
@@ -131,7 +166,32 @@ class Schedule:
             return (Action(stage, recv, microbatch),)
         return (Action(source, made_by, microbatch),)
 
-    def _agreed_gradients(self, stage: int) -> tuple[Action, ...]:
-        if self.tied_partner(stage) is None:
-            return self.final_gradients(stage)
-        return (*self.final_gradients(stage), Action(stage, Op.RECV_TIED))
+    def _present(self, *actions: Action) -> tuple[Action, ...]:
+        return tuple(action for action in actions if action in self.index)
+
+    def _agreed(self, rank: int) -> tuple[Action, ...]:
+        """After these the gradients of all stages of `rank` are what its step will use."""
+        agree = self._present(self.of_rank(rank, Op.AGREE))
+        if agree:
+            return agree
+        stages = self.stages_of(rank)
+        return self._reduced(rank) or tuple(chain(*(self._complete(stage) for stage in stages)))
+
+    def _reduced(self, rank: int) -> tuple[Action, ...]:
+        return self._present(*(Action(stage, Op.REDUCE_GRAD) for stage in self.stages_of(rank)))
+
+    def _complete(self, stage: int) -> tuple[Action, ...]:
+        """The gradients of a weight that is tied within the rank are added at COMPLETE of the last
+        stage.
+        """
+        last = self.num_stages - 1
+        end = last if self.tied_within_rank and stage == 0 else stage
+        return self._present(Action(end, Op.COMPLETE)) or self._summed_gradients(stage)
+
+    def _summed_gradients(self, stage: int) -> tuple[Action, ...]:
+        gradients = self.final_gradients(stage)
+        if self.tied_partner(stage) is not None:
+            return (*gradients, Action(stage, Op.RECV_TIED))
+        if self.tied_within_rank and stage == self.num_stages - 1 and stage > 0:
+            return (*gradients, *self._present(Action(0, Op.COMPLETE)))
+        return gradients

@@ -1,14 +1,14 @@
-"""BERT (Devlin et al. 2019) as a list of layers: embedding, blocks, head. It fills in words and
-judges pairs.
+"""BERT (Devlin et al. 2019) as a list of layers. It predicts masked words and whether two passages
+follow each other.
 
     tokens_BT, types_BT, lengths_B ──BertEmbedding──> x_BTD, lengths_B ──BertBlock──> ...
         ... ──> x_BTD, lengths_B ──BertHead──> logits_BTV, pair_B2
 
-The norms are where Megatron's BERT 345M has them: each block normalises what it reads and adds to
-an unnormalised stream, with one norm behind the last (Shoeybi et al. 2019, section 5.3);
+Norms are where Megatron's BERT 345M has them: each block normalises what it reads and adds to an
+unnormalised stream, with one norm behind the last block (Shoeybi et al. 2019, section 5.3);
 normalising the sum, as Devlin et al. do, did not train at that size. So the blocks are the GPT's,
-without its causal mask. What lies behind a sequence's end is masked by its length, which crosses
-every stage boundary beside the activation: 4 bytes a sequence.
+without its causal mask. Attention masks what lies behind a sequence's end by its length, which
+crosses every stage boundary beside the activation: 4 bytes a sequence.
 
 B batch · T position · D width · V vocabulary
 """
@@ -34,13 +34,15 @@ from dpipe.stage.tensor_parallel import (
     VocabularyEmbedding,
 )
 
-IGNORED = -100  # the target of a word that was not masked out
-NUM_TYPES = 2  # the first passage of a pair, and the second
+IGNORED = -100  # the target of a word that was not masked
+NUM_TYPES = 2  # token types: the first passage of a pair, and the second
 
 Masked = tuple[torch.Tensor, torch.Tensor]  # x_BTD, lengths_B
 
 
 class BertEmbedding(nn.Module):
+    """Of tokens, of learned positions and of token types, added."""
+
     tensor_plan: ClassVar = {
         "tokens": VocabularyEmbedding,
         "positions": SequenceEmbedding,
@@ -58,7 +60,10 @@ class BertEmbedding(nn.Module):
         initialise(self)
 
     def forward(
-        self, tokens_BT: torch.Tensor, types_BT: torch.Tensor, lengths_B: torch.Tensor
+        self,
+        tokens_BT: torch.Tensor,
+        types_BT: torch.Tensor,
+        lengths_B: torch.Tensor,
     ) -> Masked:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.tokens(tokens_BT) + self.positions(positions_T) + self.types(types_BT)
@@ -66,7 +71,7 @@ class BertEmbedding(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """A GPT's block that looks both ways, as far as each sequence goes."""
+    """A GPT's block whose attention sees both directions, within each sequence's length."""
 
     tensor_plan: ClassVar = {
         f"block.{name}": kind for name, kind in TransformerBlock.tensor_plan.items()
@@ -82,8 +87,10 @@ class BertBlock(nn.Module):
 
 
 class BertHead(nn.Module):
-    """Logits of every word, from a transform and the embedding's table with a bias; and from the
-    first token, pooled, whether the second passage follows the first.
+    """Logits of every word at every position, and of the pair from the first token.
+
+    A word's logits come from a transform and a product with the embedding table, plus a bias; the
+    pair's two from the pooled first token.
     """
 
     draws = False
@@ -100,9 +107,12 @@ class BertHead(nn.Module):
         initialise(self)
 
     def forward(
-        self, x_BTD: torch.Tensor, lengths_B: torch.Tensor
+        self,
+        x_BTD: torch.Tensor,
+        lengths_B: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x_BTD = self.norm(x_BTD)
+        # Nested, because a name would keep an intermediate result in memory until the return.
         logits_BTV = self.output(self.transform_norm(F.gelu(self.transform(x_BTD))))
         pair_B2 = self.pair(torch.tanh(self.pooler(x_BTD[:, 0])))
         return logits_BTV, pair_B2
@@ -119,15 +129,17 @@ def bert(
     tied: bool,
 ) -> LayeredModel:
     """`num_layers` blocks between an embedding and a head: `num_layers + 2` layers."""
-    layer = partial(BertBlock, width, num_heads, num_layers, dropout)
+    block = partial(BertBlock, width, num_heads, num_layers, dropout)
     layers: tuple[Callable[[], nn.Module], ...] = (
         partial(BertEmbedding, vocab_size, width, context, dropout),
-        *(layer for _ in range(num_layers)),
+        *(block for _ in range(num_layers)),
         partial(BertHead, vocab_size, width),
     )
-    ends = ("tokens.weight", "output.weight") if tied else None
     return LayeredModel(
-        layers, masked_and_pair_loss, ends, lambda group: partial(masked_and_pair_loss, group=group)
+        layers,
+        masked_and_pair_loss,
+        tied=("tokens.weight", "output.weight") if tied else None,
+        split_loss=lambda group: partial(masked_and_pair_loss, group=group),
     )
 
 
@@ -137,12 +149,10 @@ def masked_and_pair_loss(
     targets_BT: torch.Tensor,
     group: TensorGroup | None = None,
 ) -> torch.Tensor:
-    """Cross entropy in nats: the mean over the words that were masked out, plus the mean over the
-    pairs.
+    """Cross entropy in nats: the mean over the masked words, plus the mean over the pairs.
 
-    Position 0 is [CLS], which is never masked: there the target is that of the pair, 0 where the
-    second passage follows the first and 1 where it is from elsewhere. All others are a word or
-    `IGNORED`.
+    Position 0 is [CLS], which is never masked: its target is the pair's, 0 if the second passage
+    follows the first and 1 if it is from elsewhere. The other targets are a word or `IGNORED`.
     """
     words_BT = targets_BT.clone()
     words_BT[:, 0] = IGNORED

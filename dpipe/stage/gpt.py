@@ -1,5 +1,4 @@
-"""A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers: embedding, blocks,
-head.
+"""A decoder-only transformer (Radford et al. 2019, GPT-2) as a list of layers.
 
     tokens_BT ──GptEmbedding──> x_BTD ──TransformerBlock──> ... ──> x_BTD ──GptHead──> logits_BTV
 
@@ -21,20 +20,22 @@ from dpipe.stage.model import LayeredModel
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import (
     ColumnLinear,
-    Piece,
     QkvLinear,
     RowLinear,
     SequenceDropout,
     SequenceEmbedding,
+    SplitModule,
     VocabularyEmbedding,
+    split_cross_entropy,
     split_dropout,
 )
-from dpipe.stage.vocabulary import split_cross_entropy
 
-_INIT_STD = 0.02
+_INIT_STD = 0.02  # of normal distributions
 
 
 class GptEmbedding(nn.Module):
+    """Of tokens and of learned positions, added."""
+
     tensor_plan: ClassVar = {
         "tokens": VocabularyEmbedding,
         "positions": SequenceEmbedding,
@@ -56,8 +57,9 @@ class GptEmbedding(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(H)) v, with dropout; causal, or as far as each sequence is long. It has
-    no parameters.
+    """softmax(q k^T / sqrt(H)) v, with dropout; it has no parameters.
+
+    `causal` masks later positions; `lengths_B` masks what lies behind the end of each sequence.
     """
 
     attention_core = True  # what selective recomputation looks for
@@ -75,15 +77,21 @@ class AttentionCore(nn.Module):
         lengths_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        mask_B11T = None if lengths_B is None else _up_to(lengths_B, k_BNTH.shape[2])
+        mask_B11T = None if lengths_B is None else _within(lengths_B, k_BNTH.shape[2])
         return F.scaled_dot_product_attention(
-            q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_B11T, dropout_p=dropout, is_causal=self.causal
+            q_BNTH,
+            k_BNTH,
+            v_BNTH,
+            attn_mask=mask_B11T,
+            dropout_p=dropout,
+            is_causal=self.causal,
         )
 
 
-class SplitAttentionCore(Piece, AttentionCore):
-    """Some of the heads: it drops in them what one process would, which no fused kernel can be
-    told.
+class SplitAttentionCore(SplitModule, AttentionCore):
+    """Some of the heads, with the dropout mask that one process would draw for them.
+
+    No fused kernel takes a given dropout mask, so with dropout the products are written out.
     """
 
     def forward(
@@ -97,17 +105,17 @@ class SplitAttentionCore(Piece, AttentionCore):
             return super().forward(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
         if self.causal:
-            later_TT = torch.ones(
-                scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device
-            ).triu(1)
+            shape = scores_BNTT.shape[-2:]
+            later_TT = torch.ones(shape, dtype=torch.bool, device=scores_BNTT.device).triu(1)
             scores_BNTT = scores_BNTT.masked_fill(later_TT, -math.inf)
         if lengths_B is not None:
-            scores_BNTT = scores_BNTT.masked_fill(~_up_to(lengths_B, k_BNTH.shape[2]), -math.inf)
-        chances_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
-        return chances_BNTT.to(v_BNTH.dtype) @ v_BNTH
+            behind_B11T = ~_within(lengths_B, k_BNTH.shape[2])
+            scores_BNTT = scores_BNTT.masked_fill(behind_B11T, -math.inf)
+        weights_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
+        return weights_BNTT.to(v_BNTH.dtype) @ v_BNTH
 
 
-def _up_to(lengths_B: torch.Tensor, num_positions: int) -> torch.Tensor:
+def _within(lengths_B: torch.Tensor, num_positions: int) -> torch.Tensor:
     """Which positions [B, 1, 1, T] lie within each sequence."""
     positions_T = torch.arange(num_positions, device=lengths_B.device)
     return (positions_T < lengths_B[:, None])[:, None, None]
@@ -124,10 +132,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
-        q_BNTH, k_BNTH, v_BNTH = (
-            self._heads(part_BTD) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1)
+        q_BTD, k_BTD, v_BTD = self.qkv(x_BTD).chunk(3, dim=-1)
+        y_BNTH: torch.Tensor = self.core(
+            self._heads(q_BTD),
+            self._heads(k_BTD),
+            self._heads(v_BTD),
+            lengths_B,
         )
-        y_BNTH: torch.Tensor = self.core(q_BNTH, k_BNTH, v_BNTH, lengths_B)
         y_BTD: torch.Tensor = self.output(y_BNTH.transpose(1, 2).flatten(2))
         return y_BTD
 
@@ -137,8 +148,8 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a perceptron four times as wide; each reads a normalised copy and adds to the
-    stream.
+    """Attention, then an MLP four times as wide; each reads a normalised copy of the residual
+    stream and adds to it.
     """
 
     tensor_plan: ClassVar = {
@@ -151,7 +162,13 @@ class TransformerBlock(nn.Module):
     }
 
     def __init__(
-        self, width: int, num_heads: int, num_layers: int, dropout: float, *, causal: bool = True
+        self,
+        width: int,
+        num_heads: int,
+        num_layers: int,
+        dropout: float,
+        *,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
@@ -162,17 +179,21 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.draws = dropout > 0
         initialise(self)
-        # The variance of the stream grows with each addition to it, of which there are two a block.
+        # Two additions a block make the variance of the residual stream grow; GPT-2 scales what is
+        # added down by the root of their number.
         for onto_stream in (self.attention.output, self.mlp_out):
             nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
+        # Nested, because a name would keep an intermediate result in memory until the return.
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), lengths_B))
         y_BTD: torch.Tensor = self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
         return x_BTD + y_BTD
 
 
 class GptHead(nn.Module):
+    """The last norm, then the logits of every word."""
+
     draws = False
     tensor_plan: ClassVar = {"output": ColumnLinear}
 
@@ -204,27 +225,31 @@ def gpt(
         *(block for _ in range(num_layers)),
         partial(GptHead, vocab_size, width),
     )
-    ends = ("tokens.weight", "output.weight") if tied else None
-    return LayeredModel(layers, word_loss, ends, lambda group: partial(word_loss, group=group))
-
-
-def word_loss(
-    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, group: TensorGroup | None = None
-) -> torch.Tensor:
-    """Cross entropy in nats a token; with a `group` the logits are of this rank's part of the
-    words.
-    """
-    logits_NV = logits_BTV.flatten(0, 1)
-    targets_N = targets_BT.flatten()
-    return (
-        F.cross_entropy(logits_NV, targets_N)
-        if group is None
-        else split_cross_entropy(logits_NV, targets_N, group)
+    return LayeredModel(
+        layers,
+        word_loss,
+        tied=("tokens.weight", "output.weight") if tied else None,
+        split_loss=lambda group: partial(word_loss, group=group),
     )
 
 
+def word_loss(
+    logits_BTV: torch.Tensor,
+    targets_BT: torch.Tensor,
+    group: TensorGroup | None = None,
+) -> torch.Tensor:
+    """Cross entropy in nats a token; with a `group`, logits are of this rank's part of the
+    vocabulary.
+    """
+    logits_NV = logits_BTV.flatten(0, 1)
+    targets_N = targets_BT.flatten()
+    if group is None:
+        return F.cross_entropy(logits_NV, targets_N)
+    return split_cross_entropy(logits_NV, targets_N, group)
+
+
 def initialise(layer: nn.Module) -> None:
-    """GPT-2's: normal with a standard deviation of 0.02; biases zero."""
+    """As GPT-2: weights normal with a standard deviation of 0.02, biases zero."""
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_INIT_STD)

@@ -5,8 +5,8 @@ bubble).
     backward, now     dx = dy W        db = sum of dy
     backward, later   W.grad += dy^T x         [make]
 
-Only what the stage before waits for is made now. The products are those that `nn.Linear` and
-autograd issue, so the numbers are the same.
+Only what the previous stage waits for is made now. The products are those that `nn.Linear` and
+autograd issue, so the numbers are the same to the bit.
 """
 
 from typing import Any
@@ -15,22 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Products = dict[
-    nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]
-]  # by weight, the factors of its gradients
+Factors = tuple[torch.Tensor, torch.Tensor]  # x [tokens, in] and dy [tokens, out]
+Products = dict[nn.Parameter, list[Factors]]  # by weight: the factors of its gradients
 
 
 class WeightGradients:
-    """Where the linear layers of a stage file their weight gradients, as products that are still to
-    be made.
-    """
+    """Where the linear layers of a stage file their weight gradients, as products still to make."""
 
     def __init__(self) -> None:
         self.filed: Products = {}
 
     def file(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
         """`input` [tokens, in] and `grad` [tokens, out] are those of the product."""
-        # Detached, because a view keeps what it views, and that the whole graph before it.
+        # Detached, because a view keeps its base alive, and with it the graph before it.
         self.filed.setdefault(weight, []).append((input.detach(), grad.detach()))
 
     def take(self) -> Products:
@@ -41,27 +38,24 @@ class WeightGradients:
 
 @torch.no_grad()
 def make(products: Products) -> None:
-    """Add the gradients to their weights; those of one weight are added up first, as autograd
-    does.
-    """
+    """Add the gradients to their weights. Those of one weight are summed first, as in autograd."""
     for weight, factors in products.items():
         _add(weight, factors)
 
 
-def _add(weight: nn.Parameter, factors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A function of its own, so that one weight's product is freed before the next one's is
-    made.
-    """
-    made, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
+def _add(weight: nn.Parameter, factors: list[Factors]) -> None:
+    """A call of its own, so that one weight's product is freed before the next one's is made."""
+    total, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
     for other in others:
-        made += other
-    weight.grad = made if weight.grad is None else weight.grad.add_(made)
+        total += other
+    if weight.grad is None:
+        weight.grad = total
+    else:
+        weight.grad.add_(total)
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`, where they are
-    set.
-    """
+    """An `nn.Linear` whose backward pass files its weight gradient with `gradients`, if set."""
 
     gradients: WeightGradients | None = None
 
@@ -76,7 +70,7 @@ class Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """On [..., in] as one matrix [tokens, in], with or without gradients the same product."""
+    """Input [..., in] as one matrix [tokens, in]: the same product with gradients and without."""
 
     @staticmethod
     def forward(
@@ -90,8 +84,7 @@ class _Product(torch.autograd.Function):
         used_weight: torch.Tensor = weight
         used_bias: torch.Tensor | None = bias
         if torch.is_autocast_enabled(input.device.type):
-            # What autocast would do; autograd casts what backward returns to the dtype of what was
-            # given.
+            # As autocast would. Autograd casts what `backward` returns to the inputs' dtypes.
             dtype = torch.get_autocast_dtype(input.device.type)
             flat = flat.to(dtype)
             used_weight = weight.to(dtype)
@@ -104,34 +97,30 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad: torch.Tensor
+        ctx: Any,
+        grad: torch.Tensor,
     ) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
         flat, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             ctx.gradients.file(ctx.weight, flat, grad)
-        return (
-            (grad @ weight).view(ctx.shape) if needs_input else None,
-            None,
-            grad.sum(0) if needs_bias else None,
-            None,
-        )
+        grad_input = (grad @ weight).view(ctx.shape) if needs_input else None
+        grad_bias = grad.sum(0) if needs_bias else None
+        return grad_input, None, grad_bias, None
 
 
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> None:
     """Turn every plain `nn.Linear` inside `module` into a `Linear`, in place; names and parameters
     stay.
 
-    Left as they are: subclasses but those of `Linear`, which may compute something else, and a
-    weight that is made from other parameters (`torch.nn.utils.weight_norm`), whose gradient has
-    further to go.
+    Other subclasses of `nn.Linear` stay, because they may compute something else. So does one whose
+    weight is computed from other parameters (`torch.nn.utils.weight_norm`): its gradient has to go
+    on to them.
     """
     for linear in module.modules():
-        plain = type(linear) is nn.Linear and "weight" in dict(
-            linear.named_parameters(recurse=False)
-        )
-        if plain:
+        own_parameters = dict(linear.named_parameters(recurse=False))
+        if type(linear) is nn.Linear and "weight" in own_parameters:
             linear.__class__ = Linear
         if isinstance(linear, Linear):
             linear.gradients = gradients

@@ -1,11 +1,11 @@
-"""Parameters in half precision to compute with, and their masters in fp32 to learn (Micikevicius et
+"""Parameters in half precision to compute with, and fp32 master weights that learn (Micikevicius et
 al. 2018).
 
-    masters (fp32)  --refresh, once a step-->  parameters (half)  --forward, backward-->  gradients (half)
-           ^------------- AdamW ------------- gradients (fp32) <--collect, once a micro-batch--'
+    masters (fp32) ──refresh, once a step──> parameters (half) ──forward, backward──> gradients
+       ^──────── AdamW ──────── gradients (fp32) <──── collect, once a micro-batch ─────(half)┘
 
-A gradient is added up over the micro-batches in fp32, so that half precision rounds each of them
-once, and not the sum.
+Gradients are added up over the micro-batches in fp32: half precision rounds each of them, never
+the sum.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,7 @@ Named = tuple[str, nn.Parameter]
 
 
 class MasterWeights:
-    """Turns `layers` to `dtype` in place. What optimizers, checkpoints and replicas see are the
-    masters.
-    """
+    """Casts `layers` to `dtype`, in place. Optimizers, checkpoints and replicas see the masters."""
 
     def __init__(self, layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
         self.named: dict[int, list[Named]] = {
@@ -37,9 +35,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients that a backward pass has left on the parameters to those of the
-        masters.
-        """
+        """Add the gradients that a backward pass left on the parameters to the masters'."""
         for master, working in zip(self._masters, self._working, strict=True):
             if working.grad is None:
                 continue
@@ -51,7 +47,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters to the parameters."""
+        """Write the masters, rounded, to the parameters."""
         torch._foreach_copy_(self._working, self._masters)
 
     def forget(self) -> None:
@@ -61,24 +57,23 @@ class MasterWeights:
 
 
 def in_precision(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`layer`, its real numbers as `dtype`, in place."""
-    places = [
-        (module, *named)
+    """Cast the floating-point parameters and buffers of `layer`, in place. Complex buffers stay."""
+    complex_buffers = [
+        (module, name, buffer)
         for module in layer.modules()
-        for named in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_complex()
     ]
-    of_complex = [place for place in places if place[2].is_complex()]
-    for module, name, _ in of_complex:
-        setattr(module, name, None)  # `to` would take the imaginary part away
+    for module, name, _ in complex_buffers:
+        setattr(module, name, None)  # `to` would drop the imaginary part
     layer.to(dtype)
-    for module, name, buffer in of_complex:
+    for module, name, buffer in complex_buffers:
         setattr(module, name, buffer)
     return layer
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     values = parameter.detach().clone()
-    return nn.Parameter(
-        values.float() if values.is_floating_point() else values,
-        requires_grad=parameter.requires_grad,
-    )
+    if values.is_floating_point():
+        values = values.float()
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -1,6 +1,4 @@
-"""A stage whose compute is a wait of given length: real bytes, no arithmetic, to measure the engine
-alone.
-"""
+"""A stage whose compute is a wait: real bytes and no arithmetic, to measure the engine alone."""
 
 import os
 import time
@@ -10,21 +8,22 @@ import torch
 from torch import nn
 
 from dpipe.errors import TransferError
+from dpipe.stage.base import Tensors
 from dpipe.wire.spec import TensorSpec
 
-Tensors = tuple[torch.Tensor, ...]
-
-_EARLY_S = 150e-6  # a sleep may end so much late
+_EARLY_S = 150e-6  # how late a sleep may end
 
 
 class ReplayStage:
     """Looks like a `Stage`. Each message is `message_bytes // 4` fp32 values; the loss is 0.
 
-    It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to agree on.
-    `input_share` of `backward_s` makes the input gradient, the rest the weight gradients. Where
-    several ranks share the stage, they wait for each other in `exchange`: `num_exchanges` times in
-    each forward and each input gradient.
+    It has `parameter_bytes // 4` parameters, all 0 like their gradient, for replicas to exchange.
+    `input_share` of `backward_s` makes the input gradient, the rest the weight gradients. The ranks
+    of a tensor-parallel group call `exchange` `num_exchanges` times in each forward and each input
+    gradient.
     """
+
+    split = None
 
     def __init__(
         self,
@@ -49,9 +48,8 @@ class ReplayStage:
         self._weight_s = backward_s * (1 - input_share)
         self._exchange = exchange
         self._num_exchanges = num_exchanges
-        message = torch.zeros(
-            message_bytes // 4
-        )  # never written to, so that every message can be the same tensor
+        # Never written to, so that every message can be the same tensor.
+        message = torch.zeros(message_bytes // 4)
         nothing: Tensors = ()
         self._inputs = nothing if first else (message,)
         self._outputs = (torch.zeros(()),) if last else (message,)
@@ -66,7 +64,10 @@ class ReplayStage:
         self._num_backwards = 0
 
     def forward(
-        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        targets: torch.Tensor | None = None,
     ) -> Tensors:
         outputs = self.evaluate(inputs, targets)
         self._stashed.add(microbatch)
@@ -107,10 +108,14 @@ class ReplayStage:
         return {self.index: list(self.named_parameters())} if self._parameter.numel() else {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from ((f"layers.{self.index}.weight", p) for p in self.parameters())
+        for parameter in self.parameters():
+            yield f"layers.{self.index}.weight", parameter
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return ()
 
     def parameters(self) -> Sequence[nn.Parameter]:
         return (self._parameter,) if self._parameter.numel() else ()
@@ -130,27 +135,26 @@ class ReplayStage:
         return self._inputs
 
     def _compute(self, seconds: float) -> None:
-        """Exchanges come evenly spread over it, as those of layers do."""
+        """Wait, with exchanges evenly spread over it, as those of layers are."""
         for _ in range(self._num_exchanges):
             wait(seconds / self._num_exchanges)
             self._exchange()
         if not self._num_exchanges:
             wait(seconds)
 
-    def _check(self, what: str, got: Tensors, like: Tensors) -> None:
-        expected, arrived = ([TensorSpec.of(t) for t in tensors] for tensors in (like, got))
+    def _check(self, what: str, tensors: Tensors, like: Tensors) -> None:
+        expected = [str(TensorSpec.of(tensor)) for tensor in like]
+        arrived = [str(TensorSpec.of(tensor)) for tensor in tensors]
         if expected != arrived:
             raise TransferError(
-                f"replay stage {self.index} expected {[*map(str, expected)]} as its {what}, "
-                f"got {[*map(str, arrived)]}; replay.message_bytes must be the same on every rank"
+                f"replay stage {self.index} expected {expected} as its {what}, got {arrived}; "
+                "replay.message_bytes must be the same on every rank"
             )
 
 
 def wait(seconds: float) -> None:
-    """Return `seconds` from now, to a few us: sleep until shortly before, then offer the core to
-    others.
-    """
+    """Return `seconds` from now, to a few us: sleep until shortly before, then yield the core."""
     deadline = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - _EARLY_S))
     while time.perf_counter() < deadline:
-        os.sched_yield()  # a sleep, even of nothing, may take 60 us
+        os.sched_yield()  # even a sleep of 0 s may take 60 us

@@ -1,7 +1,7 @@
 """Random numbers that are a function of what they are drawn for, not of what was drawn before.
 
-The key is (seed, step, micro-batch, layer). So a layer drops the same values in any cut, under any
-schedule, and again when its forward pass is recomputed.
+The key is (seed, step, micro-batch, layer). So a layer's dropout is the same wherever the model is
+cut, under any schedule, and when its forward pass is run again.
 """
 
 import hashlib
@@ -11,20 +11,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-# The default generators belong to the process, and the ranks of a test are threads of one.
+# torch's default generators belong to the process, and ranks may be threads of one.
 _LOCK = threading.Lock()
-_DRAWING = (
-    threading.local()
-)  # its `generators` are those that `seeded` has set, where this thread is inside it
+# Its `generators` are those that `seeded` has set, while this thread is inside `seeded`.
+_DRAWING = threading.local()
 
 
 @contextmanager
 def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Draw as `key` says inside, and leave the caller's generators where they were. Must not be
+    """Seed the default generators by `key` inside, and restore their state behind. Not to be
     nested.
     """
     generators = _generators(torch.device(device))
-    number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
     with _LOCK:
         states = [generator.get_state() for generator in generators]
         for generator in generators:
@@ -39,9 +39,7 @@ def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Let other threads draw while this one waits for them inside `seeded`; outside of it,
-    nothing.
-    """
+    """Inside `seeded`: let other threads draw while this one waits for them. Outside: nothing."""
     generators = getattr(_DRAWING, "generators", ())
     if not generators:
         yield
@@ -56,16 +54,21 @@ def paused() -> Iterator[None]:
 
 
 def same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch's checkpoint, which would set the generators of a process under threads that draw:
-    what surrounds a function inside `seeded`, and what surrounds it when it runs again, from the
-    same numbers on.
+    """The `context_fn` of torch's checkpoint: contexts for a function's first run, which is inside
+    `seeded`, and for its second, in which it draws the same numbers.
+
+    torch's own way would set the process's generators while other threads draw.
     """
     generators = getattr(_DRAWING, "generators", ())
-    return nullcontext(), _again(generators, [generator.get_state() for generator in generators])
+    states = [generator.get_state() for generator in generators]
+    return nullcontext(), _restored(generators, states)
 
 
 @contextmanager
-def _again(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> Iterator[None]:
+def _restored(
+    generators: Sequence[torch.Generator],
+    states: Sequence[torch.Tensor],
+) -> Iterator[None]:
     with _LOCK:
         before = [generator.get_state() for generator in generators]
         _set(generators, states)
@@ -81,7 +84,7 @@ def _set(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) 
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """A layer on a GPU may still draw on the CPU."""
+    """The device's and the CPU's: a layer on a GPU may still draw on the CPU."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index

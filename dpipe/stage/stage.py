@@ -1,6 +1,6 @@
 """A stage: some layers of a model, forward and backward, one micro-batch at a time.
 
-    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2      one graph a stage, from a leaf: its input
+    forward   x0 -> [layer 4] -> x1 -> [layer 5] -> x2      one graph, from the leaf x0
     backward  g0 <- [layer 4] <- g1 <- [layer 5] <- g2
 
 What layers pass on is contiguous and in the stored precision, as after a hop over a wire: a layer
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dpipe.errors import RunError, TransferError
+from dpipe.stage.base import Tensors
 from dpipe.stage.linear import Products, WeightGradients, defer_weight_gradients, make
 from dpipe.stage.master_weights import MasterWeights
 from dpipe.stage.model import Loss, as_tensors, saved_buffers
@@ -28,7 +29,6 @@ from dpipe.stage.tensor_parallel import Split, leave_uncompiled
 from dpipe.streams import upload
 from dpipe.wire.spec import TensorSpec
 
-Tensors = tuple[torch.Tensor, ...]
 # Called with a timer's name: times a part of the work.
 Timed = Callable[[str], AbstractContextManager[object]]
 
@@ -51,8 +51,8 @@ class Stage:
                          "selective" all but the inside of attention cores, "none" everything
     `precision`          "bf16" and "fp16" run the layers under autocast; parameters, gradients and
                          what crosses a layer's boundary stay fp32
-    `parameters`         in half precision, layers compute in it and pass it on; what is learned, and
-                         seen from outside, are fp32 master weights
+    `parameters`         in half precision, layers compute in it and pass it on; what is learned,
+                         and seen from outside, are fp32 master weights
     `first_microbatch`   this replica's first in the whole batch: micro-batch m draws the random
                          numbers of `first_microbatch` + m
     `splits_backward`    prepare for `backward_input`; without it linear layers stay torch's own,
@@ -123,7 +123,10 @@ class Stage:
         self._stale = True
 
     def forward(
-        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        targets: torch.Tensor | None = None,
     ) -> Tensors:
         """Run the layers and stash what their backward needs. Outputs carry no graph.
 

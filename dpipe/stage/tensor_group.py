@@ -1,8 +1,9 @@
-"""The ranks that hold a stage together, on one machine, and what they exchange while they compute.
+"""A tensor-parallel group: the ranks of one machine that hold a stage together, and their
+collectives.
 
-All of them run the same program, so each makes the same calls in the same order. What a call
-returns is the same on all of them to the last bit, wherever it is the same in meaning: gloo and
-NCCL both add each number up in one place.
+All of them run the same program, so each makes the same calls in the same order. The result of an
+all-reduce is the same on all of them to the last bit: gloo and NCCL both sum each number in one
+place.
 """
 
 from collections.abc import Callable
@@ -17,19 +18,17 @@ from dpipe.errors import PeerLost
 from dpipe.stage.seeding import paused
 from dpipe.wire.collective import open_group
 
-_LOOK = timedelta(seconds=0.2)
+_POLL = timedelta(seconds=0.2)  # between looks at whether the run has failed elsewhere
 
-Watch = Callable[
-    [int], AbstractContextManager[None]
-]  # around an exchange, with the bytes that this rank sends
+# Called around each collective with the bytes that this rank sends.
+Watch = Callable[[int], AbstractContextManager[None]]
 
 
 class TensorGroup:
-    """One rank's end. `ranks` are the run's ranks in it; with `sequence` they split the sequence
-    between matrices.
+    """One rank's end. `ranks` are the run's ranks in the group, `rank` is this one's index in it.
 
-    Used by one thread. Raises `PeerLost` naming the group where one of them is gone, or silent for
-    `timeout_s`.
+    With `sequence` they split the sequence between the matrices. Used by one thread. Its methods
+    raise `PeerLost` naming the group if a rank is gone, or silent for `timeout_s`.
     """
 
     def __init__(
@@ -55,42 +54,38 @@ class TensorGroup:
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """The sum, or what `op` makes, of everybody's `tensor`, as a new one."""
+        """The sum of all ranks' `tensor`, or what `op` makes of them, as a new tensor."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._do(
-            lambda: self._group.allreduce([out], options),
-            2 * out.nbytes * (self.size - 1) // self.size,
-        )
+        num_bytes = 2 * out.nbytes * (self.size - 1) // self.size
+        self._do(lambda: self._group.allreduce([out], options), num_bytes)
         return out
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Everybody's `tensor`, one behind the other along `dim`."""
+        """All ranks' `tensor`, concatenated along `dim`."""
         mine = tensor.detach().contiguous()
         out = mine.new_empty((self.size, *mine.shape))
-        self._do(
-            lambda: self._group._allgather_base(out.view(-1), mine.view(-1)),
-            mine.nbytes * (self.size - 1),
-        )
-        return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(), dim)
+        num_bytes = mine.nbytes * (self.size - 1)
+        self._do(lambda: self._group._allgather_base(out.view(-1), mine.view(-1)), num_bytes)
+        if dim == 0:
+            return out.flatten(0, 1)
+        return torch.cat(out.unbind(), dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part, along `dim`, of the sum of everybody's `tensor`."""
+        """This rank's part, along `dim`, of the sum of all ranks' `tensor`."""
         parts = torch.stack(tensor.detach().chunk(self.size, dim))
         out = torch.empty_like(parts[0])
-        self._do(
-            lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1)),
-            out.nbytes * (self.size - 1),
-        )
+        num_bytes = out.nbytes * (self.size - 1)
+        self._do(lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1)), num_bytes)
         return out
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of a `tensor` that all have whole."""
+        """This rank's part, along `dim`, of a `tensor` that all ranks have whole; a view."""
         return tensor.chunk(self.size, dim)[self.rank]
 
     def fail(self, error: Exception) -> None:
-        """From any thread: what is under way here, and what follows, raises `error`."""
+        """From any thread: let the collective under way, and all that follow, raise `error`."""
         self._error = error
         self._group.abort()
 
@@ -101,23 +96,22 @@ class TensorGroup:
         except RuntimeError as error:  # the only kind that torch raises here
             raise PeerLost(
                 f"rank {self.ranks[self.rank]} lost the tensor-parallel group of ranks "
-                f"{self.ranks[0]} to "
-                f"{self.ranks[-1]}: {error}"
+                f"{self.ranks[0]} to {self.ranks[-1]}: {error}"
             ) from error
 
     def _wait(self, work: Any) -> None:
-        """Look up now and then whether the run has failed elsewhere: what gloo waits for cannot be
-        interrupted.
+        """Wait for a collective; raises what `fail` was given meanwhile.
 
-        NCCL's is aborted, and its `wait` only puts the current stream behind the exchange.
+        NCCL's `wait` only puts the current stream behind the collective, and an abort ends it. A
+        wait of gloo cannot be interrupted, so it is polled.
         """
-        done = self._device.type == "cuda" and work.wait()
+        if self._device.type == "cuda" and work.wait():
+            return
+        done = False
         while not done:
             if self._error is not None:
                 raise self._error
             try:
-                done = work.wait(_LOOK)
-            except (
-                RuntimeError
-            ):  # the look timed out, as the group will by itself, or the exchange is over
-                done = work.is_completed() and work.wait()  # which raises where it has failed
+                done = work.wait(_POLL)
+            except RuntimeError:  # the poll timed out, or the collective is over
+                done = work.is_completed() and work.wait()  # raises if the collective failed

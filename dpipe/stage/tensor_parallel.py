@@ -9,17 +9,19 @@
         backward         reduce-scatter                                               all-gather
 
 Between the matrices, where tensor parallelism computes the same norms and dropout on every rank,
-sequence parallelism gives each rank a part of the positions (Korthikanti et al. 2022). The bytes
-exchanged are the same.
+sequence parallelism gives each rank a part of the positions (Korthikanti et al. 2022). It exchanges
+as many bytes.
 
-torch's `parallelize_module` does not serve here: its DTensors live in the default group of a
-process, and ranks may be threads of one; they draw other dropout masks for each T; and weight
+torch's `parallelize_module` does not serve here. Its DTensors live in a process's default group,
+and ranks may be threads of one process. It draws other dropout masks for each T. And weight
 gradients that wait (`linear.py`) need the factors of a product, which a DTensor hides. What is left
-is small: layers stay as they are, and a layer's `tensor_plan` says which of its modules become
-which of the classes below, with names and order of the parameters kept.
+is small: a layer's `tensor_plan` says which of its modules become which class below; names and
+order of the parameters stay.
 
-B batch · S sequence · D width
-"""
+B batch · S sequence · D width · N tokens · V vocabulary
+"""  # noqa: E501 - the drawing
+
+# ruff: noqa: N803, N806 - shape suffixes
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -35,15 +38,16 @@ from dpipe.stage.linear import Linear
 from dpipe.stage.tensor_group import TensorGroup
 
 _SEQUENCE = 1  # the dimension of [B, S, D] that is split between the matrices
+_IGNORED = -100  # as torch's cross_entropy has it: a target that does not count
 
-Exchange = Callable[[torch.Tensor], torch.Tensor]
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Through(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     """`there` on the way forward, `back` on the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, there: Collective, back: Collective) -> torch.Tensor:
         ctx.back = back
         return there(x)
 
@@ -52,69 +56,100 @@ class _Through(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def _through(x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
-    y: torch.Tensor = _Through.apply(x, there, back)  # type: ignore[no-untyped-call]
+def _exchanged(x: torch.Tensor, there: Collective, back: Collective) -> torch.Tensor:
+    y: torch.Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]
     return y
 
 
-def enter(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N803 - shape suffix
-    """In front of a matrix of which each rank has some columns: the whole of x, and the sum of all
-    its gradients.
-    """
+def enter(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """In front of a matrix split by columns: the whole of x, and the sum of its gradients."""
     if group.sequence:
-        return _through(
+        return _exchanged(
             x_BSD,
             lambda x: group.all_gather(x, _SEQUENCE),
             lambda grad: group.reduce_scatter(grad, _SEQUENCE),
         )
-    return _through(x_BSD, lambda x: x.view_as(x), group.all_reduce)
+    return _exchanged(x_BSD, lambda x: x.view_as(x), group.all_reduce)
 
 
-def leave(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # noqa: N803 - shape suffix
-    """Behind a matrix of which each rank has some rows: the sum of what they made."""
+def leave(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Behind a matrix split by rows: the sum of all ranks' terms."""
     if group.sequence:
-        return _through(
+        return _exchanged(
             x_BSD,
             lambda x: group.reduce_scatter(x, _SEQUENCE),
             lambda grad: group.all_gather(grad, _SEQUENCE),
         )
-    return _through(x_BSD, group.all_reduce, lambda grad: grad)
+    return _exchanged(x_BSD, group.all_reduce, lambda grad: grad)
 
 
 def split_dropout(
-    x: torch.Tensor, probability: float, group: TensorGroup, dim: int
+    x: torch.Tensor,
+    probability: float,
+    group: TensorGroup,
+    dim: int,
 ) -> torch.Tensor:
-    """Dropout on a part, along `dim`, of what one process would have: it draws for all of it and
-    takes its part.
+    """Dropout on this rank's part, along `dim`, with the mask that one process would draw: draws
+    the whole mask and takes its part.
     """
     whole = list(x.shape)
     whole[dim] *= group.size
     noise = group.part(F.dropout(x.new_ones(whole), probability, inplace=True), dim)
-    return x * noise.clone()  # a view would keep all of it
+    return x * noise.clone()  # a view would keep the whole mask in memory
 
 
-def _kept_in_part(
-    whole: torch.Tensor, part: torch.Tensor, group: TensorGroup
-) -> AbstractContextManager[object]:
-    """What is kept of `whole` for backward, in whatever shape, is its `part`."""
-    place = whole.untyped_storage()._cdata
+def split_cross_entropy(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    group: TensorGroup,
+) -> torch.Tensor:
+    """Cross entropy where each rank has the logits of V / T words (Shoeybi et al. 2019, section 3).
 
-    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
-        return kept.shape if kept.untyped_storage()._cdata == place else kept
+        loss = log(sum of exp(logits - peak)) - (logit of the target - peak)
 
-    def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
-        return (
-            group.all_gather(part, _SEQUENCE).view(packed)
-            if isinstance(packed, torch.Size)
-            else packed
-        )
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    The mean over targets that are not ignored, in nats, the same on all ranks. Three numbers a
+    token are exchanged, and never the logits.
+    """
+    loss: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, targets_N, group)  # type: ignore[no-untyped-call]
+    return loss
 
 
-class Piece:
-    """A module whose parameters `cut` are split along a dimension, `parts` of them each for itself
-    (q, k and v).
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: torch.Tensor,
+        targets_N: torch.Tensor,
+        group: TensorGroup,
+    ) -> torch.Tensor:
+        peak_N = group.all_reduce(logits_NV.amax(-1), dist.ReduceOp.MAX)
+        shifted_NV = logits_NV - peak_N.unsqueeze(-1)
+        # The target's index among this rank's words, where it is one of them.
+        num_words = logits_NV.shape[-1]
+        here_N = targets_N - group.rank * num_words
+        is_here_N = (here_N >= 0) & (here_N < num_words)
+        here_N1 = here_N.masked_fill(~is_here_N, 0).unsqueeze(-1)
+        target_logit_N = shifted_NV.gather(-1, here_N1).squeeze(-1) * is_here_N
+        exp_NV = shifted_NV.exp_()
+        sums = group.all_reduce(torch.stack([exp_NV.sum(-1), target_logit_N]))
+        total_N, target_logit_N = sums.unbind()
+        counts_N = targets_N != _IGNORED
+        weight_N = counts_N / counts_N.sum()
+        softmax_NV = exp_NV.div_(total_N.unsqueeze(-1))
+        ctx.save_for_backward(softmax_NV, here_N1, is_here_N, weight_N)
+        return ((total_N.log() - target_logit_N) * weight_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax_NV, here_N1, is_here_N, weight_N = ctx.saved_tensors
+        grad_NV = softmax_NV * (weight_N * grad).unsqueeze(-1)
+        grad_NV.scatter_add_(-1, here_N1, -(is_here_N * weight_N * grad).unsqueeze(-1))
+        return grad_NV, None, None
+
+
+class SplitModule:
+    """A module whose parameters in `cut` are split along a dimension, in `parts` that are each cut
+    by themselves (3 for q, k and v).
     """
 
     cut: ClassVar[Mapping[str, int]] = {}
@@ -123,37 +158,56 @@ class Piece:
 
 
 def leave_uncompiled(layer: nn.Module) -> None:
-    """Keep the pieces of `layer` out of what `torch.compile` traces, in place.
+    """Keep the split modules of `layer` out of what `torch.compile` traces, in place.
 
-    It does not trace the calls of a process group, nor hooks on what is kept for backward; and its
+    It traces neither the calls of a process group nor hooks on what is kept for backward, and its
     random numbers are not those that one process draws.
     """
     for module in layer.modules():
-        if isinstance(module, Piece):
+        if isinstance(module, SplitModule):
             module.forward = torch.compiler.disable(module.forward)
 
 
-class ColumnLinear(Piece, Linear):
+class ColumnLinear(SplitModule, Linear):
     """Some of the outputs: weight [out / T, in].
 
-    Where the sequence is split backward needs the whole input again: it keeps this rank's positions
-    alone, and gathers them once more (Korthikanti et al. 2022, section 4.2.2).
+    With sequence parallelism, backward needs the whole input again: this rank's positions alone are
+    kept, and gathered once more (Korthikanti et al. 2022, section 4.2.2).
     """
 
     cut: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(
-                torch.get_autocast_dtype(input.device.type)
-            )  # here, so that half as much is exchanged
+            # Cast before the exchange, which then moves half the bytes.
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         whole = enter(input, self.group)
-        with (
-            _kept_in_part(whole, input.detach(), self.group)
-            if self.group.sequence
-            else nullcontext()
-        ):
+        keeping: AbstractContextManager[object] = nullcontext()
+        if self.group.sequence:
+            keeping = _kept_in_part(whole, input.detach(), self.group)
+        with keeping:
             return self.product(whole, self.bias)
+
+
+def _kept_in_part(
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    group: TensorGroup,
+) -> AbstractContextManager[object]:
+    """Where autograd would keep `whole` for backward, in whatever shape, it keeps `part` and
+    gathers it.
+    """
+    storage = whole.untyped_storage()._cdata
+
+    def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
+        return kept.shape if kept.untyped_storage()._cdata == storage else kept
+
+    def unpack(packed: torch.Tensor | torch.Size) -> torch.Tensor:
+        if isinstance(packed, torch.Size):
+            return group.all_gather(part, _SEQUENCE).view(packed)
+        return packed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class QkvLinear(ColumnLinear):
@@ -162,10 +216,8 @@ class QkvLinear(ColumnLinear):
     parts: ClassVar = 3
 
 
-class RowLinear(Piece, Linear):
-    """Some of the inputs: weight [out, in / T]. The bias is whole, and is added once, to the
-    sum.
-    """
+class RowLinear(SplitModule, Linear):
+    """Some of the inputs: weight [out, in / T]. The bias is whole, and added once, to the sum."""
 
     cut: ClassVar = {"weight": 1}
 
@@ -174,25 +226,26 @@ class RowLinear(Piece, Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class FirstPositionLinear(Piece, Linear):
-    """Whole, and reads [B, D] of position 0, which rank 0 alone has where the sequence is split:
-    then its output is everybody's, and so are the gradients that it alone makes.
+class FirstPositionLinear(SplitModule, Linear):
+    """Whole, and reads [B, D] of position 0, which with sequence parallelism rank 0 alone has.
+
+    Then all ranks take rank 0's output, and the gradients that it alone makes.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = super().forward(input)
         if not self.group.sequence:
             return output
-        return _through(
+        return _exchanged(
             output,
             lambda y: self.group.all_gather(y, 0).chunk(self.group.size)[0],
             lambda grad: grad if self.group.rank == 0 else torch.zeros_like(grad),
         )
 
 
-class VocabularyEmbedding(Piece, nn.Embedding):
-    """Some of the words: weight [V / T, D]. The others are zeros here, and come from the rank that
-    has them.
+class VocabularyEmbedding(SplitModule, nn.Embedding):
+    """Some of the words: weight [V / T, D]. Another rank's words are zeros here, and come with the
+    sum.
     """
 
     cut: ClassVar = {"weight": 0}
@@ -204,15 +257,15 @@ class VocabularyEmbedding(Piece, nn.Embedding):
         return leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
-class SequenceEmbedding(Piece, nn.Embedding):
-    """Whole; looks up its positions [..., S] alone where the sequence is split."""
+class SequenceEmbedding(SplitModule, nn.Embedding):
+    """Whole; with sequence parallelism it looks up this rank's positions [..., S] alone."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(self.group.part(input, -1) if self.group.sequence else input)
 
 
-class SequenceDropout(Piece, nn.Dropout):
-    """Drops on its positions what one process would drop there."""
+class SequenceDropout(SplitModule, nn.Dropout):
+    """On this rank's positions, with the mask that one process would draw."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.group.sequence and self.training and self.p:
@@ -222,10 +275,11 @@ class SequenceDropout(Piece, nn.Dropout):
 
 @dataclass(frozen=True)
 class Shard:
-    """Where one rank's part of a parameter lies in the whole of `shape`, cut along `dim` in each of
-    its `parts`.
+    """One rank's part of a parameter of `shape`, cut along `dim` in each of its `parts` for `size`
+    ranks.
 
-    rows of q k v, T = 2      whole   [ q0 q1 | k0 k1 | v0 v1 ]      rank 0   [ q0 k0 v0 ]      rank 1   [ q1 k1 v1 ]
+    rows of q k v, size 2    whole  [ q0 q1 | k0 k1 | v0 v1 ]
+                             rank 0 [ q0 k0 v0 ]    rank 1 [ q1 k1 v1 ]
     """
 
     shape: tuple[int, ...]
@@ -239,24 +293,25 @@ class Shard:
         return math.prod(self.shape) // self.size
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of `rank` out of a whole of any shape with the right size."""
+        """The part of `rank`, from a whole of any shape with the right number of values."""
         parts = whole.view(self.shape).chunk(self.parts, self.dim)
         return torch.cat([part.chunk(self.size, self.dim)[rank] for part in parts], self.dim)
 
     def join(self, ranks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole, from the parts of all ranks in order, of any shape with the right size."""
+        """The whole, from the parts of all ranks in order, of any shape with as many values."""
         own = list(self.shape)
         own[self.dim] //= self.size
-        cut = [part.reshape(own).chunk(self.parts, self.dim) for part in ranks]
-        return torch.cat([of_rank[part] for part in range(self.parts) for of_rank in cut], self.dim)
+        cut = [shard.reshape(own).chunk(self.parts, self.dim) for shard in ranks]
+        ordered = [of_rank[part] for part in range(self.parts) for of_rank in cut]
+        return torch.cat(ordered, self.dim)
 
 
 class Split:
-    """How the parameters of a stage lie on the ranks of `group`.
+    """How the parameters of a stage are sharded over the ranks of `group`.
 
     Those in `shards`, by their name in the whole model, are cut; each rank has the others whole.
-    Where the sequence is split the gradient of those is a sum over positions, of which each rank
-    has some terms.
+    With sequence parallelism the gradient of a whole one is a sum over positions, of which each
+    rank has some terms.
     """
 
     def __init__(self, group: TensorGroup, layers: Mapping[int, nn.Module]) -> None:
@@ -269,43 +324,43 @@ class Split:
         }
 
     def add_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Once all gradients of a step are made: the sums of those that have terms on every
-        rank.
+        """After the last backward of a step: sum the gradients of which each rank has some
+        terms.
         """
         if not self.group.sequence:
             return
         gradients = [p.grad for name, p in named if name not in self.shards and p.grad is not None]
-        if gradients:
-            row = self.group.all_reduce(torch.cat([grad.flatten() for grad in gradients]))
-            for grad, total in zip(
-                gradients, row.split([g.numel() for g in gradients]), strict=True
-            ):
-                grad.copy_(total.view_as(grad))
+        if not gradients:
+            return
+        total = self.group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        totals = total.split([gradient.numel() for gradient in gradients])
+        for gradient, summed in zip(gradients, totals, strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
     def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        """The parameter of that name, put together from all ranks, of which each has to ask."""
+        """The parameter of that name, joined from all ranks; a collective that each of them must
+        call.
+        """
         shard = self.shards.get(name)
-        return (
-            mine
-            if shard is None
-            else shard.join(self.group.all_gather(mine.flatten(), 0).chunk(self.group.size))
-        )
+        if shard is None:
+            return mine
+        return shard.join(self.group.all_gather(mine.flatten(), 0).chunk(self.group.size))
 
 
 def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
-    """Do what the layer's `tensor_plan` says; yields how each parameter was cut, by its name in the
-    layer.
+    """Do what the layer's `tensor_plan` says; yields each cut parameter's name in the layer, and
+    its shard.
     """
-    plan: Mapping[str, type[Piece]] = layer.tensor_plan  # type: ignore[assignment]
-    for place, kind in plan.items():
-        piece: Any = layer.get_submodule(place)
-        piece.__class__ = kind
-        piece.group = group
+    plan: Mapping[str, type[SplitModule]] = layer.tensor_plan  # type: ignore[assignment]
+    for path, kind in plan.items():
+        module: Any = layer.get_submodule(path)
+        module.__class__ = kind
+        module.group = group
         for key, dim in kind.cut.items():
-            whole = getattr(piece, key)
+            whole = getattr(module, key)
             if whole is None:
                 continue
             shard = Shard(tuple(whole.shape), dim, kind.parts, group.size)
             mine = shard.take(whole.detach(), group.rank).contiguous()
-            setattr(piece, key, nn.Parameter(mine, requires_grad=whole.requires_grad))
-            yield f"{place}.{key}", shard
+            setattr(module, key, nn.Parameter(mine, requires_grad=whole.requires_grad))
+            yield f"{path}.{key}", shard

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from dpipe.ranks import ParallelRanks
-from dpipe.stage.replay import ReplayStage
-from dpipe.stage.stage import Stage
-from dpipe.stage.tensor_parallel import Shard, Split
+from dpipe.stage.base import PipelineStage
+from dpipe.stage.tensor_parallel import Shard
 from dpipe.store.checkpoint import Tensors
 
-Stages = Mapping[int, Stage | ReplayStage]
+Stages = Mapping[int, PipelineStage]
 
 _RANGE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
@@ -30,7 +29,7 @@ def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Ten
     """
     found: dict[str, torch.Tensor] = {}
     for stage in stages.values():
-        split = _split_of(stage)
+        split = stage.split
         for place, (name, parameter) in enumerate(stage.named_parameters()):
             whole = parameter.detach() if split is None else split.whole(name, parameter.detach())
             if place % here.tp_size == here.tp_rank:
@@ -87,12 +86,8 @@ def take_parts(tensors: Tensors, stages: Stages, here: ParallelRanks) -> None:
             tensors[name] = shard.take(tensor, here.tp_rank)
 
 
-def _split_of(stage: Stage | ReplayStage) -> Split | None:
-    return stage.split if isinstance(stage, Stage) else None
-
-
 def _shards(stages: Stages) -> dict[str, Shard]:
-    splits = (split for stage in stages.values() if (split := _split_of(stage)) is not None)
+    splits = [stage.split for stage in stages.values() if stage.split is not None]
     return {name: shard for split in splits for name, shard in split.shards.items()}
 
 

@@ -30,6 +30,7 @@ class Cost:
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...] = ()
     update_us: tuple[float, ...] = ()
+    vote_us: tuple[float, ...] = ()
     reduce_bytes: tuple[int, ...] = ()
     gather_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
@@ -37,9 +38,11 @@ class Cost:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
         object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
+        object.__setattr__(self, "vote_us", self.vote_us or (0.0,) * self.num_stages)
         object.__setattr__(self, "reduce_bytes", self.reduce_bytes or (0,) * self.num_stages)
-        for name in ("backward_us", "input_us", "weight_us", "update_us", "reduce_bytes"):
+        for name in ("backward_us", "input_us", "weight_us", "update_us", "vote_us"):
             self._expect(name, self.num_stages)
+        self._expect("reduce_bytes", self.num_stages)
         if self.gather_bytes:
             self._expect("gather_bytes", self.num_stages)
         for name in ("activation_bytes", "gradient_bytes"):
@@ -98,6 +101,7 @@ class Cost:
             Op.B: self.backward_us,
             Op.I: self.input_us,
             Op.W: self.weight_us,
+            Op.VOTE: self.vote_us,
             Op.STEP: self.update_us,
         }
 

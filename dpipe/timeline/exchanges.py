@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Network
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.exchange import Exchange, Message, Role
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.machine import Machines, Since
 from dpipe.timeline.span import Lane, Span
-
-if TYPE_CHECKING:
-    from dpipe.timeline.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -116,29 +115,41 @@ class _Leg:
     leaving: int = 0
 
 
-class Exchanges:
+class StageExchanges:
     """The exchanges of all stages while a schedule unfolds. With `mirrored` replica 0 alone is
-    simulated.
+    simulated. `over(rank, stage)` is called when a rank has all that it steps by.
 
     A rank's exchanges go one after another, in the order in which they began; each lets what its
     rank has sent to the pipeline's neighbours leave first: they wait for it, whereas the gradients
     are wanted at the end of the step.
     """
 
-    def __init__(self, simulation: "Simulation", replicas: Replicas, *, mirrored: bool) -> None:
-        self._simulation = simulation
+    def __init__(
+        self,
+        machines: Machines,
+        schedule: Schedule,
+        cost: Cost,
+        replicas: Replicas,
+        over: Callable[[int, int], None],
+        *,
+        mirrored: bool,
+    ) -> None:
+        self._machines = machines
+        self._schedule = schedule
+        self._cost = cost
         self._replicas = replicas
+        self._over = over
         self._mirrored = mirrored
+        self._simulated = 1 if mirrored else replicas.count
         self._exchange = replicas.exchange
         self._arrived: dict[tuple[int, int], set[Message]] = {}  # by stage and end
         self._queues: dict[int, deque[_Leg]] = {}
-        self._held: list[
-            tuple[set[Action], int, int]
-        ] = []  # what must have left, then which rank's stage may begin
+        # What must have left, then which rank's stage may begin.
+        self._held: list[tuple[set[Action], int, int]] = []
         self._serving: dict[int, _Leg] = {}
-        self._reduced: Counter[Action] = Counter()
-        stages = range(simulation.schedule.num_stages)
-        self._dry = len(stages) * len(simulation.done)  # stages that are still at work on the step
+        self._reduced: Counter[tuple[int, int]] = Counter()  # by rank and stage
+        stages = range(schedule.num_stages)
+        self._dry = len(stages) * self._simulated  # stages that are still at work on the step
         for stage, end in product(stages, range(len(self._exchange.programs))):
             self._arrived[stage, end] = set()
         for stage in stages if replicas.servers else ():
@@ -153,16 +164,19 @@ class Exchanges:
 
     def begin_step(self) -> None:
         """The gradients of the step before may go, with a delay."""
-        for rank, program in enumerate(self._simulation.programs) if self._replicas.delayed else ():
-            for stage in (action.stage for action in program if action.op is Op.REDUCE_GRAD):
-                self._begin(rank, stage)
+        if not self._replicas.delayed:
+            return
+        for rank, program in enumerate(self._schedule.programs * self._simulated):
+            for action in program:
+                if action.op is Op.REDUCE_GRAD:
+                    self._begin(rank, action.stage)
 
     def reduce(self, rank: int, stage: int) -> None:
         """The gradient of `stage` is final on `rank`."""
         if self._replicas.delayed:
             self._half_done(rank, stage)
             return
-        self._held.append((set(self._simulation.sending[rank]), rank, stage))
+        self._held.append((set(self._machines.sending[rank]), rank, stage))
         self._dry -= 1
         self._release()
 
@@ -188,23 +202,19 @@ class Exchanges:
 
     def _begin(self, rank: int, stage: int) -> None:
         roles = set(Role) - self._exchange.after_step
-        done = partial(self._half_done if self._replicas.delayed else self._done, rank, stage)
+        done = partial(self._half_done if self._replicas.delayed else self._over, rank, stage)
         self._enqueue(self._leg(stage, self._end(rank), rank, roles, done))
 
     def _half_done(self, rank: int, stage: int) -> None:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
-        key = Action(stage, Op.REDUCE_GRAD, rank)
-        self._reduced[key] += 1
-        if self._reduced[key] == 2:
-            self._done(rank, stage)
-
-    def _done(self, rank: int, stage: int) -> None:
-        self._simulation.complete(rank, Action(stage, Op.REDUCE_GRAD))
+        self._reduced[rank, stage] += 1
+        if self._reduced[rank, stage] == 2:
+            self._over(rank, stage)
 
     def _end(self, rank: int) -> int:
-        return rank // self._simulation.schedule.num_ranks
+        return rank // self._schedule.num_ranks
 
     def _leg(
         self,
@@ -263,25 +273,22 @@ class Exchanges:
     def _send(self, leg: _Leg, message: Message) -> None:
         target = self._rank_of(leg.stage, message.target)
         if target == leg.rank:  # a server within the rank
-            self._simulation.clock.at(
-                self._simulation.clock.now_us, lambda: self._arrive(leg.stage, message)
-            )
+            clock = self._machines.clock
+            clock.at(clock.now_us, lambda: self._arrive(leg.stage, message))
             return
         leg.leaving += 1
         size = self._num_bytes(leg.stage, message)
 
         def left(start_us: float) -> None:
             action = Action(leg.stage, Op.REDUCE_GRAD)
-            end_us = self._simulation.clock.now_us
-            self._simulation.spans.append(
-                Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
-            )
+            end_us = self._machines.clock.now_us
+            span = Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
+            self._machines.spans.append(span)
             leg.leaving -= 1
             self._advance(leg)
 
-        self._simulation.sender(leg.rank).send(
-            target, size, left, lambda _: self._arrive(leg.stage, message)
-        )
+        arrived: Since = lambda _: self._arrive(leg.stage, message)  # noqa: E731
+        self._machines.sender(leg.rank).send(target, size, left, arrived)
 
     def sent_bytes(self, rank: int, stage: int) -> int:
         """What the exchange of `stage` puts on the egress of `rank`."""
@@ -291,15 +298,13 @@ class Exchanges:
         )
 
     def _num_bytes(self, stage: int, message: Message) -> int:
-        return self._exchange.num_bytes(
-            message, self._simulation.cost.exchanged_bytes(stage, message.role)
-        )
+        stage_bytes = self._cost.exchanged_bytes(stage, message.role)
+        return self._exchange.num_bytes(message, stage_bytes)
 
     def _rank_of(self, stage: int, end: int) -> int:
         if end == self._exchange.num_replicas:
             return self._replicas.servers[stage]
-        schedule = self._simulation.schedule
-        return end * schedule.num_ranks + schedule.rank_of_stage[stage]
+        return end * self._schedule.num_ranks + self._schedule.rank_of_stage[stage]
 
     def _arrive(self, stage: int, message: Message) -> None:
         if self._mirrored:

@@ -1,13 +1,15 @@
 """What the actions of a simulation share: the time, the cores of a host, the egress of a rank."""
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import count
 
 from dpipe.network.egress import Egress
 from dpipe.network.link import Host, Network
+from dpipe.schedule.action import Action
+from dpipe.timeline.span import Span
 
 Call = Callable[[], None]
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
@@ -171,3 +173,24 @@ class Sender:
         if self._egress.due_us is not None:
             self._plan()
         sent.item(sent.start_us)
+
+
+class Machines:
+    """All that the ranks of a simulation share, and what has happened so far."""
+
+    def __init__(self, network: Network, hosts: Sequence[Host] = ()) -> None:
+        self.clock = Clock()
+        self.network = network
+        self.spans: list[Span] = []
+        self.cores: dict[int, Cores] = {}  # by rank, of those that share a host's
+        for host in hosts:
+            cores = Cores(self.clock, host)
+            self.cores |= dict.fromkeys(host.ranks, cores)
+        # By rank, the messages to its neighbours in the pipeline that have not left.
+        self.sending: defaultdict[int, set[Action]] = defaultdict(set)
+        self._senders: dict[int, Sender] = {}
+
+    def sender(self, rank: int) -> Sender:
+        if rank not in self._senders:
+            self._senders[rank] = Sender(self.clock, self.network, rank, self.cores)
+        return self._senders[rank]

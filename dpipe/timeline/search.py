@@ -123,7 +123,7 @@ class _Race(Simulation):
         return self.exchanges.sent_bytes(rank, *stages) * 8 / (self.network.egress_gbps(rank) * 1e3)
 
     def compute(self, rank: int, action: Action) -> None:
-        tail_us = 0.0 if action.op is Op.STEP else self.tail_us[rank]
+        tail_us = 0.0 if action.op in (Op.VOTE, Op.STEP) else self.tail_us[rank]
         if round(self.clock.now_us + self.left_us[rank] + tail_us) > self.most_us:
             raise _LateError
         self.left_us[rank] -= self.cost.duration_us(action)

@@ -16,7 +16,8 @@ The model, event by event:
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
   with messages.
 - Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
-  (`replicas.py`).
+  (`exchanges.py`).
+- At VOTE a rank waits for the ballots of all ranks, where the update needs them (`votes.py`).
 
     rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
             send         [0SEND_F0]                 recv        :[1RECV_F0]
@@ -26,18 +27,20 @@ The model, event by event:
 
 from collections.abc import Sequence
 from functools import partial
+from typing import assert_never
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Host, Network
-from dpipe.schedule.action import RECVS, SENDS, Action, Op
+from dpipe.schedule.action import RECVS, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Exchanges, Replicas
-from dpipe.timeline.machine import Clock, Cores, Sender
+from dpipe.timeline.exchanges import Replicas, StageExchanges
+from dpipe.timeline.machine import Machines
 from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.timeline.votes import Votes
 
 
 def simulate(
@@ -46,17 +49,18 @@ def simulate(
     network: Network,
     hosts: Sequence[Host] = (),
     replicas: Replicas | None = None,
+    ballots: Network | None = None,
 ) -> Timeline:
     """When everything in `schedule` happens; one that is not lowered is lowered first.
 
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
-    REDUCE_GRAD.
+    REDUCE_GRAD. `ballots` is the network that VOTE crosses; by default no rank waits for a vote.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
     lowered = schedule if schedule.lowered else lower(schedule, reduce=replicas is not None)
-    return Simulation(lowered, cost, network, hosts, replicas).run()
+    return Simulation(lowered, cost, network, hosts, replicas, ballots).run()
 
 
 class Simulation:
@@ -69,6 +73,7 @@ class Simulation:
         network: Network,
         hosts: Sequence[Host] = (),
         replicas: Replicas | None = None,
+        ballots: Network | None = None,
     ) -> None:
         if schedule.num_stages != cost.num_stages:
             raise ScheduleError(
@@ -77,33 +82,34 @@ class Simulation:
         self.schedule = schedule
         self.cost = cost
         self.network = network
+        self.machines = Machines(network, hosts)
+        self.clock = self.machines.clock
+        self.spans = self.machines.spans
         self.replicas = replicas
-        self.clock = Clock()
-        self.spans: list[Span] = []
+        num_replicas = 1 if replicas is None else replicas.count
+        # Replicas that are alike are one simulation; the coordinator is at one of them alone.
         self.mirrored = (
-            replicas is not None and not hosts and replicas.alike(network, schedule.num_ranks)
+            replicas is not None
+            and not hosts
+            and ballots is None
+            and replicas.alike(network, schedule.num_ranks)
         )
-        simulated = 1 if replicas is None or self.mirrored else replicas.count
+        simulated = 1 if self.mirrored else num_replicas
         self.programs = schedule.programs * simulated
         self.done: list[set[Action]] = [set() for _ in range(simulated)]
         self.position = [0 for _ in self.programs]
-        self.idle_since: list[float | None] = [
-            0.0 for _ in self.programs
-        ]  # None while the rank computes
-        self.awaited: list[set[Action]] = [
-            set() for _ in self.programs
-        ]  # what the rank's next action still lacks
-        self.cores = {
-            rank: cores
-            for host in hosts
-            for cores in [Cores(self.clock, host)]
-            for rank in host.ranks
-        }
-        self.exchanges = (
-            None if replicas is None else Exchanges(self, replicas, mirrored=self.mirrored)
-        )
-        self.sending: list[set[Action]] = [set() for _ in self.programs]
-        self._senders: dict[int, Sender] = {}
+        # When the rank ran out of work; None while it computes.
+        self.idle_since: list[float | None] = [0.0 for _ in self.programs]
+        # What the rank's next action still lacks.
+        self.awaited: list[set[Action]] = [set() for _ in self.programs]
+        self.exchanges: StageExchanges | None = None
+        if replicas is not None:
+            self.exchanges = StageExchanges(
+                *(self.machines, schedule, cost, replicas, self._reduced), mirrored=self.mirrored
+            )
+        self.votes: Votes | None = None
+        if ballots is not None:
+            self.votes = Votes(self.clock, ballots, len(self.programs), self._voted)
 
     def run(self) -> Timeline:
         if self.exchanges is not None:
@@ -121,9 +127,8 @@ class Simulation:
 
     def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
         """`action` is over; its rank may have waited for it."""
-        self.spans.append(
-            Span(rank, lane, action, start_us, self.clock.now_us, self.cost.num_bytes(action))
-        )
+        num_bytes = self.cost.num_bytes(action)
+        self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, num_bytes))
         self.complete(rank, action)
 
     def complete(self, rank: int, action: Action) -> None:
@@ -148,51 +153,84 @@ class Simulation:
             self.start(rank, action)
 
     def start(self, rank: int, action: Action) -> None:
-        if action.op in RECVS:
-            return  # it is done when its message arrives
-        if action.op in SENDS:
-            self._send(rank, action)
-        elif action.op != Op.REDUCE_GRAD:
-            self.compute(rank, action)
-        elif self.exchanges is not None:
-            self.exchanges.reduce(rank, action.stage)
-        else:
-            self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
+        match action.op:
+            case Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
+                pass  # it is done when its message arrives
+            case Op.SEND_F | Op.SEND_B | Op.SEND_TIED:
+                self._send(rank, action)
+            case Op.F | Op.B | Op.I | Op.W | Op.STEP:
+                self.compute(rank, action)
+            case Op.COMPLETE | Op.AGREE:
+                self._waited(rank, action)
+                self.complete(rank, action)
+            case Op.REDUCE_GRAD:
+                if self.exchanges is None:
+                    self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
+                else:
+                    self.exchanges.reduce(rank, action.stage)
+            case Op.VOTE:
+                self._waited(rank, action)
+                if self.cost.duration_us(action):
+                    self.compute(rank, action)
+                else:
+                    self._vote(rank, action)
+            case _:
+                assert_never(action.op)
 
-    def sender(self, rank: int) -> Sender:
-        if rank not in self._senders:
-            self._senders[rank] = Sender(self.clock, self.network, rank, self.cores)
-        return self._senders[rank]
+    def compute(self, rank: int, action: Action) -> None:
+        """Keep an idle rank for as long as `action` takes."""
+        start = self.clock.now_us
+        self._waited(rank, action)
+        self.idle_since[rank] = None
+        cores = self.machines.cores.get(rank)
+        over = partial(self._computed, rank, action, start)
+        if cores is not None and cores.host.computes:
+            cores.run(rank, self.cost.duration_us(action), over)
+        else:
+            self.clock.at(start + self.cost.duration_us(action), over)
+
+    def _computed(self, rank: int, action: Action, start_us: float) -> None:
+        self.idle_since[rank] = self.clock.now_us
+        if action.op is Op.VOTE:
+            self.spans.append(Span(rank, Lane.UPDATE, action, start_us, self.clock.now_us))
+            self._vote(rank, action)
+            return
+        if action.op is Op.STEP and self.exchanges is not None:
+            self.exchanges.stepped(rank, action.stage)
+        lane = Lane.UPDATE if action.op is Op.STEP else Lane.COMPUTE
+        self.finish(rank, lane, action, start_us)
+
+    def _waited(self, rank: int, action: Action) -> None:
+        """An idle rank goes on with `action`."""
+        since = self.idle_since[rank]
+        if since is not None and since < self.clock.now_us:
+            self.spans.append(Span(rank, Lane.WAIT, action, since, self.clock.now_us))
+            self.idle_since[rank] = self.clock.now_us
 
     def _send(self, rank: int, action: Action) -> None:
         receive = counterpart(action, self.schedule.num_stages)
         target = rank - rank % self.schedule.num_ranks + self.schedule.rank_of_stage[receive.stage]
-        self.sending[rank].add(action)
+        self.machines.sending[rank].add(action)
 
         def left(start_us: float) -> None:
-            self.sending[rank].remove(action)
+            self.machines.sending[rank].remove(action)
             if self.exchanges is not None:
                 self.exchanges.sent(rank, action)
             self.finish(rank, Lane.SEND, action, start_us)
 
         arrived = partial(self.finish, target, Lane.RECV, receive)
-        self.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
+        self.machines.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
 
-    def compute(self, rank: int, action: Action) -> None:
-        """Keep an idle rank for as long as `action` takes."""
-        start = self.clock.now_us
-        since = self.idle_since[rank]
-        if since is not None and since < start:
-            self.spans.append(Span(rank, Lane.WAIT, action, since, start))
-        self.idle_since[rank] = None
+    def _reduced(self, rank: int, stage: int) -> None:
+        self.complete(rank, Action(stage, Op.REDUCE_GRAD))
 
-        def over() -> None:
-            self.idle_since[rank] = self.clock.now_us
-            if action.op is Op.STEP and self.exchanges is not None:
-                self.exchanges.stepped(rank, action.stage)
-            self.finish(rank, Lane.UPDATE if action.op == Op.STEP else Lane.COMPUTE, action, start)
-
-        if rank in self.cores and self.cores[rank].host.computes:
-            self.cores[rank].run(rank, self.cost.duration_us(action), over)
+    def _vote(self, rank: int, action: Action) -> None:
+        if self.votes is None:
+            self.complete(rank, action)
         else:
-            self.clock.at(start + self.cost.duration_us(action), over)
+            self.votes.cast(rank)
+
+    def _voted(self, rank: int) -> None:
+        vote = self.schedule.of_rank(rank % self.schedule.num_ranks, Op.VOTE)
+        self._waited(rank, vote)
+        self.complete(rank, vote)

@@ -44,6 +44,10 @@ class Span(NamedTuple):
     def duration_us(self) -> float:
         return self.end_us - self.start_us
 
+    def later(self, by_us: float) -> "Span":
+        """The same on a clock that is `by_us` ahead."""
+        return self._replace(start_us=self.start_us + by_us, end_us=self.end_us + by_us)
+
 
 @dataclass(frozen=True)
 class Timeline:

@@ -44,6 +44,8 @@ _WAITS = {
     Op.RECV_F: "forward-recv",
     Op.RECV_B: "backward-recv",
     Op.RECV_TIED: "backward-embedding-all-reduce",
+    Op.AGREE: "backward-params-all-reduce",
+    Op.VOTE: "optimizer",
 }
 
 
@@ -86,13 +88,13 @@ def _timer(lane: Lane, op: Op) -> str | None:
         case Lane.COMPUTE:
             return "forward-compute" if op is Op.F else "backward-compute"
         case Lane.WAIT:
-            return _WAITS.get(op, "backward-params-all-reduce")
+            return _WAITS.get(op)
         case Lane.SEND:
             return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
         case Lane.UPDATE:
             return "optimizer"
         case Lane.TENSOR:  # but for that of gradients it is inside of compute
-            return "backward-layernorm-all-reduce" if op in (Op.REDUCE_GRAD, Op.STEP) else None
+            return "backward-layernorm-all-reduce" if op is Op.COMPLETE else None
         case (
             Lane.RECV | Lane.REDUCE
         ):  # bytes moving beside compute: what of it was waited for is in WAIT

@@ -7,7 +7,6 @@ asks the other side for one.
 """
 
 import hmac
-import os
 import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +24,6 @@ MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own default; tensors are sent in chunks be
 _TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
 
 _OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
-
-# gRPC 1.85 moves bytes faster by its older event loop, and that one faster by poll than by epoll
-# (`dpipe bench transport`). It looks when the first channel opens.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
-os.environ.setdefault("GRPC_POLL_STRATEGY", "poll")
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

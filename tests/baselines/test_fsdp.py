@@ -47,7 +47,7 @@ def test_torch_learns_what_we_do(overrides, our_losses, their_rows):
         ([*TWO_REPLICAS, "data_parallel.wire=bf16"], 'with data_parallel.wire "none"'),
         (
             [*TWO_REPLICAS, "data_parallel.kind=local-sgd"],
-            'data_parallel.kind must be "sharded" or "all-reduce"',
+            'data_parallel.kind must be "all-reduce" or "sharded"',
         ),
         (["transport.shape=slow.toml"], "transport.shape must be left out"),
     ],

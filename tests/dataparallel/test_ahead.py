@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.layered import ADAM, RATE, Layered, Make, gradients, one_step, with_replicas
 
-from dpipe.dataparallel.ahead import Ahead
+from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.allreduce import AllReduce
 from dpipe.dataparallel.base import DataParallel
 from dpipe.dataparallel.direct_exchange import DirectExchange
@@ -172,8 +172,8 @@ def _whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def ahead(stage: Layered) -> Ahead:
-    return Ahead(Optimizer(whole(trained(stage)), ADAM, whole=True))
+def ahead(stage: Layered) -> LookAhead:
+    return LookAhead(Optimizer(whole(trained(stage)), ADAM, whole=True))
 
 
 def test_gradient_that_is_not_finite_leads_nowhere() -> None:

@@ -25,8 +25,8 @@ from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
-from dpipe.paramserver.client import Worker
-from dpipe.paramserver.kind import ServedStages
+from dpipe.paramserver.client import ServerAccess
+from dpipe.paramserver.kind import ParameterServerWorker
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import StepRule
 from dpipe.wire.transfer import Links
@@ -61,7 +61,7 @@ def of_kind(
             )
 
         if name == "parameter-server":
-            worker = Worker(
+            worker = ServerAccess(
                 f"127.0.0.1:{PORT[0]}",
                 f"{next(calls) // replicas}",
                 replica,
@@ -69,7 +69,7 @@ def of_kind(
                 connections=2,
             )
             rule = StepRule(tuple(range(replicas)), ADAM.weight_decay, ADAM.betas, wire_name)
-            return ServedStages(
+            return ParameterServerWorker(
                 {0: stage},
                 rule,
                 {0: worker},

@@ -1,6 +1,6 @@
 from support.layered import ADAM, RATE, Layered, gradients
 
-from dpipe.dataparallel.ahead import Ahead
+from dpipe.dataparallel.ahead import LookAhead
 from dpipe.dataparallel.optimizer import Optimizer, trained, whole
 
 
@@ -8,7 +8,7 @@ def test_optimizer_without_settings_leaves_everything_as_it_is() -> None:
     """A replayed stage: no arithmetic, no moments, and nowhere to go ahead to."""
     stage = Layered()
     idle = Optimizer(whole(trained(stage)), None, whole=True)
-    ahead = Ahead(idle)
+    ahead = LookAhead(idle)
     ahead.remember(gradients(stage, 0, 0), 1.0)
     ahead.go(RATE)
     stage.set_gradients(0, 0)

@@ -67,3 +67,19 @@ def test_configuration_beside_the_model_trains_it(
     }
     short = {**keys, "model__context": 16, **{f"train__{key}": value for key, value in few.items()}}
     assert len(losses(tiny(**short))) == 2
+
+
+@pytest.mark.parametrize(("page", "block"), PROGRAMS)
+def test_program_that_is_shown_runs(
+    page: Path, block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a job.toml of one rank."""
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    (folder / "job.toml").write_text(
+        "model = { num_layers = 1, width = 16, num_heads = 2, context = 16 }\n"
+        'data = { files = ["text.txt"] }\n'
+        "train = { learning_rate = 1e-2 }\n"
+        "run = { tensorboard = false }\n"
+    )
+    exec(compile(block.text, str(page), "exec"), {})
+    assert capsys.readouterr().out.endswith(("runs/run\n", " ms\n"))

@@ -2,9 +2,11 @@
 down.
 """
 
+import math
 import threading
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch import nn
 
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
-from dpipe.engine.executor import Executor, Parts
+from dpipe.engine.executor import Executor, Parts, StepResult
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import PeerLost
+from dpipe.schedule.action import Op
 from dpipe.schedule.generate import forward_only, generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
@@ -86,12 +89,10 @@ def run_ranks(
     schedule: Schedule,
     stages: list[Doubling],
     tied: dict[int, nn.Parameter] | None = None,
-    on_step: Callable[[int, float | None], None] | None = lambda stage, loss: None,
-) -> tuple[list[float | None | BaseException], list[Recorder]]:
-    """Every rank in a thread; what each returned or raised, and what each recorded."""
+) -> list[StepResult | BaseException]:
+    """Every rank in a thread; what each returned or raised."""
     hub = LocalHub(schedule.num_ranks, transfer_timeout_s=10)
-    results: list[float | None | BaseException] = [None] * schedule.num_ranks
-    recorders = [Recorder(rank) for rank in range(schedule.num_ranks)]
+    results: list[Any] = [None] * schedule.num_ranks
 
     def rank_main(rank: int) -> None:
         here = {s: stages[s] for s, owner in enumerate(schedule.rank_of_stage) if owner == rank}
@@ -104,12 +105,12 @@ def run_ranks(
             codec("none"),
             boundaries,
             Single(),
-            recorders[rank],
+            Recorder(rank),
             weights,
         )
         batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
         try:
-            results[rank] = Executor(parts).run(schedule, batch, on_step)
+            results[rank] = Executor(parts).run(schedule, batch)
         except BaseException as error:
             results[rank] = error
 
@@ -120,7 +121,11 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(30)
-    return results, recorders
+    return results
+
+
+def losses_of(results: list[StepResult | BaseException]) -> list[float | None]:
+    return [result.loss if isinstance(result, StepResult) else math.nan for result in results]
 
 
 def doublings(num_stages: int) -> list[Doubling]:
@@ -131,9 +136,9 @@ def doublings(num_stages: int) -> list[Doubling]:
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_every_schedule_computes_the_same(name: str, num_stages: int) -> None:
     stages = doublings(num_stages)
-    results, _ = run_ranks(lower(generate(name, num_stages, M)), stages)
-    # the mean of 1 2 3 4, doubled by each stage
-    assert results[-1] == 2.5 * 2**num_stages
+    losses = losses_of(run_ranks(lower(generate(name, num_stages, M)), stages))
+    # the mean of 1 2 3 4, doubled by each stage; the other ranks do not know it
+    assert losses == [None] * (num_stages - 1) + [2.5 * 2**num_stages]
     # the first stage's output gradient has been doubled by all the others
     assert [c for c in stages[0].calls if c[0] == "I"] == [
         f"I{m}:{2 ** (num_stages - 1)}" for m in range(M)
@@ -141,48 +146,34 @@ def test_every_schedule_computes_the_same(name: str, num_stages: int) -> None:
 
 
 def test_interleaved_stages_pass_through_each_rank_twice() -> None:
-    results, _ = run_ranks(lower(generate("interleaved", 4, M, stages_per_rank=2)), doublings(4))
-    assert results == [None, 2.5 * 2**4]
+    results = run_ranks(lower(generate("interleaved", 4, M, stages_per_rank=2)), doublings(4))
+    assert losses_of(results) == [None, 2.5 * 2**4]
 
 
 def test_stages_on_one_rank_need_no_link() -> None:
-    results, recorders = run_ranks(lower(generate("gpipe", 2, M, stages_per_rank=2)), doublings(2))
-    assert results == [10.0]
-    assert recorders[0].sent_bytes == {}
+    (result,) = run_ranks(lower(generate("gpipe", 2, M, stages_per_rank=2)), doublings(2))
+    assert isinstance(result, StepResult)
+    assert (result.loss, result.sent_bytes) == (10.0, {})
 
 
 def test_evaluation_runs_forward_alone() -> None:
     stages = doublings(2)
-    results, _ = run_ranks(lower(forward_only(2, M), step=False), stages, on_step=None)
-    assert results[1] == 10.0
+    results = run_ranks(lower(forward_only(2, M), step=False), stages)
+    assert losses_of(results) == [None, 10.0]
     assert stages[0].calls == []
 
 
-def test_step_is_told_the_loss_where_it_is_known() -> None:
-    told: list[tuple[int, float | None]] = []
-    run_ranks(
-        lower(generate("1f1b", 2, M)),
-        doublings(2),
-        on_step=lambda stage, loss: told.append((stage, loss)),
-    )
-    assert sorted(told) == [(0, None), (1, 10.0)]
-
-
-class Remembering(Doubling):
-    def forward(self, m, inputs, targets=None):
-        self.losses = [*getattr(self, "losses", []), *super().forward(m, inputs, targets)]
-        return (self.losses[-1],)
-
-
-def test_loss_is_not_read_again_behind_the_update() -> None:
-    """On a GPU that would be to wait for the update."""
-    stage = Remembering(last=True)
-    results, _ = run_ranks(
-        lower(generate("1f1b", 1, M)),
-        [stage],
-        on_step=lambda index, loss: [t.fill_(torch.nan) for t in stage.losses],
-    )
-    assert results == [5.0]
+def test_program_is_run_up_to_its_vote() -> None:
+    """Gradients are complete then, and nothing that lasts has changed: the caller votes and
+    steps.
+    """
+    stages = doublings(2)
+    schedule = lower(generate("gpipe", 2, M, stages_per_rank=2))
+    (result,) = run_ranks(schedule, stages)
+    assert [stage.calls[-1] for stage in stages] == ["complete", "complete"]
+    assert isinstance(result, StepResult)
+    assert {span.action.op for span in result.spans} == {Op.F, Op.B}
+    assert [str(action) for action in schedule.vote_and_steps(0)] == ["0VOTE", "0STEP", "1STEP"]
 
 
 def test_tied_gradients_are_exchanged_and_added() -> None:
@@ -192,8 +183,27 @@ def test_tied_gradients_are_exchanged_and_added() -> None:
     assert [weights[end].grad.item() for end in (0, 2)] == [11.0, 11.0]
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_tied_gradients_within_a_rank_are_added_once(reduce: bool) -> None:
+    first, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    first.grad, last.grad = torch.tensor([1.0]), torch.tensor([10.0])
+    schedule = lower(generate("gpipe", 2, M, stages_per_rank=2), tied=True, reduce=reduce)
+    stages = dict(enumerate(doublings(2)))
+    transport = LocalHub(1).transport(0)
+    single = Single()
+    single.start = lambda stage: started.append((stage, first.grad.item(), last.grad.item()))
+    started: list[tuple[int, float, float]] = []
+    parts = Parts(
+        *(0, stages, transport, codec("none"), [(NUMBER,)], single, Recorder(0)),
+        tied_here=(first, last),
+    )
+    Executor(parts).run(schedule, Batch([(torch.ones(1),)] * M))
+    assert (first.grad.item(), last.grad.item()) == (11.0, 11.0)
+    assert started == ([(0, 11.0, 11.0), (1, 11.0, 11.0)] if reduce else [])
+
+
 def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
-    results, _ = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
+    results = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
     assert isinstance(results[0], ArithmeticError)
     (note,) = results[0].__notes__
     assert note.startswith("rank 0 was at 0F2:\n")
@@ -203,11 +213,11 @@ def test_failure_carries_the_grid_with_the_culprit_marked() -> None:
 def test_grid_of_a_failed_replica_has_the_ranks_of_the_run() -> None:
     alone, hub, boundaries = {0: Breaking(last=True)}, LocalHub(1, transfer_timeout_s=10), ()
     parts = Parts(
-        0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), row=(2,)
+        0, alone, hub.transport(0), codec("none"), boundaries, Single(), Recorder(2), pp_group=(2,)
     )
     batch = Batch([(torch.tensor([m + 1.0]),) for m in range(M)])
     with pytest.raises(ArithmeticError) as failure:
-        Executor(parts).run(lower(generate("gpipe", 1, M)), batch, lambda stage, loss: None)
+        Executor(parts).run(lower(generate("gpipe", 1, M)), batch)
     (note,) = failure.value.__notes__
     assert [line.partition(" |")[0] for line in note.split("\n")] == [
         "rank 2 was at 0F2:",
@@ -216,7 +226,7 @@ def test_grid_of_a_failed_replica_has_the_ranks_of_the_run() -> None:
 
 
 def test_neighbour_of_a_failure_loses_its_peer_at_once() -> None:
-    results, _ = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
+    results = run_ranks(lower(generate("gpipe", 2, M)), [Breaking(), Doubling(last=True)])
     assert isinstance(results[1], PeerLost)
 
 
@@ -224,28 +234,35 @@ def test_aborted_step_can_be_cleared() -> None:
     stage = Breaking(last=True)
     parts = Parts(0, {0: stage}, LocalHub(1).transport(0), codec("none"), (), Single(), Recorder(0))
     with pytest.raises(ArithmeticError):
-        Executor(parts).run(
-            lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M), lambda s, loss: None
-        )
+        Executor(parts).run(lower(generate("gpipe", 1, M)), Batch([(torch.ones(1),)] * M))
     Executor(parts).clear()
     assert stage.held == 0
 
 
 def test_lanes_are_recorded_apart() -> None:
-    _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
-    spans = recorders[1].take()
-    count = {lane: sum(s.lane is lane for s in spans) for lane in Lane}
-    assert (count[Lane.COMPUTE], count[Lane.SEND], count[Lane.RECV], count[Lane.UPDATE]) == (
-        2 * M,
-        M,
-        M,
-        1,
-    )
+    _, result = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
+    assert isinstance(result, StepResult)
+    count = Counter(span.lane for span in result.spans)
+    assert count == {Lane.COMPUTE: 2 * M, Lane.SEND: M, Lane.RECV: M, Lane.WAIT: M}
 
 
 def test_sent_bytes_are_counted_by_peer() -> None:
-    _, recorders = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
-    assert [r.sent_bytes for r in recorders] == [{1: 4 * M}, {0: 4 * M}]
+    results = run_ranks(lower(generate("1f1b", 2, M)), doublings(2))
+    sent = [result.sent_bytes for result in results if isinstance(result, StepResult)]
+    assert sent == [{1: 4 * M}, {0: 4 * M}]
+
+
+def test_failure_of_what_the_caller_does_breaks_the_links_off() -> None:
+    failed: list[Exception] = []
+    transport = LocalHub(1).transport(0)
+    transport.fail = failed.append  # type: ignore[method-assign]
+    parts = Parts(0, {0: Doubling(last=True)}, transport, codec("none"), (), Single(), Recorder(0))
+    schedule = lower(generate("gpipe", 1, M))
+    vote = schedule.vote_and_steps(0)[0]
+    with pytest.raises(ArithmeticError) as failure, Executor(parts).doing(vote, schedule):
+        raise ArithmeticError("no majority")
+    assert failure.value.__notes__[0].startswith("rank 0 was at 0VOTE:\n")
+    assert failed == [failure.value]
 
 
 class Lingering:
@@ -320,5 +337,5 @@ def test_exchange_begins_when_what_was_sent_before_has_left(
     here = {stage: Doubling(last=stage == schedule.num_stages - 1) for stage in stages}
     boundaries = [(NUMBER,)] * (schedule.num_stages - 1)
     parts = Parts(1, here, Lingering(log), codec("none"), boundaries, Agreeing(log), Recorder(1))
-    Executor(parts).run(lowered, Batch(), lambda stage, loss: None)
+    Executor(parts).run(lowered, Batch())
     assert log[: len(expected)] == expected

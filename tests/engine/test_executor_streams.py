@@ -17,7 +17,6 @@ from dpipe.stage.gpt import gpt
 from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage
 from dpipe.streams import CudaStreams, HostStreams
-from dpipe.timeline.span import Lane
 from dpipe.transport.local import LocalHub
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
@@ -106,7 +105,7 @@ class Wires:
         pass
 
 
-def test_host_runs_ahead_until_the_step_and_settles_there() -> None:
+def test_host_runs_ahead_until_the_vote_and_settles_there() -> None:
     """The middle of three stages: sends wait for what they send alone, compute for what arrives,
     the host for nothing before it is about to change parameters.
     """
@@ -121,9 +120,7 @@ def test_host_runs_ahead_until_the_step_and_settles_there() -> None:
         Recorder(1),
         streams=streams,
     )
-    Executor(parts).run(
-        lower(generate("1f1b", 3, 2)), Batch(), lambda stage, loss: streams.add("update")
-    )
+    Executor(parts).run(lower(generate("1f1b", 3, 2)), Batch())
     assert "\n".join(streams.log) == (
         """\
 compute wait 0SEND_F0
@@ -146,7 +143,6 @@ compute settle 0SEND_F0
 compute settle 0SEND_F1
 compute settle 2SEND_B0
 compute settle 2SEND_B1
-compute update
 compute settle 1SEND_F0
 compute settle 1SEND_F1
 compute settle 1SEND_B0
@@ -154,19 +150,19 @@ compute settle 1SEND_B1"""
     )
 
 
-class WatchedUntilStep(Recorder):
-    """Ends torch's watch where the host may wait: the step's loss is read."""
+class WatchedStage(Stage):
+    """Ends torch's watch where the host may wait: behind the last COMPLETE the loss is read."""
 
-    def span(self, lane, action):
-        if lane is Lane.UPDATE:
+    def complete(self) -> None:
+        super().complete()
+        if self.index == 1:
             torch.cuda.set_sync_debug_mode("default")
-        return super().span(lane, action)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("wire", ["none", "bf16"])
-def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
+def test_nothing_synchronises_the_device_before_the_gradients_are_complete(wire: str) -> None:
     """A training step of a GPT, all but its end under torch's own watch; what is sent goes through
     host memory.
     """
@@ -176,7 +172,7 @@ def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
     )
     layers = [materialise(model, index, 0, streams.device) for index in range(4)]
     stages = {
-        s: Stage(
+        s: WatchedStage(
             s,
             {i: layers[i] for i in (2 * s, 2 * s + 1)},
             num_microbatches=2,
@@ -196,7 +192,7 @@ def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
         codec(wire),
         (boundary,),
         Single(),
-        WatchedUntilStep(0, streams),
+        Recorder(0, streams),
         streams=streams,
     )
     tokens = torch.randint(64, (2, 32))
@@ -206,6 +202,6 @@ def test_nothing_synchronises_the_device_before_the_step(wire: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        Executor(parts).run(plan, batch, lambda stage, loss: None)
+        Executor(parts).run(plan, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")

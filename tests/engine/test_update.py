@@ -56,9 +56,10 @@ def one_step(
     update: Update, stage: OneLayer, grad: float, step: int = 0, stop: bool = False
 ) -> Any:
     stage.weight.grad = torch.full((2, 2), grad * update.loss_scale.value)
-    update.begin(step, lambda: stop, dict)
-    update(0, 1.5)
-    return update.end()
+    update.begin(step)
+    factor, verdict = update.vote(step, 1.5, update.measure(), stop=stop)
+    update.num_updates += update.step(0, factor)
+    return verdict
 
 
 def ballot(
@@ -123,9 +124,9 @@ def test_gradients_are_clipped_by_the_norm() -> None:
     stage = OneLayer()
     update = an_update(stage, clip_norm=1.0)
     stage.weight.grad = torch.full((2, 2), 3.0)  # norm 6
-    update.begin(0, lambda: False, dict)
+    update.begin(0)
     stage.zero_grad = lambda: None  # type: ignore[method-assign]
-    update(0, 1.5)
+    update.step(0, update.vote(0, 1.5, update.measure()).factor)
     torch.testing.assert_close(stage.weight.grad, torch.full((2, 2), 0.5))
 
 
@@ -217,6 +218,6 @@ def test_loss_of_ranks_that_hold_a_stage_together_counts_once() -> None:
     update = Update(
         {0: stage}, TrainConfig(clip_norm=0.0), Single(), gather=heard, timeout_s=1, here=here
     )
-    update.begin(0, lambda: False, dict)
-    update._settle(1.5)
+    update.begin(0)
+    update.vote(0, 1.5, update.measure())
     assert heard.said[0]["loss"] is None

@@ -6,9 +6,9 @@ import torch
 from support.layered import Layered, in_threads
 
 from dpipe.dataparallel.feedback import FeedbackWire, Key
+from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
-from dpipe.dataparallel.row import Row
-from dpipe.paramserver.kind import _Pushed, row_spec
+from dpipe.paramserver.kind import _OutgoingGradient, flat_spec
 from dpipe.wire.codec import codec
 
 
@@ -32,8 +32,10 @@ def test_chunk_that_a_broken_push_still_encodes_is_not_encoded_again() -> None:
     """gRPC's thread of it lives on; what is fed back would be added twice."""
     stage, wire = Layered(), Slow()
     stage.set_gradients(0, 0)
-    spec = row_spec(stage, 1000, ())
-    pushed = _Pushed(0, spec, Row(trained(stage)), wire, torch.empty(spec.length), 1.0)
+    spec = flat_spec(stage, 1000, ())
+    pushed = _OutgoingGradient(
+        0, spec, FlatParameters(trained(stage)), wire, torch.empty(spec.length), 1.0
+    )
     first, second = in_threads(2, lambda thread: pushed.encode(0))
     assert wire.num_encoded == 1
     assert first is second

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 
-ROW = RowSpec(
+ROW = FlatSpec(
     (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.1.b", 1, 4, False)),
     chunk_values=4,
 )
@@ -46,7 +46,7 @@ def test_position_is_named_by_its_parameter() -> None:
         (replace(ROW, chunk_values=8), "chunks of 8"),
     ],
 )
-def test_difference_names_the_first_thing_that_differs(other: RowSpec, words: str | None) -> None:
+def test_difference_names_the_first_thing_that_differs(other: FlatSpec, words: str | None) -> None:
     found = ROW.difference(other)
     assert found is None if words is None else found is not None and words in found
 

@@ -20,21 +20,21 @@ from dpipe.errors import (
     TransferTimeout,
 )
 from dpipe.paramserver import server
-from dpipe.paramserver.client import ParameterLine, Worker, reach
+from dpipe.paramserver.client import ServerAccess, StageClient, reach
 from dpipe.paramserver.server import ParameterServer
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
-from dpipe.paramserver.stage_state import Verdict
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_state import StepDecision
 from dpipe.run.parameter_servers import FolderSnapshots
 from dpipe.wire.v1 import parameters_pb2 as pb
 
-ROW = RowSpec(
+ROW = FlatSpec(
     (ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)),
     chunk_values=16,
 )
 RULE = StepRule(ranks=(0, 1), weight_decay=0.1, betas=(0.9, 0.95))
-GO = Verdict(1e-2, 1.0)
+GO = StepDecision(1e-2, 1.0)
 
-Dial = Callable[..., ParameterLine]
+Dial = Callable[..., StageClient]
 
 
 @pytest.fixture
@@ -46,17 +46,17 @@ def serving() -> Iterator[ParameterServer]:
 
 @pytest.fixture
 def dial(serving: ParameterServer) -> Iterator[Dial]:
-    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `Worker`'s, or `row`,
+    """`dial(1, connections=2)`: replica 1's line, not opened; keywords are `ServerAccess`'s, or `row`,
     `rule` and `stage`.
     """
-    lines: list[ParameterLine] = []
+    lines: list[StageClient] = []
 
     def make(
-        replica: int, row: RowSpec = ROW, rule: StepRule = RULE, stage: int = 0, **worker: Any
-    ) -> ParameterLine:
+        replica: int, row: FlatSpec = ROW, rule: StepRule = RULE, stage: int = 0, **worker: Any
+    ) -> StageClient:
         settings = {"session": "run 1", "connect_s": 2.0, "timeout_s": 10.0} | worker
-        who = Worker(f"127.0.0.1:{serving.port}", replica=replica, rank=replica, **settings)
-        lines.append(ParameterLine(who, stage, row, rule))
+        who = ServerAccess(f"127.0.0.1:{serving.port}", replica=replica, rank=replica, **settings)
+        lines.append(StageClient(who, stage, row, rule))
         return lines[-1]
 
     yield make
@@ -64,7 +64,7 @@ def dial(serving: ParameterServer) -> Iterator[Dial]:
         line.close()
 
 
-def rows(row: RowSpec = ROW) -> dict[str, torch.Tensor]:
+def rows(row: FlatSpec = ROW) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(row.length) for name in ("values", "exp_avg", "exp_avg_sq")}
 
 
@@ -77,7 +77,7 @@ def outbox(replica: int, values: torch.Tensor | None = None) -> Callable[[int], 
     return lambda chunk: whole[ROW.chunk(chunk)]
 
 
-def pull(line: ParameterLine, step: int, verdict: Verdict = GO) -> torch.Tensor:
+def pull(line: StageClient, step: int, verdict: StepDecision = GO) -> torch.Tensor:
     got = torch.zeros(ROW.length)
 
     def put(chunk: int, whole: bool, body: memoryview) -> None:
@@ -93,7 +93,7 @@ def both(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(30) for future in [pool.submit(call) for call in calls]]
 
 
-def opened(dial: Dial, **settings: Any) -> tuple[ParameterLine, ParameterLine]:
+def opened(dial: Dial, **settings: Any) -> tuple[StageClient, StageClient]:
     lines = dial(0, **settings), dial(1, **settings)
     both(*(lambda line=line: line.open(0, 0, rows) for line in lines))
     return lines
@@ -130,7 +130,7 @@ def test_worker_that_dies_in_a_push_leaves_the_server_as_it_was(
     with pytest.raises(RunAborted, match="rank 1 was lost"):
         pull(survivor, 0)
     assert serving.standing == {0: 0}
-    after = serving._shelves[0, 0].master.now.rows()
+    after = serving._stages[0, 0].state.now.by_name()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -163,7 +163,7 @@ def test_gradient_that_is_not_finite_names_its_rank(dial: Dial) -> None:
 def test_sizes_that_differ_are_refused(dial: Dial) -> None:
     line = dial(0)
     line.open(0, 0, rows)
-    other = RowSpec((replace(ROW.parameters[0], num_values=31), ROW.parameters[1]), 16)
+    other = FlatSpec((replace(ROW.parameters[0], num_values=31), ROW.parameters[1]), 16)
     with pytest.raises(
         JoinError, match=r"layers\.0\.w of 31 values where layers\.0\.w of 30 is known"
     ):
@@ -205,7 +205,7 @@ def test_rows_that_do_not_belong_are_refused(dial: Dial) -> None:
 
 def test_rows_of_somebody_who_has_not_attended_are_refused(dial: Dial) -> None:
     line = dial(0)
-    line._dial()
+    line._connect()
     with pytest.raises(TransferError, match="has not attended"):
         line._load(rows())
 
@@ -249,7 +249,7 @@ def test_server_does_not_wait_for_what_an_older_run_left_behind(
 def test_run_that_has_only_looked_is_not_waited_for(serving: ParameterServer, dial: Dial) -> None:
     """It may have ended before its first step."""
     lines = opened(dial)
-    reach(Worker(f"127.0.0.1:{serving.port}", "run 2", 0, 0))
+    reach(ServerAccess(f"127.0.0.1:{serving.port}", "run 2", 0, 0))
     for line in lines:
         line.leave()
     assert serving.wait_until_left(5)
@@ -285,7 +285,7 @@ def test_server_that_never_was_is_named_with_what_to_do(serving: ParameterServer
     with pytest.raises(
         JoinError, match=rf"no parameter server at 127\.0\.0\.1:{serving.port} .*`dpipe serve`"
     ):
-        reach(Worker(f"127.0.0.1:{serving.port}", "run 1", 0, 0, connect_s=0.2))
+        reach(ServerAccess(f"127.0.0.1:{serving.port}", "run 1", 0, 0, connect_s=0.2))
 
 
 def test_server_that_stays_away_is_named_with_what_to_do(
@@ -318,12 +318,12 @@ def test_failed_journal_ends_the_run_with_its_reason(
     lines = opened(dial)
 
     class Full:
-        def settle(self) -> None: ...
+        def wait_for_snapshot(self) -> None: ...
         def close(self) -> None: ...
-        def write(self, step: int, verdict: Verdict, average: torch.Tensor) -> None:
+        def write(self, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
             raise RunError("No space left on device")
 
-    serving._shelves[0, 0]._journal = Full()  # type: ignore[assignment]
+    serving._stages[0, 0]._journal = Full()  # type: ignore[assignment]
     for replica, line in enumerate(lines):
         line.push(0, outbox(replica))
     with pytest.raises(
@@ -369,7 +369,7 @@ def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_pa
     first = started()
     address = f"127.0.0.1:{first.port}"
     lines = [
-        ParameterLine(Worker(address, "run 1", replica, replica), 0, ROW, RULE)
+        StageClient(ServerAccess(address, "run 1", replica, replica), 0, ROW, RULE)
         for replica in (0, 1)
     ]
     both(*(lambda line=line: line.open(0, 0, rows) for line in lines))
@@ -389,9 +389,9 @@ def test_server_that_is_killed_while_it_is_left_does_not_wait_for_who_has(tmp_pa
 
 def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
     kept: dict[str, Any] = {"folder": tmp_path, "snapshots": FolderSnapshots()}
-    first, empty = ParameterServer(**kept), RowSpec((), 16)
-    line = ParameterLine(
-        Worker(f"127.0.0.1:{first.port}", "run 1", 0, 0), 0, empty, replace(RULE, ranks=(0,))
+    first, empty = ParameterServer(**kept), FlatSpec((), 16)
+    line = StageClient(
+        ServerAccess(f"127.0.0.1:{first.port}", "run 1", 0, 0), 0, empty, replace(RULE, ranks=(0,))
     )
     line.open(0, 0, lambda: rows(empty))
     line.push(0, lambda chunk: torch.zeros(0))
@@ -405,7 +405,7 @@ def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
 
 def test_folder_needs_somebody_who_can_read_it(tmp_path: Path) -> None:
     (tmp_path / "stage-0").mkdir()
-    with pytest.raises(AssertionError, match="a folder needs"):
+    with pytest.raises(AssertionError, match="a folder goes with"):
         ParameterServer(folder=tmp_path)
 
 

@@ -159,7 +159,7 @@ def test_known_coordinator_needs_no_publishing():
 
 def test_single_process_has_no_coordinator_to_find():
     assert ProcessInfo().port == 0
-    with pytest.raises(JoinError, match="placed as the only rank"):
+    with pytest.raises(JoinError, match="started as the only rank"):
         ProcessInfo().find(1.0)
 
 
@@ -240,3 +240,23 @@ def test_ranks_of_torchrun_meet(tmp_path):
 def test_process_info_does_not_import_torch():
     code = "import sys, dpipe.run.environment, dpipe.run.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_grpc_is_set_up_before_it_is_imported_and_what_the_user_has_set_stays() -> None:
+    """gRPC polls when it was told to, which it reads once, at its import."""
+    code = """
+import os, sys
+from click.testing import CliRunner
+from dpipe.cli.main import main
+assert "grpc" not in sys.modules
+CliRunner().invoke(main, ["schedule", "--help"], catch_exceptions=False)
+assert os.environ["GRPC_EXPERIMENTS"].startswith("-event_engine_client")
+print(os.environ["GRPC_POLL_STRATEGY"])
+"""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRPC_")}
+    for own, strategy in (({}, "poll"), ({"GRPC_POLL_STRATEGY": "epoll1"}, "epoll1")):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env=inherited | own, capture_output=True, text=True, timeout=60
+        )
+        assert (done.stdout.strip(), done.stderr) == (strategy, "")

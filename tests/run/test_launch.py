@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,6 +82,39 @@ def test_quiet_launch_gives_rank_0_a_log_too(launcher, capfd):
     assert launcher("print('said')", "print('said')", quiet=True) == 0
     assert capfd.readouterr() == ("", "")
     assert [launcher.log(rank) for rank in (0, 1)] == ["said\n"] * 2
+
+
+SEND = "import os; os.write(int(os.environ['DPIPE_ROWS_FD']), b'{\"step\": %d}\\n')"
+
+
+def test_launch_hears_the_rows_of_rank_0_until_its_end(launcher):
+    rows = []
+    many = "\n".join(SEND % step for step in range(100))
+    assert (
+        launcher(many, "import os; assert 'DPIPE_ROWS_FD' not in os.environ", on_row=rows.append)
+        == 0
+    )
+    assert rows == [{"step": step} for step in range(100)]
+
+
+def test_launch_kills_the_ranks_when_who_hears_the_rows_fails(launcher):
+    def stop(row):
+        raise LookupError(row["step"])
+
+    began = time.monotonic()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(LookupError, match="7"):
+        launcher(SEND % 7 + f"\n{SLEEP}", SLEEP, on_row=stop)
+    assert time.monotonic() - began < 10
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_launch_works_outside_the_main_thread(launcher):
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(launcher("", "raise SystemExit(3)")))
+    thread.start()
+    thread.join(30)
+    assert codes == [3]
 
 
 def test_launch_kills_ranks_that_have_not_ended_in_time(launcher):

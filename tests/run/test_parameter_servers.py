@@ -22,11 +22,11 @@ import torch
 import dpipe
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError, JoinError, RunError
-from dpipe.paramserver.client import ParameterLine
+from dpipe.paramserver.client import StageClient
 from dpipe.paramserver.journal import Journal
-from dpipe.paramserver.kind import _Column
+from dpipe.paramserver.kind import _StageWorker
 from dpipe.paramserver.server import ParameterServer
-from dpipe.paramserver.stage_state import Verdict
+from dpipe.paramserver.stage_state import StepDecision
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_steps
 from dpipe.run.launch import free_port
@@ -291,14 +291,15 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
     """As one process learns; replicas to the last bit alike, and so what every rank of a stage has
     whole.
     """
-    rows: dict[tuple[int, int], _Column] = {}
+    workers: dict[tuple[int, int], _StageWorker] = {}
 
-    def leave(column: _Column) -> None:
-        rows[column.line._worker.replica, column.line._worker.part] = column
-        plain(column)
+    def leave(worker: _StageWorker) -> None:
+        access = worker.client._access
+        workers[access.replica, access.part] = worker
+        plain(worker)
 
-    plain = _Column.leave
-    monkeypatch.setattr(_Column, "leave", leave)
+    plain = _StageWorker.leave
+    monkeypatch.setattr(_StageWorker, "leave", leave)
     steps = {"train__steps": 6, "train__learning_rate": 1e-3}
     alone, first = losses(served(1, "alone", **steps)), apart()
     split = {"tensor_parallel__size": 2, "tensor_parallel__sequence_parallel": True}
@@ -311,10 +312,14 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
         assert run.result(240) == pytest.approx(alone, rel=1e-5)
     assert second.standing == {0: 6}
     for part in (0, 1):
-        assert torch.equal(rows[0, part]._values, rows[1, part]._values)
+        assert torch.equal(workers[0, part]._values, workers[1, part]._values)
     norms = [
-        [row._row.view(row._values, i) for i, n in enumerate(row._row.names) if "norm" in n]
-        for row in rows.values()
+        [
+            worker._flat.view(worker._values, index)
+            for index, name in enumerate(worker._flat.names)
+            if "norm" in name
+        ]
+        for worker in workers.values()
     ]
     assert all(
         torch.equal(a, b) for of_rank in norms[1:] for a, b in zip(norms[0], of_rank, strict=True)
@@ -388,16 +393,16 @@ def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named
     served: Make, run_ranks: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed_at: list[float] = []
-    plain = ParameterLine._chunks
+    plain = StageClient._chunks
 
-    def chunks(line: ParameterLine, step: int, connection: int) -> Iterator[bytes]:
+    def chunks(line: StageClient, step: int, connection: int) -> Iterator[bytes]:
         for number, message in enumerate(plain(line, step, connection)):
-            if (line._worker.rank, step, number) == (1, 2, 1):
+            if (line._access.rank, step, number) == (1, 2, 1):
                 failed_at.append(time.monotonic())
                 raise OSError("the machine is gone")
             yield message
 
-    monkeypatch.setattr(ParameterLine, "_chunks", chunks)
+    monkeypatch.setattr(StageClient, "_chunks", chunks)
     errors = run_ranks(served(2, train__steps=100_000, transport__chunk_bytes=4096, **EAGER))
     assert time.monotonic() - failed_at[0] < 10
     assert all(isinstance(error, RunError) for error in errors), errors
@@ -492,7 +497,7 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
     """It stayed up, unable to go on."""
     plain = Journal.write
 
-    def write(journal: Journal, step: int, verdict: Verdict, average: torch.Tensor) -> None:
+    def write(journal: Journal, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
         if step == 2:
             monkeypatch.setattr(
                 "dpipe.paramserver.journal.save_file", partial(fail, OSError(28, "No space left"))

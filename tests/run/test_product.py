@@ -81,7 +81,7 @@ class Rank:
                 [boundary] * (STAGES - 1),
                 self.kind,
                 Recorder(rank),
-                row=self.here.pp_group,
+                pp_group=self.here.pp_group,
             )
         )
 
@@ -90,18 +90,14 @@ class Rank:
             cut = [t.chunk(self.here.dp_size)[self.here.dp_rank] for t in batch(step)]
             inputs, targets = (t.chunk(self.config.train.num_microbatches) for t in cut)
             self.kind.begin(step, 1e-2, 1.0)
-            self.executor.run(
-                self.schedule, Batch([(x,) for x in inputs], list(targets)), self._step
-            )
+            self.executor.run(self.schedule, Batch([(x,) for x in inputs], list(targets)))
+            self.kind.report(measure=False)
+            for index, stage in self.stages.items():
+                self.kind.step(index, 1.0)
+                stage.zero_grad()
         for stage in self.stages:
             self.kind.finish(stage)
         self.kind.close()
-
-    def _step(self, stage: int, loss: float | None) -> None:
-        if stage == min(self.stages):  # the first STEP settles it for all stages of a rank
-            self.kind.report(measure=False)
-        self.kind.step(stage, 1.0)
-        self.stages[stage].zero_grad()
 
 
 def trained(kind: str, schedule: str, replicas: int) -> list[dict[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.transport.base import Transport
 from dpipe.transport.local import LocalHub
-from dpipe.transport.shaped import Flight, ShapedTransport
+from dpipe.transport.shaped import InTransit, ShapedTransport
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
@@ -56,7 +56,7 @@ def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:
     parts = Parts(
         rank, {rank: stage}, transport, codec("none"), boundaries, Single(), Recorder(rank)
     )
-    Executor(parts).run(schedule, Batch([()] * MICROBATCHES), lambda stage, loss: None)
+    Executor(parts).run(schedule, Batch([()] * MICROBATCHES))
 
 
 def measured_s(schedule: Schedule, network: Network) -> float:
@@ -100,7 +100,7 @@ def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
     made_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.COMPUTE}
     arrives_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.RECV}
     for rank in range(RANKS):
-        flight, seen = Flight[Action](network, rank), dict[Action, float]()
+        flight, seen = InTransit[Action](network, rank), dict[Action, float]()
         sends = [action for action in schedule.programs[rank] if action.op in SENDS]
         for action in sends:
             flight.offer(

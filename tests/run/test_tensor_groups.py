@@ -185,12 +185,12 @@ def test_stage_on_two_machines_is_refused_on_every_rank(
 
 
 def test_ranks_of_a_stage_that_are_apart_are_named() -> None:
-    told = [{"machine": place, "name": f"node-{place}"} for place in "aaab"]
+    ranks = [{"machine": place, "name": f"node-{place}"} for place in "aaab"]
     with pytest.raises(
         ConfigError,
         match="ranks 2 to 3 on one machine, but rank 2 is on node-a and rank 3.*on node-b",
     ):
-        refuse_apart(told, 2)
+        refuse_apart(ranks, 2)
 
 
 def test_ranks_of_a_stage_lose_one_that_fails(

@@ -71,11 +71,28 @@ def test_check_refuses_a_program_that_is_wrong(rank, program, message):
     ("program", "message"),
     [
         (
-            "1RECV_F0 1F0 1B0 1STEP",
+            "1RECV_F0 1F0 1B0 1COMPLETE 1VOTE 1STEP",
             "1SEND_B0 is missing on rank 1: 2 stages, 1 micro-batches, lowered",
         ),
-        ("1RECV_F0 1F0 1B0 1SEND_B0", "1STEP is missing on rank 1"),
-        ("1RECV_F0 1F0 1B0 1SEND_B0 1STEP 1SEND_TIED", "1SEND_TIED on rank 1 does not belong here"),
+        ("1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1VOTE", "1STEP is missing on rank 1"),
+        ("1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1STEP", "1VOTE is missing on rank 1"),
+        ("1RECV_F0 1F0 1B0 1SEND_B0 1VOTE 1STEP", "1COMPLETE is missing on rank 1"),
+        (
+            "1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1STEP 1VOTE",
+            "rank 1 stops at 1STEP, which waits for 1VOTE on rank 1",
+        ),
+        (
+            "1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1REDUCE_GRAD 1VOTE 1STEP",
+            "0REDUCE_GRAD is missing on rank 0",
+        ),
+        (
+            "1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1AGREE 1VOTE 1STEP",
+            "0REDUCE_GRAD is missing on rank 0",
+        ),
+        (
+            "1RECV_F0 1F0 1B0 1SEND_B0 1COMPLETE 1VOTE 1STEP 1SEND_TIED",
+            "1SEND_TIED on rank 1 does not belong here",
+        ),
     ],
 )
 def test_check_refuses_a_lowered_program_that_is_wrong(program, message):
@@ -84,7 +101,9 @@ def test_check_refuses_a_lowered_program_that_is_wrong(program, message):
 
 def test_check_refuses_a_link_whose_ends_disagree():
     broken = with_program(
-        lower(gpipe(2, 2)), 1, "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1STEP"
+        lower(gpipe(2, 2)),
+        1,
+        "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1COMPLETE 1VOTE 1STEP",
     )
     assert (
         "the link from rank 0 to rank 1 disagrees on message 0: "
@@ -102,12 +121,14 @@ def test_check_names_what_each_rank_is_stuck_at():
 
 
 def test_check_refuses_a_receive_that_is_posted_after_its_use():
-    broken = with_program(lower(gpipe(2, 1)), 1, "1F0 1RECV_F0 1B0 1SEND_B0 1STEP")
+    broken = with_program(lower(gpipe(2, 1)), 1, "1F0 1RECV_F0 1B0 1SEND_B0 1COMPLETE 1VOTE 1STEP")
     assert "rank 1 stops at 1F0, which waits for 1RECV_F0 on rank 1" in refusal(broken)
 
 
 def test_check_refuses_a_send_before_what_makes_it():
-    broken = with_program(lower(gpipe(2, 1), recv_ahead=0), 0, "0SEND_F0 0F0 0RECV_B0 0B0 0STEP")
+    broken = with_program(
+        lower(gpipe(2, 1), recv_ahead=0), 0, "0SEND_F0 0F0 0RECV_B0 0B0 0COMPLETE 0VOTE 0STEP"
+    )
     assert "rank 0 stops at 0SEND_F0, which waits for 0F0 on rank 0" in refusal(broken)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.network.link import Host, Link, Network
-from dpipe.schedule.action import RECVS, SENDS, Action
+from dpipe.schedule.action import RECVS, SENDS, Action, Op
 from dpipe.schedule.generate import forward_only, generate, gpipe, one_f_one_b, zero_bubble
 from dpipe.schedule.links import peer
 from dpipe.schedule.lower import lower
@@ -203,8 +203,10 @@ def test_simulate_never_ends_before_the_critical_path(case):
 @given(cases())
 def test_simulate_does_everything_once_and_one_thing_at_a_time(case):
     schedule, timeline = case[0], simulate(*case)
+    # Nobody is kept by the gradients that are complete, nor by a vote that nobody waits for.
+    shown = [a for a in schedule.index if a.op not in (Op.COMPLETE, Op.VOTE)]
     assert sorted(str(s.action) for s in timeline.spans if s.lane != Lane.WAIT) == sorted(
-        map(str, schedule.index)
+        map(str, shown)
     )
     for rank in range(schedule.num_ranks):
         busy = sorted(
@@ -300,7 +302,7 @@ def test_simulate_says_where_a_schedule_is_stuck():
     stuck = lower(gpipe(2, 1))
     backwards = replace(stuck, programs=(tuple(reversed(stuck.programs[0])), stuck.programs[1]))
     with pytest.raises(
-        ScheduleError, match="no progress: rank 0 stops at 0STEP, which waits for 0B0"
+        ScheduleError, match="no progress: rank 0 stops at 0STEP, which waits for 0VOTE"
     ):
         simulate(backwards, Cost.uniform(2, 1, 2, 0), network(0))
 

@@ -14,15 +14,17 @@ SPANS = (
     span(Lane.COMPUTE, "0I0", 12),
     span(Lane.COMPUTE, "0W0", 8),
     span(Lane.WAIT, "0RECV_B0", 4),
-    span(Lane.WAIT, "0REDUCE_GRAD", 2),
+    span(Lane.WAIT, "0AGREE", 2),
     span(Lane.WAIT, "0RECV_TIED", 7),
     span(Lane.TENSOR, "0F0", 100),
-    span(Lane.TENSOR, "0STEP", 9),
+    span(Lane.TENSOR, "0COMPLETE", 9),
     span(Lane.SEND, "0SEND_F0", 5),
     span(Lane.SEND, "1SEND_B0", 6),
     span(Lane.RECV, "0RECV_B0", 100),
     span(Lane.REDUCE, "0REDUCE_GRAD", 100),
-    span(Lane.UPDATE, "0STEP", 1),
+    span(Lane.UPDATE, "0VOTE", 0.25),
+    span(Lane.WAIT, "0VOTE", 0.5),
+    span(Lane.UPDATE, "0STEP", 0.25),
 )
 
 

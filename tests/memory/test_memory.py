@@ -4,16 +4,14 @@ tracker.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from support.tracked import tracked_peak
 
-from dpipe.plan.memory.formulas import stage_memory, transformer_memory
-from dpipe.plan.memory.sizes import TransformerSizes
+from dpipe.memory.formulas import stage_memory, transformer_memory
+from dpipe.memory.sizes import TransformerSizes
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
@@ -34,58 +32,16 @@ SIZES = {
 SCHEDULES = {"1f1b": (2, 1), "gpipe": (4, 1), "zero-bubble": (2, 1), "interleaved": (4, 2)}
 
 
-class Tracker(MemTracker):
-    """Without statistics by module: their hooks keep every block's output alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mod_tracker = SilentModules(is_bw=False, parents=frozenset())  # type: ignore[assignment]
-
-
-class SilentModules(SimpleNamespace):
-    def register_user_hooks(self, *hooks: object) -> None: ...
-    def clear_user_hooks(self) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
-@contextmanager
-def tracked(stages: dict[int, Stage], *optimizers: torch.optim.Optimizer) -> Iterator[Tracker]:
-    tracker = Tracker()
-    tracker.track_external(
-        *(layer for stage in stages.values() for layer in stage._layers.values()), *optimizers
-    )
-    tracker.track_external(
-        *(p for stage in stages.values() if stage._masters for p in stage.parameters())
-    )
-    with tracker:
-        yield tracker
-
-
 def peak_by_torch(schedule: Schedule, rank: int, sizes: TransformerSizes, recompute: str) -> int:
     """Bytes: what torch says that the rank's program holds at its worst moment, the optimizer's
     step included.
     """
-    with FakeTensorMode():
-        stages = {
-            s: a_stage(schedule, s, sizes, recompute)
-            for s, r in enumerate(schedule.rank_of_stage)
-            if r == rank
-        }
-        optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages.values()]
-        with tracked(stages, *optimizers) as tracker:
-            program = schedule.programs[rank]
-            first = [
-                action for action in program if action.microbatch == 0
-            ]  # then the optimizer makes its state
-            for actions in (first, program):
-                for action in actions:
-                    act(stages[action.stage], action, schedule, sizes)
-                for optimizer in optimizers:
-                    optimizer.step()
-                for stage in stages.values():
-                    stage.zero_grad()
-            return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    return tracked_peak(
+        schedule,
+        rank,
+        lambda index: a_stage(schedule, index, sizes, recompute),
+        lambda stage, action: act(stage, action, schedule, sizes),
+    )
 
 
 def a_stage(schedule: Schedule, index: int, sizes: TransformerSizes, recompute: str) -> Stage:

@@ -14,10 +14,10 @@ from torch import nn
 from dpipe.config.load import Config, build
 from dpipe.dataparallel.base import DataParallel
 from dpipe.errors import ConfigError
-from dpipe.paramserver.spec import ParameterSpec, RowSpec, StepRule
-from dpipe.paramserver.stage_state import StageState, State, Verdict
+from dpipe.memory.exchange import exchange_bytes
+from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.plan.forecast import forecast
-from dpipe.plan.memory.exchange import exchange_bytes
 from dpipe.run.agreement import data_parallel
 from dpipe.transport.local import LocalHub, LocalTransport
 
@@ -139,17 +139,17 @@ def test_kind_holds_what_is_counted(settings: dict[str, Any]) -> None:
 def test_server_holds_what_is_counted(wire: str) -> None:
     config = configured("parameter-server", wire=wire)
     on_server = exchange_bytes(config, [BYTES], (0,))[0] - exchange_bytes(config, [BYTES], ())[0]
-    row = RowSpec(
+    row = FlatSpec(
         (ParameterSpec("layers.0.weight", 0, NUM_VALUES, decays=True),),
         chunk_values=NUM_VALUES // 8,
     )
     rule = StepRule((0, 1), 0.1, (0.9, 0.95), wire)
-    state = State.zeros(NUM_VALUES, lossy=rule.lossy_parameters)
+    state = StageTensors.zeros(NUM_VALUES, lossy=rule.lossy_parameters)
     master = StageState(row, rule, state, step=0, num_updates=0)
     for replica in range(2):
         for chunk in range(8):
             master.add(0, replica, chunk, torch.ones(NUM_VALUES // 8))
-        master.decide(0, replica, Verdict(0.1, 1.0))
+        master.decide(0, replica, StepDecision(0.1, 1.0))
     master.commit()
     assert reachable(master) == pytest.approx(on_server, rel=0.08)  # and chunks as they went out
 

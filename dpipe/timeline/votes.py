@@ -1,0 +1,45 @@
+"""The vote before an optimizer step, where no rank may step before it knows of all others: ballots
+travel to the coordinator on rank 0's host, and the verdict comes back.
+
+    rank 0  [0B7]        |wait 0VOTE          |[0STEP]
+    rank 1  [1B7]|wait 1VOTE ................. |[1STEP]
+                  \\__ the link's delay       ^ the delay back, once the last ballot has arrived
+
+A ballot is some hundred bytes, so that its delay is all that counts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from dpipe.network.link import Network
+from dpipe.timeline.machine import Clock
+
+COORDINATOR = 0  # the rank on whose host it is
+
+
+class Votes:
+    """One vote of `num_ranks` over `network`; `over(rank)` is called when a rank has the
+    verdict.
+    """
+
+    def __init__(
+        self, clock: Clock, network: Network, num_ranks: int, over: Callable[[int], None]
+    ) -> None:
+        self._clock = clock
+        self._network = network
+        self._num_ranks = num_ranks
+        self._over = over
+        self._missing = num_ranks
+
+    def cast(self, rank: int) -> None:
+        self._clock.at(self._clock.now_us + self._delay_us(rank, COORDINATOR), self._arrive)
+
+    def _arrive(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            for rank in range(self._num_ranks):
+                due_us = self._clock.now_us + self._delay_us(COORDINATOR, rank)
+                self._clock.at(due_us, partial(self._over, rank))
+
+    def _delay_us(self, source: int, target: int) -> float:
+        return 0.0 if source == target else self._network.link(source, target).delay_us
