@@ -30,6 +30,7 @@ from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
+from dpipe.report.rows import OnRow
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, load_kernels_at_start
 from dpipe.run.join import joined, listening_on, security_of
@@ -37,7 +38,6 @@ from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
-from dpipe.run.rows import OnRow
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group

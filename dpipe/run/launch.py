@@ -29,9 +29,9 @@ from types import FrameType
 from typing import BinaryIO
 
 from dpipe.errors import ConfigError, InputError, JoinError, RunError
+from dpipe.report.rows import OnRow, RowPipe
 from dpipe.run import leash
 from dpipe.run.environment import environment
-from dpipe.run.rows import OnRow, RowPipe
 
 # With the time that killing and reporting take it stays below 10 s: ranks that are still joining
 # do not notice a failure themselves.

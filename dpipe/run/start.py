@@ -15,10 +15,10 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import draft
+from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
 from dpipe.run.environment import environment, process_info
 from dpipe.run.launch import launch
-from dpipe.run.rows import OnRow, rows_to_launcher
 from dpipe.store.run_folder import absent, open_folder, refuse_folder, take_back
 
 

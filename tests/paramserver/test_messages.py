@@ -6,14 +6,14 @@ import torch
 from dpipe.errors import TransferError
 from dpipe.paramserver.messages import (
     attendance,
+    chunk_spec,
     message_of,
     parse,
     piece,
     pieces_of,
     spec_and_rule,
-    vectors_from,
     tensor_of,
-    chunk_spec,
+    vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.wire.message import framed

@@ -23,8 +23,8 @@ from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, 
 from dpipe.plan.run_plan import draft
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs, load_trace, write_chrome
-from dpipe.run.results import sample_text
 from dpipe.run.generate import continue_ids, generate_text
+from dpipe.run.results import sample_text
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.stage import Stage
