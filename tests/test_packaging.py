@@ -2,7 +2,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
+from importlib import import_module
 from pathlib import Path
+
+from dpipe.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,3 +33,10 @@ def test_source_distribution_has_what_its_build_compiles_and_its_users_name(tmp_
     ]
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
     assert not [name for name in names if name.startswith("docs/generated")]
+
+
+def test_installed_command_is_the_command_line():
+    """It named a module that had become a package, and every call ended with a traceback."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["dpipe"].partition(":")
+    assert getattr(import_module(module), function) is main

@@ -5,14 +5,16 @@ from pathlib import Path
 import click
 
 from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, show
-from dpipe.schedule.generate import GENERATORS
+from dpipe.schedule.generate import GENERATORS, who_take
 
 
 @click.command()
 @CONFIG
 @OVERRIDE
 @click.option(
-    "--network", type=click.Path(dir_okay=False), help="A network profile; default predict.network."
+    "--network",
+    type=click.Path(dir_okay=False),
+    help="A network profile; default: predict.network.",
 )
 @JSON
 def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:
@@ -39,15 +41,17 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Above 1: interleaved.",
+    help=f"Stages on each rank; above 1 for {who_take('stages_per_rank')}.",
 )
 @click.option(
-    "--in-flight", type=click.IntRange(min=1), help="Micro-batches in flight on the first rank."
+    "--in-flight",
+    type=click.IntRange(min=1),
+    help=f"Micro-batches in flight on the first rank, for {who_take('in_flight')}.",
 )
 @click.option(
     "--memory-limit",
     type=click.IntRange(min=1),
-    help="Micro-batches that a rank may hold (zero-bubble).",
+    help=f"Micro-batches that a rank may hold, for {who_take('memory_limit')}.",
 )
 @click.option(
     "--csv", "as_csv", is_flag=True, help="Print the CSV that torch.distributed.pipelining loads."
@@ -65,15 +69,15 @@ def schedule(
     from dpipe.schedule.generate import generate
     from dpipe.schedule.text import draw, to_csv
 
-    plan = generate(name, stages, micro_batches, **options)  # type: ignore[arg-type]
-    check(plan)
-    show(to_csv(plan) if as_csv else draw(plan))
+    generated = generate(name, stages, micro_batches, **options)  # type: ignore[arg-type]
+    check(generated)
+    show(to_csv(generated) if as_csv else draw(generated))
 
 
 @click.command()
 @RUN
 def trace(run: str) -> None:
-    """Write RUN/trace.json: the last steps of all ranks on one clock, the prediction beside them.
+    """Write RUN/trace.json: the last steps of all ranks on one clock, beside the prediction.
 
     Open it in ui.perfetto.dev or chrome://tracing.
 

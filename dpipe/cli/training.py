@@ -13,20 +13,20 @@ from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, NumberRange, resumin
 @CONFIG
 @OVERRIDE
 @click.option("--rank", type=click.IntRange(min=0), help="This process's rank.")
-@click.option("--world-size", type=click.IntRange(min=1), help="The number of ranks.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Number of ranks in all.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Where rank 0 listens.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
-    help="Seconds to wait for the other ranks; default timeouts.join.",
+    help="Seconds to wait for the other ranks; default: timeouts.join.",
 )
 @resuming
 def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
-    """Run one process, one rank, of a training.
+    """Train one rank in this process.
 
-    Without --rank, --world-size and --coordinator they come from the environment of torchrun or
-    Slurm.
+    Without --rank, --world-size and --coordinator, the environment of torchrun or Slurm says which
+    rank this is.
 
     \b
     Example, one process on each of two machines:
@@ -49,13 +49,13 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     "-n",
     "num_ranks",
     type=click.IntRange(min=1),
-    help="The number of ranks; default what CONFIG says.",
+    help="Number of ranks; default: what CONFIG says.",
 )
 @resuming
 def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
-    """Run all ranks of a training as processes of this machine.
+    """Train all ranks as processes of this machine.
 
-    The first Ctrl-C writes a checkpoint and stops all of them; a second one stops them at once.
+    The first Ctrl-C writes a checkpoint and stops all of them; a second one kills them.
 
     \b
     Example:
@@ -78,8 +78,8 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
 def serve(config: str, overrides: tuple[str, ...], bind: str | None) -> None:
     """Run a parameter server as a process of its own, until all workers have left it.
 
-    Each step is on its disk before workers hear of it: killed and started again, it goes on where
-    it was.
+    Each step is on its disk before workers hear of it: a server that is killed and started again
+    continues where it was.
 
     \b
     Example, for the runs whose data_parallel.address is 10.0.0.9:7100:

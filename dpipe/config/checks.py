@@ -12,6 +12,7 @@ from dpipe.config.parallel import (
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
 from dpipe.dataparallel.kinds import names_where
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import FORMATS
 
 
@@ -177,23 +178,25 @@ def _check_shards(
             )
 
 
-def check_nccl(
+def check_transport(
     transport: TransportConfig,
     model: ModelConfig,
     node: NodeConfig,
     data_parallel: DataParallelConfig,
 ) -> None:
-    """NCCL moves what is on GPUs, and nothing else."""
-    if transport.kind != "nccl":
-        return
+    """What a transport cannot carry; some move tensors between GPUs alone."""
+    kind = TRANSPORTS[transport.kind]
+    replicas = data_parallel.replicas
     needed = None
-    if not node.device.startswith("cuda"):
+    if kind.between_gpus and not node.device.startswith("cuda"):
         needed = 'node.device must be "cuda"'
-    elif transport.shape is not None:
+    elif transport.shape is not None and not kind.can_be_shaped:
         needed = "transport.shape must not be set"
-    elif not model.family.computes:
+    elif kind.between_gpus and not model.family.computes:
         needed = f'model.layers must not be "{model.layers}"'
-    elif data_parallel.replicas > 1 and data_parallel.group != "torch":
+    elif replicas > 1 and data_parallel.group != "torch" and not kind.between_replicas:
         needed = 'data_parallel.group must be "torch"'
     if needed is not None:
-        raise ValueError(f'with transport.kind "nccl" {needed}; or take transport.kind "tcp"')
+        raise ValueError(
+            f'with transport.kind "{kind.name}" {needed}; or take transport.kind "tcp"'
+        )

@@ -12,7 +12,7 @@
 It is a TOML file of the same meaning. The token, a secret, is not shown.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Setting:
         return self.name in _SECRETS and bool(self.value)
 
 
-def settings(path: str | Path, overrides: tuple[str, ...] = ()) -> list[Setting]:
+def settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setting]:
     """Every key of the configuration that `load` makes of the same. Raises as `load` does."""
     table = read_table(path)
     origins = dict.fromkeys(_names(table), str(path))

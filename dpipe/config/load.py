@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +51,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        checks.check_nccl(self.transport, self.model, self.node, self.data_parallel)
+        checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
         checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)
         checks.check_compile(self.train, self.pipeline)
@@ -117,7 +118,7 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file

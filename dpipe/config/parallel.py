@@ -37,8 +37,8 @@ class PipelineConfig(Section):
     predict.network."""
 
     in_flight: Count | None = None
-    """Micro-batches in flight on the first rank: how many forward passes it runs ahead of their
-    backward passes. Left out: as many as there are stages."""
+    """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
+    of its stages counts; "gpipe" takes none. Left out: enough to fill the pipeline."""
 
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no

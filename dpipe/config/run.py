@@ -10,11 +10,13 @@ from dpipe.config.section import (
     Count,
     CountOrZero,
     Fraction,
+    Name,
     NotNegative,
     Positive,
     Seconds,
     Section,
 )
+from dpipe.transport.kinds import TRANSPORTS
 
 _MAX_NAME_BYTES = 255  # of one file or folder, on every usual file system
 
@@ -137,7 +139,7 @@ class RunConfig(Section):
 class TransportConfig(Section):
     """How tensors travel between ranks."""
 
-    kind: Literal["grpc", "tcp", "nccl"] = "grpc"
+    kind: Annotated[str, Name(TRANSPORTS)] = "grpc"
     """"grpc" passes proxies and inspection that speak HTTP/2; "tcp" is faster; "nccl" is for GPUs
     with a fast network."""
 

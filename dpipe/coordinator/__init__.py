@@ -1,10 +1,12 @@
-"""Who is there: joining, addresses, gathers, heartbeats, aborts and clock offsets of the ranks of
-one run.
+"""Who is there: joining, addresses, gathers, heartbeats, aborts and clock offsets of one run.
 
-base.py      the contract that a run talks to, and `Gathered`, a gather under way
-client.py    `Coordinator`: a rank's side of the stream
-alone.py     `Alone`: the same for a run of one rank, without a server
-meeting.py   what the coordinator decides: who may join, who is lost, which cause wins. No gRPC, no threads, no clock
-server.py    `CoordinatorServer`: the streams of all ranks, around one meeting; lives in rank 0
-frame.py     messages of any size on a stream of bounded ones
+base.py        the contract that a run uses, and `Gathered`, a gather under way
+client.py      `Coordinator`: a rank's end of the stream
+alone.py       `Alone`: the same for a run of one rank, without a server
+membership.py  what the server decides: who may join, who is lost, which cause wins; no I/O
+server.py      `CoordinatorServer`: the streams of all ranks around one membership, in rank 0
+frame.py       messages of any size on a stream of bounded ones
+
+To add a message: a field in protos/dpipe/wire/v1/coordinator.proto, a case in client.py and
+server.py, and the decision, if there is one, in membership.py, which is tested without a network.
 """

@@ -21,7 +21,7 @@ from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
-Outbox = queue.SimpleQueue[pb.FromCoordinator | None]
+MessageQueue = queue.SimpleQueue[pb.FromCoordinator | None]
 
 _OPEN = Security()
 _STRANGERS = 16  # streams beyond the world's own that may knock at once: a stream holds a thread
@@ -52,7 +52,7 @@ class CoordinatorServer:
         join_s: float = 120.0,
         on_upload: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
-        self._meeting = Membership(
+        self._membership = Membership(
             world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic()
         )
         self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
@@ -80,10 +80,10 @@ class CoordinatorServer:
         do so first.
         """
         with self._lock:
-            if not self._meeting.complete:
-                self._meeting.end("the coordinator (rank 0) stopped before all ranks had joined")
+            if not self._membership.complete:
+                self._membership.end("the coordinator (rank 0) stopped before all ranks had joined")
             if not self._lock.wait_for(lambda: self._num_streams == 0, wait_s):
-                self._meeting.end(
+                self._membership.end(
                     "the coordinator (rank 0) stopped while other ranks were still at work"
                 )
         self._stopped.set()
@@ -96,15 +96,15 @@ class CoordinatorServer:
     def _tick(self, interval_s: float) -> None:
         while not self._stopped.wait(interval_s):
             with self._lock:
-                self._meeting.tick(time.monotonic())
-                for member in self._meeting.members.values():
+                self._membership.tick(time.monotonic())
+                for member in self._membership.members.values():
                     member.tell(
                         pb.FromCoordinator()
                     )  # a sign of life, also while an upload keeps the reader
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
-        outbox: Outbox = queue.SimpleQueue()
+        outbox: MessageQueue = queue.SimpleQueue()
         reader = threading.Thread(
             target=self._read,
             args=(frames, context.peer(), outbox),
@@ -125,7 +125,7 @@ class CoordinatorServer:
                 self._num_streams -= 1
                 self._lock.notify_all()
 
-    def _read(self, frames: Iterator[bytes], peer: str, outbox: Outbox) -> None:
+    def _read(self, frames: Iterator[bytes], peer: str, outbox: MessageQueue) -> None:
         guest = _Guest(peer, outbox)
         why = "its process ended or its connection broke"
         try:
@@ -138,7 +138,7 @@ class CoordinatorServer:
         finally:
             with self._lock:
                 if guest.member:
-                    self._meeting.broken(guest.member, why)
+                    self._membership.broken(guest.member, why)
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
@@ -158,19 +158,19 @@ class CoordinatorServer:
     def _decide(self, message: pb.ToCoordinator, guest: "_Guest", now: float) -> None:
         kind = message.WhichOneof("kind")
         if kind == "join" and guest.member is None:
-            guest.member = self._meeting.join(message.join, guest.peer, guest.outbox.put, now)
+            guest.member = self._membership.join(message.join, guest.peer, guest.outbox.put, now)
             return
         if guest.member is None:
             raise DecodeError(f"{kind} from {host_of(guest.peer)} before it joined")
         match kind:
             case "part":
-                self._meeting.part(guest.member, message.part)
+                self._membership.part(guest.member, message.part)
             case "ask":
-                self._meeting.ask(guest.member, message.ask.key)
+                self._membership.ask(guest.member, message.ask.key)
             case "failure":
-                self._meeting.failure(guest.member, message.failure, now)
+                self._membership.failure(guest.member, message.failure, now)
             case "leave":
-                self._meeting.leave(guest.member)
+                self._membership.leave(guest.member)
             case _:
                 raise DecodeError(f"unexpected {kind}")
 
@@ -183,7 +183,7 @@ class CoordinatorServer:
         except Exception as error:
             what = str(error) if isinstance(error, DpipeError) else repr(error)
             with self._lock:
-                self._meeting.end(
+                self._membership.end(
                     f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {what}"
                 )
         finally:
@@ -193,7 +193,7 @@ class CoordinatorServer:
 class _Guest:
     """Who is at the other end of a stream; a member once it has joined."""
 
-    def __init__(self, peer: str, outbox: Outbox) -> None:
+    def __init__(self, peer: str, outbox: MessageQueue) -> None:
         self.peer = peer
         self.outbox = outbox
         self.member: Member | None = None

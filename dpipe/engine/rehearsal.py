@@ -16,24 +16,22 @@ import logging
 import torch
 
 from dpipe.engine.trainer import Job
-from dpipe.transport.nccl import NcclTransport
 
 LOG = logging.getLogger(__name__)
 
 
-def rehearse(job: Job, links: NcclTransport, step: int) -> None:
-    """Run what `step` runs, and an evaluation where there is one; random numbers are drawn as for
-    any other step.
+def rehearse(job: Job, step: int) -> None:
+    """For `Transport.rehearse`: run what `step` runs, and an evaluation where there is one. Random
+    numbers are drawn as for any other step.
     """
     stages = job.stages.values()
     kept = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
     alone = job.executor.alone()
-    with links.rehearsing():
-        for stage in stages:
-            stage.begin_step(step)
-        alone.run(job.schedule, job.feed.training(step))
-        if job.train.eval_every is not None:
-            alone.run(job.eval_schedule, job.feed.held_out(0))
+    for stage in stages:
+        stage.begin_step(step)
+    alone.run(job.schedule, job.feed.training(step))
+    if job.train.eval_every is not None:
+        alone.run(job.eval_schedule, job.feed.held_out(0))
     job.executor.clear()
     with torch.no_grad():
         for buffer, value in kept:

@@ -126,7 +126,9 @@ def forecast(
     Raises `ConfigError` for sizes that do not fit, `ScheduleError` for a schedule that cannot run,
     `ProfileError` for a network that lacks a link between two ranks.
     """
+    shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
+    ballots = ballots_over(config, network, shaped)
     network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
     check_vocabulary(config)
     if config.model.family.computes:
@@ -142,7 +144,8 @@ def forecast(
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
     check(schedule)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
-    timeline, step_us = _simulated(config, schedule, cost, network, hosts, replicas)
+    a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots)
+    timeline = a_step(replicas=replicas)
     return Forecast(
         split=cut,
         schedule=schedule,
@@ -152,7 +155,7 @@ def forecast(
         timeline=timeline,
         replicas=replicas,
         agreeing_share=agreeing_share(config),
-        step_us=step_us,
+        step_us=_mean_step_us(config, timeline, a_step, replicas),
         memory=memory,
     )
 
@@ -174,21 +177,17 @@ def _checked_memory(
     return memory
 
 
-def _simulated(
-    config: Config,
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host],
-    replicas: Replicas | None,
-) -> tuple[Timeline, float]:
-    """A step at which replicas exchange something, and the mean microseconds of all steps."""
-    timeline = simulate(schedule, cost, network, hosts, replicas)
+def _mean_step_us(
+    config: Config, timeline: Timeline, a_step: Callable[..., Timeline], replicas: Replicas | None
+) -> float:
+    """`timeline` is a step at which `replicas` exchange something; `a_step(replicas=...)` simulates
+    another.
+    """
     share = agreeing_share(config)
     if replicas is None or share == 1:
-        return timeline, timeline.duration_us
-    apart = simulate(schedule, cost, network, hosts, Replicas(silent(replicas.count)))
-    return timeline, share * timeline.duration_us + (1 - share) * apart.duration_us
+        return timeline.duration_us
+    apart = a_step(replicas=Replicas(silent(replicas.count)))
+    return share * timeline.duration_us + (1 - share) * apart.duration_us
 
 
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
@@ -252,12 +251,27 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
         pattern = kind.late_pattern
     most_bytes = max(cost.reduce_bytes) // settings.fragments
     num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
-    # For the norm, before anything is sent back.
-    waits = config.train.clip_norm > 0 or config.train.precision == "fp16"
     rounds = exchange(
-        pattern, settings.replicas, num_parts, barrier=waits, stale=settings.staleness > 0
+        pattern,
+        settings.replicas,
+        num_parts,
+        barrier=config.train.waits_for_verdict,  # on the norm, before anything is sent back
+        stale=settings.staleness > 0,
     )
     return Replicas(rounds, server_ranks(config), delayed=delayed)
+
+
+def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+    """The network that a step's vote crosses; None if no step waits for it.
+
+    `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
+    what they send to the coordinator.
+    """
+    if not config.train.waits_for_verdict:
+        return None
+    if shaped is not None and config.predict.network is None:
+        return Network()
+    return network
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from dpipe.plan.probe import LayerCost, measure, probe
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
-from dpipe.transport.nccl import load_nccl
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
@@ -93,12 +93,11 @@ def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
 
 
 def _check_surroundings(config: Config) -> None:
-    """The device, the place for checkpoints, and NCCL. Raises what they raise."""
+    """The device, the place for checkpoints, and the transport. Raises what they raise."""
     check_device(config.node.device)
     if config.run.checkpoint_url is not None:
         check_url(config.run.checkpoint_url)
-    if config.transport.kind == "nccl":
-        load_nccl()
+    TRANSPORTS[config.transport.kind].check()
 
 
 def check_device(device: str) -> None:

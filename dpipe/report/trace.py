@@ -15,7 +15,7 @@ from statistics import mean, median
 from typing import Any, TypeVar
 
 from dpipe.errors import ConfigError, ScheduleError
-from dpipe.network.link import Host
+from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
@@ -50,6 +50,22 @@ class TraceInputs:
     replicas: Replicas | None = None  # those of a usual step
     headers: bool = False  # whether the network's rates include packet headers
     tensor_size: int = 1  # ranks of a tensor-parallel group: one rank of the schedule
+    waits_for_verdict: bool = False  # whether no rank steps before all have voted
+
+    @property
+    def ballots(self) -> Network | None:
+        """The network that a vote crosses; None where no step waits for it.
+
+        Where the transport imitates a network, which the ranks' messages cross without packet
+        headers, the coordinator's stay on loopback.
+        """
+        if not self.waits_for_verdict:
+            return None
+        return self.assumed_network if self.headers else Network()
+
+    @property
+    def assumed_network(self) -> Network:
+        return assumed_network(self.network, self.connections, headers=self.headers)
 
     @property
     def num_replicas(self) -> int:
@@ -105,6 +121,7 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
         "connections": inputs.connections,
         "headers": inputs.headers,
         "tensor_size": inputs.tensor_size,
+        "waits_for_verdict": inputs.waits_for_verdict,
         "hosts": [[host.ranks, host.cores] for host in inputs.hosts],
         "replicas": None if inputs.replicas is None else _as_table(inputs.replicas),
     }
@@ -139,6 +156,7 @@ def _parse_inputs(data: bytes) -> TraceInputs:
         replicas=None if table["replicas"] is None else _from_table(table["replicas"]),
         headers=table["headers"],
         tensor_size=table.get("tensor_size", 1),  # older traces have none
+        waits_for_verdict=table.get("waits_for_verdict", False),  # nor this
     )
 
 
@@ -207,8 +225,14 @@ def load_trace(run: Path) -> Trace:
         )
     steps = tuple(_join(same_step, inputs) for same_step in zip(*by_rank, strict=True))
     cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
-    network = assumed_network(inputs.network, inputs.connections, headers=inputs.headers)
-    predicted = simulate(inputs.schedule, cost, network, inputs.hosts, inputs.replicas)
+    predicted = simulate(
+        inputs.schedule,
+        cost,
+        inputs.assumed_network,
+        inputs.hosts,
+        inputs.replicas,
+        inputs.ballots,
+    )
     return Trace(inputs, steps, _on_first_ranks(predicted, inputs.tensor_size))
 
 
@@ -256,6 +280,7 @@ def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
         input_us=by_stage(Op.I),
         weight_us=by_stage(Op.W),
         update_us=by_stage(Op.STEP),
+        vote_us=by_stage(Op.VOTE),
     )
 
 

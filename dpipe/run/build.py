@@ -70,7 +70,7 @@ from dpipe.store.run_folder import (
 )
 from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
-from dpipe.transport.nccl import NcclTransport
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.codec import codec
 
 LOG = logging.getLogger("dpipe")
@@ -197,7 +197,7 @@ def run_rank(
     """
     console = console or Console(file=lasting(sys.stdout))
     torch.set_num_threads(config.node.threads)
-    if config.transport.kind == "nccl":
+    if TRANSPORTS[config.transport.kind].between_gpus:
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
@@ -249,8 +249,7 @@ def run_rank(
                 )
                 stack.callback(metrics.close)
                 job = replace(job, metrics=metrics)
-            if isinstance(transport, NcclTransport):
-                rehearse(job, transport, first_step)
+            transport.rehearse(partial(rehearse, job, first_step))
             trainer = Trainer(job, first_step)
             stopped = trainer.run()
             hosts = oversubscribed_hosts(config, coordinator)
@@ -466,6 +465,7 @@ def save_trace_inputs(run_plan: RunPlan, hosts: tuple[Host, ...], folder: Path) 
         found.usual_replicas,
         config.counts_headers,
         config.tensor_parallel.size,
+        config.train.waits_for_verdict,
     )
     save_inputs(folder / "trace", inputs)
 

@@ -4,27 +4,26 @@ checked.
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from dpipe.choices import function_at
 from dpipe.config.load import Config
 from dpipe.coordinator.alone import Alone
 from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
-from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted, TransferTimeout
+from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.plan.assumed_network import assumed_network, connections_of
 from dpipe.run.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
-from dpipe.streams import CudaStreams, Streams
+from dpipe.streams import Streams
 from dpipe.transport.base import Transport
-from dpipe.transport.grpc import GrpcTransport
+from dpipe.transport.kinds import TRANSPORTS
 from dpipe.transport.local import LocalHub
-from dpipe.transport.nccl import NcclTransport
 from dpipe.transport.shaped import ShapedTransport
-from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
@@ -62,10 +61,7 @@ def joined(
         )
         coordinator.on_abort(transport.fail)
         try:
-            if isinstance(links, NcclTransport):
-                _connect_gpus(links, coordinator, peers, timeouts.connect)
-            else:
-                links.connect(coordinator.addresses, peers)
+            transport.prepare(coordinator, peers)
             yield coordinator, transport
         except RunAborted:
             raise
@@ -78,61 +74,21 @@ def joined(
         coordinator.leave()
 
 
-def _links(
-    config: Config, process: ProcessInfo, security: Security, streams: Streams
-) -> GrpcTransport | TcpTransport | NcclTransport:
-    node = config.node
-    timeouts = config.timeouts
+def _links(config: Config, process: ProcessInfo, security: Security, streams: Streams) -> Transport:
     chosen = config.transport
-    if chosen.kind == "nccl":
-        assert isinstance(streams, CudaStreams)
-        return NcclTransport(
-            process.rank,
-            streams,
-            transfer_timeout_s=timeouts.transfer,
-            connect_timeout_s=timeouts.connect,
-        )
-    kinds: dict[str, type[GrpcTransport | TcpTransport]] = {
-        "grpc": GrpcTransport,
-        "tcp": TcpTransport,
-    }
-    return kinds[chosen.kind](
+    links: Transport = function_at(TRANSPORTS[chosen.kind].make)(
         process.rank,
         bind=listening_on(config, process),
-        port=node.port,
+        port=config.node.port,
         security=security,
         connections=connections_of(config),
         chunk_bytes=chosen.chunk_bytes,
         buffer_bytes=chosen.buffer_bytes,
-        transfer_timeout_s=timeouts.transfer,
-        connect_timeout_s=timeouts.connect,
+        transfer_timeout_s=config.timeouts.transfer,
+        connect_timeout_s=config.timeouts.connect,
         streams=streams,
     )
-
-
-def _connect_gpus(
-    links: NcclTransport, coordinator: Coordination, peers: set[int], timeout_s: float
-) -> None:
-    """Tell all ranks the ids of the links from this one, and which GPU it has: NCCL needs one for
-    each rank.
-    """
-    told = coordinator.share("nccl", [links.gpu, links.offer(peers)], timeout_s)
-    gpus, offers = zip(*told, strict=True)
-    refuse_shared_gpus(gpus)
-    links.connect(
-        {rank: {int(peer): id for peer, id in offer.items()} for rank, offer in enumerate(offers)}
-    )
-
-
-def refuse_shared_gpus(gpus: Sequence[str]) -> None:
-    """Raises `ConfigError` naming ranks that have one GPU; `gpus` are their names, by rank."""
-    for rank, gpu in enumerate(gpus):
-        if gpus.index(gpu) < rank:
-            raise ConfigError(
-                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for "
-                "each rank; set "
-                'node.device to another, or take transport.kind = "tcp"'
-            )
+    return links
 
 
 def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
@@ -152,7 +108,7 @@ def _join(
     security: Security,
     join_s: float,
     stack: ExitStack,
-    links: GrpcTransport | TcpTransport | NcclTransport,
+    links: Transport,
 ) -> Coordination:
     """Rank 0 hosts the coordinator and says where; then every rank joins."""
     node = config.node

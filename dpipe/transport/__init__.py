@@ -1,12 +1,18 @@
 """Moving a tensor to a neighbour.
 
-base.py    the contract: Transport, Pending, Moved
-link.py    one rank's end of the links with a peer: what is expected, what has arrived, what went wrong
-local.py   ranks as threads of one process
-mesh.py    all the links of one rank: who dials, who is refused, how links open and end
-grpc.py    ranks as processes and machines: several HTTP/2 connections a link, TLS
-nccl.py    from GPU to GPU; staging.py is the way between a GPU and the host memory that the others read and write
-tcp.py     the same over plain TCP or TLS, faster where nothing asks for HTTP/2; stream.py carries its bytes and
-           greeting.py is how its two ends come to trust each other
-shaped.py  any of them, with the delay and the rate of a network profile
+base.py      the contract: Transport, and Directory, by which ranks learn of each other
+kinds.py     TRANSPORTS: the transports by name, with their properties; without torch
+link.py      one rank's end of the links with a peer: what is expected, arrived and went wrong
+staging.py   the way of a tensor between a GPU and host memory
+mesh.py      all links of one rank over connections: who dials, who is refused, opening and closing
+grpc.py      a mesh of gRPC streams: HTTP/2, TLS
+tcp.py       a mesh of TCP or TLS connections, faster where nothing asks for HTTP/2
+stream.py    the bytes of one TCP or TLS connection
+greeting.py  how the two ends of a TCP connection prove that they know the token
+nccl.py      from GPU to GPU
+local.py     ranks as threads of one process
+shaped.py    any of these, with the delay and the rate of a network profile
+
+To add a transport: write a class that keeps the contract in base.py, add it to TRANSPORTS and to
+PAIRS in tests/transport/test_conformance.py. One over sockets can be a `mesh.Mesh`.
 """

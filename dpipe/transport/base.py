@@ -2,9 +2,21 @@
 `tests/transport/test_conformance.py`.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 from dpipe.wire.transfer import Links
+
+
+class Directory(Protocol):
+    """Where the transports of all ranks learn of each other: the coordinator."""
+
+    @property
+    def addresses(self) -> Mapping[int, str | None]:
+        """`host:port` of each rank; None for one that cannot be dialled."""
+
+    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
+        """Every rank's JSON value of `key`, by rank."""
 
 
 class Transport(Links, Protocol):
@@ -15,7 +27,24 @@ class Transport(Links, Protocol):
     `TransferError` naming both, and the link is dead.
     """
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def port(self) -> int:
+        """Where peers dial this rank; 0 where nothing listens."""
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        """Open and check the links with `peers`; all ranks call it at about the same time.
+
+        Raises `JoinError` naming each peer that cannot be reached, or the error that this rank was
+        told to `fail` with.
+        """
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Before the first step. `step` goes through one as it will be run; a transport that needs
+        this calls it, and moves nothing meanwhile.
+        """
 
     def close(self) -> None:
         """Let what is queued leave, for a bounded time, then close every link. Safe to call twice,

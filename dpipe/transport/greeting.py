@@ -1,15 +1,15 @@
-"""How the two ends of a TCP connection come to know each other, before anything else is read from
-it.
+"""How the two ends of a TCP connection prove that they know the token, before anything else.
 
     rank 1 (dials)                                     rank 2
     hello, challenge 1  ---------------------------->
                         <----------------------------  challenge 2
-    HMAC(token, "dials" | challenges | hello)  ----->  right? and is it a rank that is waited for?
-    right?              <----------------------------  HMAC(token, "answers" | challenges | hello), or why not
+    HMAC(token, "dials" | challenges | hello)  ----->  right? and is this rank waited for?
+    right?              <----------------------------  HMAC(token, "answers" | challenges | hello),
+                                                       or why not
 
-The token never crosses, and a proof is good for one connection only. The one who dials proves
-itself first: a stranger learns nothing. Without TLS this keeps strangers out, but not one who sits
-on the way and changes bytes afterwards.
+The token is never sent, and a proof holds for one connection only. The dialler proves itself first,
+so that a stranger learns nothing. Without TLS this keeps strangers out, but not somebody on the
+path who changes bytes afterwards.
 """
 
 import hmac
@@ -25,20 +25,20 @@ from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 _CHALLENGE_BYTES = 32
-_WRONG_TOKEN = "wrong token: node.token must be the same on every rank"  # noqa: S105 - says so, is none
+_REFUSED = "wrong token: node.token must be the same on every rank"
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who dialled: it knows the token. `proof` is what it waits for."""
+class Dialler:
+    """Who dialled; it has proved that it knows the token. `proof` is what it waits for."""
 
     hello: Hello
     proof: bytes
 
 
 def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None:
-    """Greet as the end that dialled. `JoinError` where the other end refuses, `TransferError` if it
-    is no dpipe.
+    """Greet as the end that dialled. Raises `JoinError` where the other end refuses, and
+    `TransferError` where it is not dpipe.
     """
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(hello=hello, challenge=ours), deadline)
@@ -51,25 +51,24 @@ def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None
         raise TransferError("its proof that it knows the token is wrong")
 
 
-def answer(sock: socket.socket, token: str, deadline: float) -> Caller:
-    """Hear out who dialled; raises `TransferError` for a stranger, who is told so if it greets at
-    all.
+def answer(sock: socket.socket, token: str, deadline: float) -> Dialler:
+    """Greet as the end that was dialled. Raises `TransferError` for a stranger, after telling it so
+    if it greets at all.
     """
     greeting = _receive(sock, deadline)
     theirs = _challenge(greeting)
     hello = greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(challenge=ours), deadline)
-    if not hmac.compare_digest(
-        _receive(sock, deadline).proof, _proof(token, "dials", theirs, ours, hello)
-    ):
-        refuse(sock, _WRONG_TOKEN, deadline)
-        raise TransferError(_WRONG_TOKEN)
-    return Caller(hello, _proof(token, "answers", theirs, ours, hello))
+    expected = _proof(token, "dials", theirs, ours, hello)
+    if not hmac.compare_digest(_receive(sock, deadline).proof, expected):
+        refuse(sock, _REFUSED, deadline)
+        raise TransferError(_REFUSED)
+    return Dialler(hello, _proof(token, "answers", theirs, ours, hello))
 
 
-def welcome(sock: socket.socket, caller: Caller, deadline: float) -> None:
-    _send(sock, Greeting(proof=caller.proof), deadline)
+def welcome(sock: socket.socket, dialler: Dialler, deadline: float) -> None:
+    _send(sock, Greeting(proof=dialler.proof), deadline)
 
 
 def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
@@ -77,12 +76,10 @@ def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
 
 
 def _proof(token: str, role: str, first: bytes, second: bytes, hello: Hello) -> bytes:
-    """`first` is the challenge of the end that dialled. The lengths of all parts but the last are
-    fixed by `role`.
-    """
-    message = b"|".join(
-        (b"dpipe", role.encode(), first + second, hello.SerializeToString(deterministic=True))
-    )
+    """`first` is the challenge of the end that dialled."""
+    said = hello.SerializeToString(deterministic=True)
+    # Unambiguous: `role` fixes the lengths of all parts but the last.
+    message = b"|".join((b"dpipe", role.encode(), first + second, said))
     return hmac.digest(token.encode(), message, "sha256")
 
 
@@ -98,10 +95,10 @@ def _send(sock: socket.socket, greeting: Greeting, deadline: float) -> None:
 
 
 def _receive(sock: socket.socket, deadline: float) -> Greeting:
+    size = framed_size(_read(sock, PREFIX_BYTES, deadline))
+    message = _read(sock, size, deadline)
     try:
-        return Greeting.FromString(
-            _read(sock, framed_size(_read(sock, PREFIX_BYTES, deadline)), deadline)
-        )
+        return Greeting.FromString(message)
     except DecodeError:
         raise TransferError("it does not greet as a dpipe transport") from None
 
@@ -118,8 +115,8 @@ def _read(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 
 def set_deadline(sock: socket.socket, deadline: float) -> None:
-    """Give `sock` what is left: one that sends a byte now and then does not gain time. Raises
-    `TimeoutError`.
+    """Let `sock` wait until `deadline` and no longer, however slowly bytes come. Raises
+    `TimeoutError` where it has passed.
     """
     left_s = deadline - time.monotonic()
     if left_s <= 0:

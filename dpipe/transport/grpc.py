@@ -1,12 +1,11 @@
-"""Ranks as processes and machines: each link is one or more gRPC streams, each a TCP connection of
-its own.
+"""A mesh of gRPC streams between processes, each stream on a TCP connection of its own.
 
     rank 1 (lower: dials)                        rank 2
     send --> queue 0 --> stream 0 =============> reader 0 --> stripe 0 of the tensor --.
          `-> queue 1 --> stream 1 =============> reader 1 --> stripe 1 of the tensor ----> recv
     recv <-- both readers <===================== both streams <-- both queues <-- send
 
-HTTP/2, so that it passes the proxies and inspection that real networks have. Where there are none,
+gRPC speaks HTTP/2, which passes the proxies and inspection of real networks. Where there are none,
 tcp.py is faster.
 """
 
@@ -20,7 +19,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.errors import JoinError, PeerLost, TransferError, TransferTimeout
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, Connection, Mesh
 from dpipe.wire.message import Header, framed, unframed
@@ -30,15 +29,12 @@ from dpipe.wire.v1.transport_pb2 import Hello
 _SERVICE = "dpipe.wire.v1.Transport"
 _METHOD = "Connect"
 _HELLO_KEY = "dpipe-hello-bin"
-_MALLOC = {
-    -1: 256 << 20,
-    -2: 16 << 20,
-    -3: 32 << 20,
-}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
+# Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
+_MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 
 
-class _Connection(Connection):
-    """A gRPC stream; gRPC's threads pull what goes out, a thread of its own reads what comes in."""
+class GrpcConnection(Connection):
+    """A gRPC stream: gRPC's threads pull messages to send, a thread of its own reads."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
         super().__init__(end, index, num_connections, chunk_bytes)
@@ -46,8 +42,8 @@ class _Connection(Connection):
         self._call: Any = None
 
     def start(self, call: Any, messages: Iterator[bytes], hello: bytes | None) -> None:
-        """Read `messages` in a thread of its own; `call` can cancel them; `hello` is what the
-        dialled end echoes.
+        """Read `messages`, which `call` can cancel. `hello`, where there is one, must come first:
+        the dialled end echoes it.
         """
         self._call = call
         self._reader = Thread(
@@ -65,14 +61,12 @@ class _Connection(Connection):
             self._reader.join(timeout_s)
 
     def outgoing(self) -> Iterator[bytes]:
-        """What gRPC pulls and sends, message by message: it comes back for more when the network
-        takes more.
-        """
+        """The messages that gRPC sends; it pulls the next one when the network takes more."""
         while (sending := self.next_sending()) is not None:
             try:
                 sending.begin()
             except TransferTimeout:
-                return  # the device never gave the bytes, and the link is broken off already
+                return  # the device never gave the bytes; `begin` has broken the link
             lead = framed(sending.header.encode())
             for chunk in self.chunks(sending):
                 yield b"".join((lead, chunk))
@@ -90,17 +84,18 @@ class _Connection(Connection):
                 message = next(messages, None)
                 if message is None:
                     return self.end.end_stream()
-                if not self.end.closing:  # else read on only to see the peer take note
+                if not self.end.closing:  # else read on to the peer's end of the stream
                     self._receive(sequence, message, messages)
         except grpc.RpcError as error:
             self.end.lose(_reason(error, self.opened))
-        except Exception as error:  # what this end found wrong: wait() raises it
+        except Exception as error:  # this end found it wrong: wait() raises it
             self.end.break_off(error)
 
     def _receive(self, sequence: int, message: bytes, messages: Iterator[bytes]) -> None:
         """Read one tensor's stripe, of which `message` is the header and the first chunk."""
         header, chunk = unframed(message)
-        if (arrived := self.arrive(Header.decode(header), sequence)) is not None:
+        arrived = self.arrive(Header.decode(header), sequence)
+        if arrived is not None:
             receiving, stripe = arrived
             self._fill(stripe, chunk, messages)
             receiving.end_stripe()
@@ -125,10 +120,10 @@ class _Connection(Connection):
             chunk = next(messages, None) if filled < len(stripe) else b""
 
 
-class GrpcTransport(Mesh[_Connection]):
+class GrpcTransport(Mesh[GrpcConnection]):
     """A mesh of gRPC streams."""
 
-    of = _Connection
+    connection_type = GrpcConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         _keep_memory()
@@ -142,7 +137,9 @@ class GrpcTransport(Mesh[_Connection]):
         self._server, port = serve(handlers, bind, port, security, max_streams, bulk=True)
         return port
 
-    def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
+    def _dial(
+        self, connection: GrpcConnection, address: str, hello: Hello, deadline: float
+    ) -> None:
         channel = open_channel(address, self._security, own_connection=True, bulk=True)
         self._channels.append(channel)
         greeting = hello.SerializeToString()
@@ -154,9 +151,10 @@ class GrpcTransport(Mesh[_Connection]):
     def _accept(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serve one stream that a peer opened, or refuse it."""
         hello = _hello_of(context)
-        connection = self.claim(hello)
-        if isinstance(connection, str):
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, connection)
+        try:
+            connection = self.claim(hello)
+        except JoinError as refusal:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
         connection.start(context, messages, None)
         yield hello.SerializeToString()
         yield from connection.outgoing()
@@ -173,17 +171,18 @@ class GrpcTransport(Mesh[_Connection]):
 
 
 def _keep_memory() -> None:
-    """Have this process's malloc keep what is freed, where it is glibc's: gRPC takes new memory for
-    each message twice at either end, and a fresh page costs as much as its bytes.
+    """Have glibc's malloc keep freed memory. gRPC allocates each message twice at either end, and
+    to fault in a fresh page costs as much as to copy it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
     for parameter, num_bytes in _MALLOC.items():
-        if mallopt is not None:
-            mallopt(parameter, num_bytes)
+        mallopt(parameter, num_bytes)
 
 
 def _hello_of(context: grpc.ServicerContext) -> Hello:
-    """What the caller says of itself; one that says nothing is of protocol 0."""
+    """What the dialler says of itself; one that says nothing gets protocol 0, and is refused."""
     message: Any = dict(context.invocation_metadata()).get(_HELLO_KEY, b"")
     try:
         return Hello.FromString(message)
@@ -192,9 +191,7 @@ def _hello_of(context: grpc.ServicerContext) -> Hello:
 
 
 def _reason(error: grpc.RpcError, opened: bool) -> str:
-    """What the end of a stream means. Only the end that dialled is told more than that it is
-    over.
-    """
+    """Why a stream ended. Only the end that dialled learns more than that it did."""
     if not isinstance(error, grpc.Call):
         return "the connection broke"
     match error.code():

@@ -1,13 +1,12 @@
-"""One rank's end of the two links with a peer, whatever carries the bytes: what is expected,
-arrived, and went wrong.
+"""One rank's end of the two links with a peer: what is expected, arrived, and went wrong.
 
-    recv(like, tag)          --post()-->    receiving[n]   <--arrive()--  header n, then stripes of its bytes
-    recv(...).wait()         <------------- complete when posted, agreed on and every stripe is in
+    recv(like, tag)    --post()-->  receiving[n]  <--arrive()--  header n, then stripes of its bytes
+    recv(...).wait()   <----------  complete when posted, header as expected, every stripe here
 
-Whichever comes first makes entry n and the other finds it, so receives may be posted before or
-after the bytes come. Bytes go straight into the tensor that `wait()` returns. What has arrived and
-nobody has posted a receive for is bounded by `buffer_bytes`: beyond it the thread that reads waits,
-and the transport below holds the sender back.
+The first of the two makes entry n and the second finds it, so a receive may be posted before or
+after the bytes come. Bytes are read straight into the tensor that `wait()` returns. Tensors that
+arrived without a posted receive are bounded by `buffer_bytes`: beyond it the reading thread waits,
+and TCP holds the sender back.
 """
 
 import time
@@ -23,13 +22,11 @@ from dpipe.wire.message import Header, byte_view
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
-_WAKE_S = 5.0  # a thread that may wait for as long as the peer likes looks around this often
+_WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 
 
-class _Transfer:
-    """What a send and a receive have in common: stripes that move, then done. Guarded by
-    `end.changed`.
-    """
+class _StripedTransfer:
+    """A tensor whose bytes move as stripes, one a connection. Guarded by `end.changed`."""
 
     def __init__(self, end: "LinkEnd", num_stripes: int) -> None:
         self.end = end
@@ -45,7 +42,7 @@ class _Transfer:
         return self._moved is not None
 
     def begin(self) -> None:
-        """The first bytes of a stripe are about to move."""
+        """The first bytes of a stripe are about to move; the earliest stripe sets the time."""
         with self.end.changed:
             self._start_ns = self._start_ns or time.perf_counter_ns()
 
@@ -60,11 +57,9 @@ class _Transfer:
         return True
 
 
-class Sending(_Transfer):
-    """A tensor on its way out, in host memory from `ready` on; it is held until its last byte is
-    handed over.
-
-    Its bytes are looked at by the thread that sends them: the one that queues it has to compute.
+class Sending(_StripedTransfer):
+    """A tensor on its way out, in host memory once `ready` has passed; held until its last byte is
+    handed over to the connection.
     """
 
     def __init__(
@@ -77,10 +72,11 @@ class Sending(_Transfer):
         self._ready = ready
 
     def begin(self) -> None:
-        """The first bytes of a stripe are about to move: wait until they are there."""
+        """Wait until the device has copied the bytes to the host."""
         self.end.await_device(self._ready, self.header.tag)
         super().begin()
         with self.end.changed:
+            # Made here, on the sending thread: the thread that queued the tensor computes.
             if self.view is None:
                 assert self.tensor is not None
                 self.view = byte_view(self.tensor)
@@ -97,18 +93,17 @@ class Sending(_Transfer):
                 self.end.num_unsent -= 1
 
 
-class Receiving(_Transfer):
-    """A tensor on its way in, known from its header, from a posted receive, or from both."""
+class Receiving(_StripedTransfer):
+    """A tensor on its way in: announced by its header, expected by a receive, or both."""
 
     def __init__(self, end: "LinkEnd", sequence: int, num_stripes: int) -> None:
         super().__init__(end, num_stripes)
         self.sequence = sequence
         self.expected: Header | None = None
         self.arrived: Header | None = None
-        self.tensor: torch.Tensor | None = (
-            None  # in host memory until it is complete, then on the device
-        )
-        self.into: torch.Tensor | None = None  # host memory where it shall stay
+        # In host memory until it is complete, then on the device.
+        self.tensor: torch.Tensor | None = None
+        self.into: torch.Tensor | None = None  # host memory that the caller asked for
         self._landed: Mark = None
 
     def done(self) -> bool:
@@ -119,7 +114,7 @@ class Receiving(_Transfer):
         assert self.tensor is not None
         if self.into is None:
             return self.end.staging.use(self.tensor, self._landed)
-        if self.tensor is not self.into:  # it came before it was expected
+        if self.tensor is not self.into:  # it arrived before the receive was posted
             self.end.staging.move(self.tensor, self._landed, self.into)
             self.tensor = self.into
         return self.into
@@ -138,24 +133,22 @@ class Receiving(_Transfer):
             self.end.forget(self)
 
     def check(self) -> TransferError | None:
-        """The error of a receive that meets another tensor than it expects."""
-        want = self.expected
-        got = self.arrived
-        if want is None or got is None or want == got:
+        """The error to raise where the tensor that arrived is not the one that is expected."""
+        expected = self.expected
+        arrived = self.arrived
+        if expected is None or arrived is None or expected == arrived:
             return None
         return TransferError(
-            f"rank {self.end.rank} expected {want.tag} {want.spec} from {self.end.peer_name}, but "
-            f"{got.tag} {got.spec} "
-            "arrived; both ends must run the same plan, in the same order, with the same wire "
-            "format"
+            f"rank {self.end.rank} expected {expected.tag} {expected.spec} from "
+            f"{self.end.peer_name}, but {arrived.tag} {arrived.spec} arrived; both ends must run "
+            "the same schedule, in the same order, with the same wire format"
         )
 
 
 class LinkEnd:
-    """The state that two directed links share at one rank: they live and die together.
+    """One rank's state of the two directed links with a peer, which live and die together.
 
-    `on_broken` is called once, when the first error arrives: it must end whatever carries the
-    bytes.
+    `on_broken` is called once, at the first error: it must end whatever carries the bytes.
     """
 
     def __init__(
@@ -171,7 +164,9 @@ class LinkEnd:
     ) -> None:
         self.rank = rank
         self.peer = peer
-        self.peer_name = f"rank {peer}" if address is None else f"rank {peer} ({address})"
+        self.peer_name = f"rank {peer}"
+        if address is not None:
+            self.peer_name += f" ({address})"
         self.staging = Staging(streams)
         self.changed = Condition()
         self.error: Exception | None = None
@@ -179,7 +174,8 @@ class LinkEnd:
         self.on_broken: Callable[[], None] = lambda: None
         self.num_unsent = 0
         self.closing = False
-        self._num_stripes = self._num_open = num_stripes
+        self._num_stripes = num_stripes
+        self._num_open = num_stripes  # connections that have not come to their end
         self._buffer_bytes = buffer_bytes
         self._timeout_s = timeout_s
         self._failed = False
@@ -189,9 +185,7 @@ class LinkEnd:
         self._receiving: dict[int, Receiving] = {}
 
     def send(self, tensor: torch.Tensor, tag: str, enqueue: Callable[[Sending], None]) -> Sending:
-        """Number `tensor` and hand it to `enqueue`, which must not block, in the order of the
-        numbers.
-        """
+        """Number `tensor` and give it to `enqueue` in that order; `enqueue` must not block."""
         fetched, ready = self.staging.fetch(tensor)
         with self.changed:
             self._raise_if_broken()
@@ -203,9 +197,7 @@ class LinkEnd:
         return sending
 
     def post(self, like: TensorSpec, tag: str, into: torch.Tensor | None = None) -> Receiving:
-        """Expect the next tensor. One that has arrived is handed over even if the peer is lost
-        meanwhile.
-        """
+        """Expect the next tensor. One that has arrived is given even where the peer is lost."""
         with self.changed:
             receiving = self._entry(self._num_posted)
             if not receiving.done():
@@ -221,11 +213,10 @@ class LinkEnd:
         return receiving
 
     def arrive(self, header: Header) -> Receiving | None:
-        """The tensor that the bytes after `header` belong to; None once this end is closing and
-        wants none.
+        """Where the bytes after `header` belong; None once this end is closing.
 
-        Blocks while the tensor is neither expected nor fits the buffer. Raises what broke the link,
-        and `TransferError` where the header is not what was expected.
+        Blocks while the tensor is not expected and does not fit the buffer. Raises what broke the
+        link, and `TransferError` where the header is not what was expected.
         """
         with self.changed:
             receiving = self._entry(header.sequence)
@@ -239,20 +230,24 @@ class LinkEnd:
             if not self._wait_for_room(receiving, header.spec.num_bytes):
                 return None
             if receiving.tensor is None:
-                receiving.tensor = (
-                    self.staging.empty(header.spec) if receiving.into is None else receiving.into
-                )
-                self._unclaimed_bytes += 0 if receiving.expected else header.spec.num_bytes
+                self._allocate(receiving, header.spec)
         receiving.begin()
         return receiving
 
+    def _allocate(self, receiving: Receiving, spec: TensorSpec) -> None:
+        receiving.tensor = receiving.into
+        if receiving.tensor is None:
+            receiving.tensor = self.staging.empty(spec)
+        if receiving.expected is None:
+            self._unclaimed_bytes += spec.num_bytes
+
     def forget(self, receiving: Receiving) -> None:
-        """Drop the entry of a tensor that is both complete and claimed."""
+        """Drop the entry of a tensor that is complete and was asked for."""
         if receiving.done() and receiving.expected is not None:
             del self._receiving[receiving.sequence]
 
     def wait(self, transfer: Sending | Receiving, what: str) -> None:
-        """Block until `transfer` is done; raises what broke the link, which a timeout does too."""
+        """Block until `transfer` is done. Raises what broke the link; a timeout breaks it too."""
         if transfer.done() and not self._failed:
             return
         with self.changed:
@@ -263,17 +258,16 @@ class LinkEnd:
             self.break_off(
                 TransferTimeout(
                     f"rank {self.rank} has waited {self._timeout_s:g} s {what} {self.peer_name}; "
-                    "the peer is slower or "
-                    "the network worse than timeouts.transfer allows, or the peer waits for "
-                    "something else"
+                    "the peer is slower or the network worse than timeouts.transfer allows, or "
+                    "the peer waits for something else"
                 )
             )
         if self._failed or not transfer.done():
             self._raise_if_broken()
 
     def await_device(self, ready: Mark, tag: str) -> None:
-        """Wait until the device has come to `ready`; breaks the link off and raises where it does
-        not.
+        """Wait until the device has reached `ready`. Where it does not, break the link, and
+        raise.
         """
         try:
             self.staging.block(ready, self._timeout_s)
@@ -285,8 +279,8 @@ class LinkEnd:
             raise error from None
 
     def break_off(self, error: Exception, *, failed: bool = False) -> None:
-        """End the link: every wait that is not done raises `error`, and where it `failed`, every
-        wait does.
+        """End the link: waits raise `error` unless their transfer is done, and even then where this
+        rank has `failed`.
         """
         with self.changed:
             first = self.error is None
@@ -298,7 +292,7 @@ class LinkEnd:
             self.on_broken()
 
     def lose(self, reason: str) -> None:
-        """The peer is gone, or takes note that this end is closing."""
+        """The peer is gone, or has answered that this end is closing."""
         self.reason = self.reason or reason
         if self.closing:
             self.close()
@@ -309,17 +303,15 @@ class LinkEnd:
         self.break_off(PeerLost(f"rank {self.rank} has closed its link with {self.peer_name}"))
 
     def end_stream(self) -> None:
-        """One of the streams that carry stripes came to its end in order; the peer is gone when the
-        last one has.
-        """
+        """One connection came to its end in order; after the last one the peer is gone."""
         with self.changed:
             self._num_open -= 1
         if not self._num_open:
             self.lose("it closed the link")
 
     def drain(self, timeout_s: float) -> None:
-        """Take nothing more in, and wait until every send is handed over, the link is broken, or
-        the time is up.
+        """Receive no more, and wait until all sends are handed over, the link breaks, or the time
+        is up.
         """
         with self.changed:
             self.closing = True
@@ -337,7 +329,7 @@ class LinkEnd:
             posted = receiving.expected is not None or receiving.tensor is not None
             return posted or fits or self.closing or self.error is not None
 
-        # Not this end's deadline: a sender that waits too long has its own.
+        # No deadline at this end: the sender, which is held back, has one.
         while not self.changed.wait_for(settled, _WAKE_S):
             continue
         self._raise_if_broken()

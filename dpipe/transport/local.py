@@ -2,11 +2,13 @@
 network.
 """
 
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
 
 from dpipe.streams import HOST, Streams
+from dpipe.transport.base import Directory
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import byte_view
 from dpipe.wire.spec import TensorSpec
@@ -37,10 +39,18 @@ class LocalHub:
 class LocalTransport:
     """A send copies the tensor into its peer's end at once, so it is done when it returns."""
 
+    port = 0
+
     def __init__(self, hub: LocalHub, rank: int) -> None:
         self.rank = rank
         self._hub = hub
         self._peers = [peer for peer in range(hub.num_ranks) if peer != rank]
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        """The hub has made every link."""
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Nothing here waits on a device."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
         sending = self._hub.ends[self.rank, peer].send(tensor, tag, lambda _: None)

@@ -1,16 +1,16 @@
-"""All the links of one rank, whatever carries their bytes: who dials, who is refused, how links
-open and how they end.
+"""All links of one rank, over connections: who dials, who is refused, opening and closing.
 
-    send --> Link --> connection 0 --> stripe 0 of every tensor      recv <-- LinkEnd <-- each connection's reader
-                 `--> connection 1 --> stripe 1 of every tensor
+    send --> MeshLink --> connection 0 --> stripe 0 of every tensor
+                     `--> connection 1 --> stripe 1 of every tensor
+    recv <-- LinkEnd <--- the reader of each connection
 
-A connection carries both directions, so one end that can be reached is enough. What is on it:
-transport.proto.
+A connection carries both directions, so it is enough that one end can be reached. transport.proto
+says what is written on it.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ import torch
 
 from dpipe.errors import JoinError, TransferError
 from dpipe.streams import HOST, Streams
+from dpipe.transport.base import Directory
 from dpipe.transport.link import LinkEnd, Receiving, Sending
 from dpipe.wire.message import Header, byte_view
 from dpipe.wire.rpc import Security
@@ -29,24 +30,22 @@ PROTOCOL = 2  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
     "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "
-    "the way, and that "
-    "both ends use TLS with certificates of one authority (node.tls_*), or neither"
+    "the way, and that both ends use TLS with certificates of one authority (node.tls_*), or "
+    "neither"
 )
-CLOSE_S = 5.0  # for the last sends to leave and the peer to take note
-_OPEN = Security()
-WAKE_S = 5.0  # a thread that may wait for as long as a run takes looks around this often
+CLOSE_S = 5.0  # for the last sends to leave and the peer to answer
+WAKE_S = 5.0  # poll interval of waits without a deadline of their own
+_NO_SECURITY = Security()
 
 
 class Connection(ABC):
-    """One of the streams of a link: a queue of tensors, of each of which the stripe `index` goes
-    out.
-    """
+    """One stream of a link: it sends stripe `index` of every tensor that is queued."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
         self.end = end
         self.index = index
         self.bytes_sent = 0
-        self.claimed = False  # by a stream that is open, or is being opened
+        self.claimed = False  # a stream for it is open, or is being opened
         self.opened = False
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
@@ -58,14 +57,14 @@ class Connection(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the stream at once; from any thread, also before it is open."""
+        """End the stream at once. From any thread, also before it is open."""
 
     @abstractmethod
     def join(self, timeout_s: float) -> None:
         """Wait for the stream's threads."""
 
     def enqueue(self, sending: Sending | None) -> None:
-        """Send the stripe of a tensor; None ends the stream after what is queued."""
+        """Send a stripe of this tensor; None ends the stream behind what is queued."""
         self._queue.put(sending)
 
     def open(self) -> None:
@@ -74,7 +73,7 @@ class Connection(ABC):
             self.end.changed.notify_all()
 
     def next_sending(self) -> Sending | None:
-        """Wait for the next tensor to send; None where the stream is to end."""
+        """Wait for the next tensor to send; None where the stream shall end."""
         while True:
             try:
                 return self._queue.get(timeout=WAKE_S)
@@ -83,9 +82,7 @@ class Connection(ABC):
                     return None
 
     def chunks(self, sending: Sending) -> Iterator[memoryview]:
-        """The stripe that goes out here, in one or more pieces; each is counted as sent when the
-        next is asked for.
-        """
+        """The stripe to send, in pieces; one counts as sent when the next is asked for."""
         assert sending.view is not None
         stripe = self._stripe(sending.view)
         for start in range(0, max(1, len(stripe)), self._chunk_bytes):
@@ -94,9 +91,7 @@ class Connection(ABC):
             self.bytes_sent += len(chunk)
 
     def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
-        """The tensor after `header` and where its stripe belongs; None once this end is closing and
-        wants none.
-        """
+        """The tensor after `header` and the memory of its stripe; None once this end is closing."""
         if header.sequence != sequence:
             raise TransferError(
                 f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs"
@@ -108,14 +103,15 @@ class Connection(ABC):
         return receiving, self._stripe(byte_view(receiving.tensor))
 
     def _stripe(self, view: memoryview) -> memoryview:
-        first, last = (len(view) * i // self._num_connections for i in (self.index, self.index + 1))
-        return view[first:last]
+        start = len(view) * self.index // self._num_connections
+        end = len(view) * (self.index + 1) // self._num_connections
+        return view[start:end]
 
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
-class Link(Generic[ConnectionT]):
+class MeshLink(Generic[ConnectionT]):
     """A `LinkEnd` with the connections that carry it."""
 
     def __init__(self, end: LinkEnd, connections: list[ConnectionT]) -> None:
@@ -128,7 +124,7 @@ class Link(Generic[ConnectionT]):
             connection.enqueue(sending)
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Whether all connections are open within `timeout_s`; gives up at once on an error."""
+        """Whether all connections open within `timeout_s`; gives up at once on an error."""
 
         def settled() -> bool:
             return self.end.error is not None or all(c.opened for c in self.connections)
@@ -142,16 +138,16 @@ class Link(Generic[ConnectionT]):
 
 
 class Mesh(ABC, Generic[ConnectionT]):
-    """A transport between processes. Made in two steps, since addresses are known only when all
+    """A transport between processes. Opened in two steps, since addresses are known only when all
     ranks listen:
 
-    transport = TcpTransport(rank)                    listens on transport.port
-    transport.connect(addresses, peers)               opens and checks every link
-    ...                                               send, recv
-    transport.close()                                 a process that does not close may not end
+    transport = TcpTransport(rank)           listens on transport.port
+    transport.connect(addresses, peers)      opens and checks every link
+    ...                                      send, recv
+    transport.close()                        its threads may keep a process alive until then
     """
 
-    of: type[ConnectionT]
+    connection_type: type[ConnectionT]
 
     def __init__(
         self,
@@ -159,7 +155,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         *,
         bind: str = "127.0.0.1",
         port: int = 0,
-        security: Security = _OPEN,
+        security: Security = _NO_SECURITY,
         connections: int = 1,
         chunk_bytes: int = 1 << 20,
         buffer_bytes: int = 256 << 20,
@@ -167,23 +163,23 @@ class Mesh(ABC, Generic[ConnectionT]):
         connect_timeout_s: float = 20.0,
         streams: Streams = HOST,
     ) -> None:
-        """Listen; raises `JoinError` where it cannot. `buffer_bytes` is what a link may hold
-        unclaimed.
+        """Listen; raises `JoinError` where it cannot. A link holds at most `buffer_bytes` that no
+        receive has asked for.
         """
         self.rank = rank
         self._num_connections = connections
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s
-        self._of_end: dict[str, Any] = {
+        self._end_options: dict[str, Any] = {
             "num_stripes": connections,
             "buffer_bytes": buffer_bytes,
             "timeout_s": transfer_timeout_s,
             "streams": streams,
         }
-        self._links: dict[int, Link[ConnectionT]] = {}
-        self._failing = Lock()  # an abort may come before there are links
+        self._links: dict[int, MeshLink[ConnectionT]] = {}
+        self._failing = Lock()  # guards `_failed`: an abort may come before there are links
         self._failed: Exception | None = None
-        self._known = Event()  # set once it is known who may dial this rank
+        self._peers_known = Event()  # from then on a dialler can be accepted or refused
         self._claiming = Lock()
         self._closing = Lock()
         self._closed = False
@@ -191,38 +187,32 @@ class Mesh(ABC, Generic[ConnectionT]):
 
     @abstractmethod
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        """Let peers dial, from now on and with `security` both ways; returns the port, a free one
-        for 0.
+        """Let peers dial from now on, with `security` both ways. Returns the port, a free one for
+        0.
         """
 
     @abstractmethod
     def _dial(self, connection: ConnectionT, address: str, hello: Hello, deadline: float) -> None:
-        """Begin to open a stream to `address`, and return at once; what goes wrong breaks the
-        link.
-        """
+        """Begin to open a stream to `address` and return at once; an error breaks the link."""
 
     @abstractmethod
     def _stop(self, deadline: float) -> None:
-        """End what listens and what carries streams, open or not."""
+        """End the listener and all that carries streams, open or not."""
 
     def connect(self, addresses: Mapping[int, str | None], peers: Collection[int]) -> None:
         """Open and check every link with `peers`, in both directions.
 
-        The lower rank dials the higher one, unless that has no address (it is behind a NAT): then
-        the other way round. All ranks call this at about the same time. Raises `JoinError` naming
-        each peer that cannot be reached, its address, and what to check; or what this rank was told
-        to `fail` with, before or meanwhile.
+        The lower rank dials the higher one, unless the higher one has no address (it is behind a
+        NAT): then the other way round. All ranks call this at about the same time. Raises
+        `JoinError` naming each peer that cannot be reached, its address, and what to check; or the
+        error that this rank was told to `fail` with, before or meanwhile.
         """
         dialled = [peer for peer in peers if dials(self.rank, peer, addresses)]
         with self._failing:
             self._raise_if_failed()
             for peer in peers:
-                end = LinkEnd(self.rank, peer, addresses[peer], **self._of_end)
-                count = self._num_connections
-                self._links[peer] = Link(
-                    end, [self.of(end, c, count, self._chunk_bytes) for c in range(count)]
-                )
-        self._known.set()
+                self._links[peer] = self._new_link(peer, addresses[peer])
+        self._peers_known.set()
         deadline = time.monotonic() + self._connect_timeout_s
         for peer in dialled:
             self._dial_all(peer, addresses[peer], deadline)
@@ -234,6 +224,20 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._raise_if_failed()
         if blocked:
             raise JoinError("\n  ".join([f"rank {self.rank} cannot open every link:", *blocked]))
+
+    def _new_link(self, peer: int, address: str | None) -> MeshLink[ConnectionT]:
+        end = LinkEnd(self.rank, peer, address, **self._end_options)
+        count = self._num_connections
+        connections = [
+            self.connection_type(end, index, count, self._chunk_bytes) for index in range(count)
+        ]
+        return MeshLink(end, connections)
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        self.connect(directory.addresses, peers)
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Not needed: receives wait on the host, where they hold up nothing on a device."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
         link = self._links[peer]
@@ -264,20 +268,18 @@ class Mesh(ABC, Generic[ConnectionT]):
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._known.set()
+                self._peers_known.set()
                 self._close(time.monotonic() + CLOSE_S)
 
-    def claim(self, hello: Hello) -> ConnectionT | str:
-        """The connection that a stream with this `hello` is, now taken; or why it is none that this
-        rank waits for.
-
-        Waits until it is known who may dial.
+    def claim(self, hello: Hello) -> ConnectionT:
+        """The connection that a peer with this `hello` has dialled, now taken. Raises `JoinError`
+        where this rank waits for no such connection, and waits until it knows that.
         """
-        self._known.wait(self._connect_timeout_s)
+        self._peers_known.wait(self._connect_timeout_s)
         with self._claiming:
             refusal = self._refusal(hello)
             if refusal is not None:
-                return refusal
+                raise JoinError(refusal)
             connection = self._links[hello.from_rank].connections[hello.connection]
             connection.claimed = True
             return connection
@@ -311,6 +313,7 @@ class Mesh(ABC, Generic[ConnectionT]):
         ]
         for connection in connections:
             connection.join(left())
+        # Only now: what breaks a link cancels its connections.
         for link in self._links.values():
             link.end.close()
         self._stop(deadline)
@@ -318,10 +321,14 @@ class Mesh(ABC, Generic[ConnectionT]):
             connection.join(left() + 1.0)
 
     def _refusal(self, hello: Hello) -> str | None:
+        """Why this rank does not take a connection; None if it does."""
         peer = hello.from_rank
         count = self._num_connections
         if hello.protocol != PROTOCOL:
-            return f"rank {self.rank} speaks dpipe transport {PROTOCOL}, not {hello.protocol}: install one version"
+            return (
+                f"rank {self.rank} speaks dpipe transport {PROTOCOL}, not {hello.protocol}: "
+                "install one version"
+            )
         if hello.to_rank != self.rank:
             return (
                 f"rank {self.rank} listens here, not rank {hello.to_rank}: addresses are mixed up"
@@ -329,9 +336,15 @@ class Mesh(ABC, Generic[ConnectionT]):
         if self._closed or peer not in self._links:
             return f"rank {self.rank} expects no link from rank {peer}"
         if hello.num_connections != count or hello.connection >= count:
-            return f"rank {self.rank} has transport.connections = {count}, rank {peer} {hello.num_connections}"
+            return (
+                f"rank {self.rank} has transport.connections = {count}, rank {peer} "
+                f"{hello.num_connections}"
+            )
         if self._links[peer].connections[hello.connection].claimed:
-            return f"rank {self.rank} has a link with rank {peer} already: two processes have one number"
+            return (
+                f"rank {self.rank} has a link with rank {peer} already: two processes have one "
+                "number"
+            )
         return None
 
     def _explain(self, peer: int, addresses: Mapping[int, str | None]) -> str:
@@ -343,8 +356,8 @@ class Mesh(ABC, Generic[ConnectionT]):
             return f"{end.peer_name} did not answer within {self._connect_timeout_s:g} s: {CHECK}"
         return (
             f"{end.peer_name} has not dialled {addresses[self.rank]} within "
-            f"{self._connect_timeout_s:g} s: see what it "
-            "says; that address (node.advertise, node.port) must be reachable from there"
+            f"{self._connect_timeout_s:g} s: see what it says; that address (node.advertise, "
+            "node.port) must be reachable from there"
         )
 
 
@@ -354,8 +367,7 @@ def dials(rank: int, peer: int, addresses: Mapping[int, str | None]) -> bool:
     if addresses[lower] is None and addresses[higher] is None:
         raise JoinError(
             f"rank {lower} and rank {higher} cannot meet: neither has an address that the other "
-            "can reach; "
-            "set node.advertise on one of them"
+            "can reach; set node.advertise on one of them"
         )
     dialler = lower if addresses[higher] is not None else higher
     return rank == dialler

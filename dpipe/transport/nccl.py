@@ -18,15 +18,16 @@ not, and the coordinator's word ends the wait.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
-from dpipe.streams import CudaStreams, Mark
+from dpipe.streams import CudaStreams, Mark, Streams
+from dpipe.transport.base import Directory
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
@@ -58,10 +59,12 @@ def load_nccl() -> Any:
     return nccl
 
 
-class _Transfer:
+class _NcclTransfer:
     """A send or a receive that is queued on its link's stream."""
 
-    def __init__(self, link: "_Link", what: str, num_bytes: int, start: Mark, end: Mark) -> None:
+    def __init__(
+        self, link: "_NcclLink", what: str, num_bytes: int, start: Mark, end: Mark
+    ) -> None:
         self.link = link
         self.what = what
         self.end = end
@@ -94,11 +97,11 @@ class _Transfer:
             self.link.raise_if_broken()
 
 
-class _Sending(_Transfer):
-    wait = _Transfer.settle
+class _NcclSending(_NcclTransfer):
+    wait = _NcclTransfer.settle
 
 
-class _Receiving(_Transfer):
+class _NcclReceiving(_NcclTransfer):
     tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
@@ -116,7 +119,7 @@ class _Receiving(_Transfer):
         return tensor
 
 
-class _Link:
+class _NcclLink:
     """One direction between this rank and `peer`. Both directions with a peer die together."""
 
     def __init__(
@@ -130,7 +133,7 @@ class _Link:
         self.failed = False
         self.communicator: Any = None
         self.stream = streams.stream()
-        self.flying: deque[_Transfer] = deque()
+        self.flying: deque[_NcclTransfer] = deque()
         self._timeout_s = timeout_s
         self._head_since = 0.0
         self._lock = Lock()
@@ -138,12 +141,12 @@ class _Link:
 
     def launch(
         self,
-        kind: type[_Transfer],
+        kind: type[_NcclTransfer],
         what: str,
         move: Callable[..., None],
         other: int,
         tensor: torch.Tensor,
-    ) -> _Transfer:
+    ) -> _NcclTransfer:
         """Queue the bytes of `tensor` on the current stream, which is this link's."""
         start = self.streams.mark()
         with self._calling:
@@ -215,6 +218,34 @@ class _Link:
                 self._calling.release()
 
 
+def make(
+    rank: int,
+    *,
+    streams: Streams,
+    transfer_timeout_s: float,
+    connect_timeout_s: float,
+    **_of_sockets: object,
+) -> "NcclTransport":
+    """For `kinds.TRANSPORTS`: NCCL has no use for ports, tokens and buffers."""
+    assert isinstance(streams, CudaStreams), "the configuration says that the device is a GPU"
+    return NcclTransport(
+        rank,
+        streams,
+        transfer_timeout_s=transfer_timeout_s,
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """Raises `ConfigError` naming ranks that have one GPU; `gpus` are their UUIDs, by rank."""
+    for rank, gpu in enumerate(gpus):
+        if gpus.index(gpu) < rank:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} share the GPU {gpu}, and NCCL needs one for "
+                'each rank; set node.device to another, or take transport.kind = "tcp"'
+            )
+
+
 def _nothing(pointer: int, num_bytes: int, byte: int, other: int, stream: int) -> None:
     """In place of a communicator's call."""
 
@@ -245,7 +276,7 @@ class NcclTransport:
         self._transfer_timeout_s = transfer_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._nccl = nccl or load_nccl()
-        self._links: dict[tuple[int, int], _Link] = {}  # by source and target
+        self._links: dict[tuple[int, int], _NcclLink] = {}  # by source and target
         self._failing = Lock()  # an abort may come before there are links
         self._failed: Exception | None = None
         self._opened = Event()  # or given up
@@ -260,6 +291,21 @@ class NcclTransport:
     def gpu(self) -> str:
         """What no other GPU is called."""
         return self._streams.gpu
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        """Tell all ranks which GPU this one has and the ids of the links from it, then connect.
+        Raises `ConfigError` where two ranks have one GPU.
+        """
+        own = [self.gpu, self.offer(peers)]
+        by_rank = directory.share("nccl", own, self._connect_timeout_s)
+        refuse_shared_gpus([gpu for gpu, _ in by_rank])
+        # JSON turned the peers into text.
+        self.connect(
+            {
+                rank: {int(peer): unique_id for peer, unique_id in offer.items()}
+                for rank, (_, offer) in enumerate(by_rank)
+            }
+        )
 
     def offer(self, peers: Collection[int]) -> dict[int, list[int]]:
         """The ids of the communicators of the links from this rank, by target."""
@@ -299,7 +345,7 @@ class NcclTransport:
             )
         self._watcher.start()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> _Sending:
+    def send(self, tensor: torch.Tensor, peer: int, tag: str) -> _NcclSending:
         link = self._links[self.rank, peer]
         link.raise_if_broken()
         tensor = tensor.detach().contiguous()
@@ -309,13 +355,13 @@ class NcclTransport:
             self._streams.keep(tensor)
             what = f"to hand over {tag} to"
             move = _nothing if self._rehearses else link.communicator.send
-            sending = link.launch(_Sending, what, move, _TARGET, tensor)
-        assert isinstance(sending, _Sending)
+            sending = link.launch(_NcclSending, what, move, _TARGET, tensor)
+        assert isinstance(sending, _NcclSending)
         return sending
 
     def recv(
         self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
-    ) -> _Receiving:
+    ) -> _NcclReceiving:
         assert into is None, "NCCL fills the memory of a GPU"
         link = self._links[peer, self.rank]
         link.raise_if_broken()
@@ -325,19 +371,22 @@ class NcclTransport:
             if self._rehearses:
                 tensor.zero_()
                 move = _nothing
-            receiving = link.launch(_Receiving, f"for {tag} from", move, _SOURCE, tensor)
-        assert isinstance(receiving, _Receiving)
+            receiving = link.launch(_NcclReceiving, f"for {tag} from", move, _SOURCE, tensor)
+        assert isinstance(receiving, _NcclReceiving)
         receiving.tensor = tensor
         return receiving
 
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Inside, sends and receives take their memory and their places on streams, but move
-        nothing: zeros arrive.
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Run `step`. Its sends and receives take their memory and their places on streams, but
+        move nothing: zeros arrive.
+
+        What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the
+        first time meanwhile (load a kernel, take memory) may wait for it, and the peer may wait for
+        what comes behind that.
         """
         self._rehearses = True
         try:
-            yield
+            step()
         finally:
             self._rehearses = False
 
@@ -383,7 +432,7 @@ class NcclTransport:
                 self._raise_if_failed()
                 self._opening = source, target
                 peer = target if source == self.rank else source
-                link = _Link(
+                link = _NcclLink(
                     self.rank, peer, self._streams, self._nccl.NCCL_UINT8, self._transfer_timeout_s
                 )
                 end = _SOURCE if source == self.rank else _TARGET
@@ -397,7 +446,7 @@ class NcclTransport:
         finally:
             self._opened.set()
 
-    def _keep(self, source: int, target: int, link: _Link) -> None:
+    def _keep(self, source: int, target: int, link: _NcclLink) -> None:
         """Take a link that is open among the others; end it and raise where this rank has failed
         meanwhile.
         """
@@ -412,14 +461,14 @@ class NcclTransport:
         if self._failed is not None:
             raise self._failed
 
-    def _check(self, link: _Link, end: int) -> None:
+    def _check(self, link: _NcclLink, end: int) -> None:
         """One byte through the link: NCCL opens the way at the first use, and that must not be in
         the first step.
         """
         with self._streams.on(link.stream):
             byte = torch.zeros(1, dtype=torch.uint8, device=self._streams.device)
             move = link.communicator.send if end == _SOURCE else link.communicator.recv
-            transfer = link.launch(_Transfer, "for a first byte with", move, 1 - end, byte)
+            transfer = link.launch(_NcclTransfer, "for a first byte with", move, 1 - end, byte)
         self._streams.block(transfer.end, self._connect_timeout_s)
 
     def _watch(self) -> None:

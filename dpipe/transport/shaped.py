@@ -16,7 +16,7 @@ there: the caller's streams are not this thread's.
 import heapq
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Condition, Thread
@@ -28,7 +28,7 @@ from dpipe.errors import PeerLost, ProfileError, TransferTimeout
 from dpipe.network.egress import Egress, Sent
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
-from dpipe.transport.base import Transport
+from dpipe.transport.base import Directory, Transport
 from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved, Pending
@@ -41,7 +41,7 @@ _LOOK_S = 0.5e-3  # and one that waits for a device, which wakes nobody
 Item = TypeVar("Item")
 
 
-class Flight(Generic[Item]):
+class InTransit(Generic[Item]):
     """What one rank has under way: first in its slot, then for the link's delay. It has no clock,
     as `Egress` has none: called with the time, it says what has arrived by then, to the microsecond
     that the simulator says.
@@ -97,10 +97,11 @@ class ShapedTransport:
     ) -> None:
         _refuse_what_needs_tc(network)
         self.rank = inner.rank
+        self.port = inner.port
         self.timeout_s = transfer_timeout_s
         self.changed = Condition()
         self._inner = inner
-        self._flight = Flight[_Held](network, inner.rank)
+        self._in_transit = InTransit[_Held](network, inner.rank)
         self._staging = Staging(streams)
         self._unready: list[_Held] = []  # sent, and no slot asked for yet
         self._num_held = 0
@@ -109,6 +110,12 @@ class ShapedTransport:
         self._stopped = False
         self._thread = Thread(target=self._run, name=f"dpipe-shape-{self.rank}", daemon=True)
         self._thread.start()
+
+    def prepare(self, directory: Directory, peers: Collection[int]) -> None:
+        self._inner.prepare(directory, peers)
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        self._inner.rehearse(step)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> "_Held":
         held = _Held(self, *self._staging.fetch(tensor), peer, tag)
@@ -183,13 +190,13 @@ class ShapedTransport:
             while not self._stopped:
                 now_us = _now_us()
                 self._offer_ready(now_us)
-                if (sent := self._flight.arrived(now_us)) is not None:
+                if (sent := self._in_transit.arrived(now_us)) is not None:
                     sent.item.slot = Moved(
                         int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes
                     )
                     return sent.item
                 most_s = _LOOK_S if self._unready else _WAKE_S
-                self.changed.wait(min(most_s, (self._flight.due_us - now_us) / 1e6))
+                self.changed.wait(min(most_s, (self._in_transit.due_us - now_us) / 1e6))
         return None
 
     def _offer_ready(self, now_us: float) -> None:
@@ -200,7 +207,7 @@ class ShapedTransport:
         for held in tuple(self._unready):
             if held.peer not in held_up and self._staging.done(held.ready):
                 self._unready.remove(held)
-                self._flight.offer(held.peer, held, held.num_bytes, now_us)
+                self._in_transit.offer(held.peer, held, held.num_bytes, now_us)
             else:
                 held_up.add(held.peer)
 

@@ -1,14 +1,12 @@
-"""Ranks as processes and machines over plain TCP, or TLS: the fastest way where nothing asks for
-HTTP/2.
+"""A mesh of TCP or TLS connections between processes: the fastest where nothing asks for HTTP/2.
 
-    rank 1 (lower: dials)                                       rank 2
-    send --> queue 0 --> writer 0 --> socket 0 ===============> reader 0 --> stripe 0 of the tensor --.
-         `-> queue 1 --> writer 1 --> socket 1 ===============> reader 1 --> stripe 1 of the tensor ----> recv
-    recv <-- both readers <---------- both sockets <=========== both writers <-- both queues <-- send
+    rank 1 (lower: dials)                            rank 2
+    send --> queue 0 --> writer 0 --> socket 0 ====> reader 0 --> stripe 0 of the tensor --.
+         `-> queue 1 --> writer 1 --> socket 1 ====> reader 1 --> stripe 1 of the tensor ----> recv
+    recv <-- both readers <-------- both sockets <== both writers <-- both queues <-- send
 
 Bytes go from the tensor's memory into the kernel, and from there into the memory of the tensor that
-`recv` gives: Python copies none. Each connection has two threads; before it is open, `greeting` has
-one.
+`recv` gives; Python copies none. Each connection has two threads, and one while it is opened.
 """
 
 import itertools
@@ -29,13 +27,13 @@ from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
 
-_GREETING_S = 5.0  # in which one who dials must have said who it is
-_ACCEPT_S = 1.0  # the one who accepts looks around this often
+_GREETING_S = 5.0  # for a dialler to say who it is
+_ACCEPT_S = 1.0  # poll interval of the thread that accepts
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
 
 
-class _Connection(Connection):
-    """A stream with a thread that writes and one that reads."""
+class TcpConnection(Connection):
+    """A TCP or TLS stream with a thread that writes and one that reads."""
 
     def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
         super().__init__(end, index, num_connections, chunk_bytes)
@@ -51,7 +49,8 @@ class _Connection(Connection):
             self._threads.append(thread)
             thread.start()
         self.open()
-        if self.end.error is not None:  # while nobody could cancel
+        # An error before `_stream` was set found nothing to cancel.
+        if self.end.error is not None:
             self.cancel()
 
     def cancel(self) -> None:
@@ -80,7 +79,7 @@ class _Connection(Connection):
         except OSError as error:
             self.end.lose(f"the connection broke: {_reason(error)}")
         except TransferTimeout:
-            pass  # the device never gave the bytes, and the link is broken off already
+            pass  # the device never gave the bytes; `begin` has broken the link
 
     def _read(self, stream: Stream) -> None:
         try:
@@ -90,14 +89,14 @@ class _Connection(Connection):
                     return self.end.end_stream()
                 arrived = None if self.end.closing else self.arrive(header, sequence)
                 if arrived is None:
-                    stream.skip()  # only to see the peer take note
+                    stream.skip()  # to the peer's end of the stream
                     return self.end.end_stream()
                 receiving, stripe = arrived
                 stream.read(stripe)
                 receiving.end_stripe()
         except OSError as error:
             self.end.lose(f"the connection broke: {_reason(error)}")
-        except Exception as error:  # what this end found wrong: wait() raises it
+        except Exception as error:  # this end found it wrong: wait() raises it
             self.end.break_off(error)
 
     def _read_header(self, stream: Stream) -> Header | None:
@@ -111,7 +110,7 @@ class _Connection(Connection):
 
 
 class _Lobby:
-    """Sockets whose ends do not know each other yet, with a thread each."""
+    """Sockets that have not greeted yet, with a thread each."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -122,13 +121,13 @@ class _Lobby:
     def spawn(self, run: Callable[[], None], name: str) -> None:
         thread = Thread(target=run, name=name, daemon=True)
         with self._lock:
-            self._threads = [t for t in self._threads if t.is_alive()]
+            self._threads = [other for other in self._threads if other.is_alive()]
             self._threads.append(thread)
             thread.start()
 
     @contextmanager
     def watching(self, sock: socket.socket) -> Iterator[None]:
-        """Whoever waits on `sock` is woken when the lobby closes."""
+        """Inside, a thread that waits on `sock` is woken when the lobby closes."""
         with self._lock:
             self._sockets.add(sock)
             if self._closed:
@@ -148,43 +147,39 @@ class _Lobby:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class TcpTransport(Mesh[_Connection]):
+class TcpTransport(Mesh[TcpConnection]):
     """A mesh of TCP connections."""
 
-    of = _Connection
+    connection_type = TcpConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._token = security.token
         self._tls = Tls(security) if security.tls else None
         self._lobby = _Lobby()
-        self._strangers = BoundedSemaphore(
-            MAX_LINKS * self._num_connections
-        )  # who may be in the lobby at once
+        # Diallers that may be in the lobby at once.
+        self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
         self._stopping = Event()
         self._listener = _open_listener(bind, port)
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
         return int(self._listener.getsockname()[1])
 
-    def _dial(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
-        self._lobby.spawn(
-            partial(self._call, connection, address, hello, deadline),
-            f"dpipe-dial-{connection.name}",
-        )
+    def _dial(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
+        call = partial(self._call, connection, address, hello, deadline)
+        self._lobby.spawn(call, f"dpipe-dial-{connection.name}")
 
-    def _call(self, connection: _Connection, address: str, hello: Hello, deadline: float) -> None:
+    def _call(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
         """Open a connection to `address` and greet whoever is there."""
         end = connection.end
         host, _, port = address.rpartition(":")
+        left_s = max(0.001, deadline - time.monotonic())
         try:
-            raw = socket.create_connection(
-                (host.strip("[]"), int(port)), max(0.001, deadline - time.monotonic())
-            )
+            raw = socket.create_connection((host.strip("[]"), int(port)), left_s)
             with self._secured(raw, deadline, server=False) as sock:
                 greeting.call(sock, hello, self._token, deadline)
                 connection.start(stream_over(sock))
         except TimeoutError:
-            pass  # `connect` has the same deadline, and says what to check
+            pass  # `connect`, which has the same deadline, says what to check
         except (OSError, ValueError) as error:
             end.lose(f"{_reason(error)}; {CHECK}")
         except JoinError as refusal:
@@ -193,15 +188,13 @@ class TcpTransport(Mesh[_Connection]):
             end.break_off(TransferError(f"{end.peer_name} is no dpipe transport: {error}"))
 
     def _accept(self) -> None:
-        """Hear out whoever dials, each in a thread that ends by a deadline."""
+        """Greet whoever dials, each in a thread with a deadline."""
         while not self._stopping.is_set():
             if not self._strangers.acquire(timeout=WAKE_S):
                 continue
             try:
                 raw, _ = self._listener.accept()
-            except (
-                OSError
-            ):  # nobody dialled, there are no more sockets to have, or this end is closing
+            except OSError:  # nobody dialled, out of sockets, or this end is closing
                 self._strangers.release()
                 self._stopping.wait(0.1)
             else:
@@ -213,25 +206,25 @@ class TcpTransport(Mesh[_Connection]):
             with self._secured(raw, deadline, server=True) as sock:
                 self._admit(sock, greeting.answer(sock, self._token, deadline))
         except (OSError, ValueError, DpipeError):
-            pass  # a stranger, told so where it listens; links go on
+            pass  # a stranger, told so if it greeted; links go on
         finally:
             self._strangers.release()
 
-    def _admit(self, sock: socket.socket, caller: greeting.Caller) -> None:
-        connection = self.claim(caller.hello)
-        deadline = time.monotonic() + _GREETING_S
-        if isinstance(connection, str):
-            greeting.refuse(sock, connection, deadline)
-            raise JoinError(connection)
-        with suppress(OSError):  # its reader finds out
-            greeting.welcome(sock, caller, deadline)
+    def _admit(self, sock: socket.socket, dialler: greeting.Dialler) -> None:
+        try:
+            connection = self.claim(dialler.hello)
+        except JoinError as refusal:
+            greeting.refuse(sock, str(refusal), time.monotonic() + _GREETING_S)
+            raise
+        with suppress(OSError):  # the connection's reader finds out
+            greeting.welcome(sock, dialler, time.monotonic() + _GREETING_S)
         connection.start(stream_over(sock))
 
     @contextmanager
     def _secured(
         self, raw: socket.socket, deadline: float, *, server: bool
     ) -> Iterator[socket.socket]:
-        """`raw`, with TLS where it is on; closed if what is done with it fails."""
+        """`raw`, with TLS where it is on; closed where the block raises."""
         sock = raw
         try:
             tune(raw)
@@ -272,5 +265,5 @@ def _open_listener(bind: str, port: int) -> socket.socket:
 
 
 def _reason(error: Exception) -> str:
-    """What broke, without the number that means something else on the next system."""
+    """The error text without errno, which differs between systems."""
     return getattr(error, "strerror", None) or str(error)

@@ -1,11 +1,15 @@
-"""Bytes: what crosses a link, and how it is written down.
+"""Bytes: what crosses a link, how it is written down, and how connections are opened.
 
-spec.py      TensorSpec: shape and dtype of what crosses a stage boundary
-format.py    wire formats by name and size, without torch
-codec.py     the same formats on tensors: none, bf16, fp16, int8 by block
-message.py   tensor <-> header and raw bytes; nothing is ever unpickled
-transfer.py  Moved, Pending, Links: transfers under way, as rooms that use links see them
-rpc.py       how every gRPC server and channel is opened: token, TLS, keep-alive
+spec.py        TensorSpec: shape and dtype of what crosses a stage boundary
+format.py      FORMATS: wire formats by name, with their properties; without torch
+codec.py       the same formats on tensors
+message.py     tensor <-> header and raw bytes; nothing is ever unpickled
+transfer.py    Moved, Pending, Links: what a room asks of the links that it is given
+rpc.py         how every gRPC server and channel is opened: token, TLS, keep-alive
 collective.py  how every torch.distributed group is opened
-v1/          generated from protos/dpipe/wire/v1
+
+The classes in v1/ are generated from protos/dpipe/wire/v1.
+
+To add a wire format: write its codec (`codec.Codec`) and add a `Format` to FORMATS, as
+tests/wire/toy_format.py does in one file. Configuration, prediction and error feedback follow.
 """

@@ -9,7 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from dpipe.baselines import bench
 from dpipe.cli.main import main
+from dpipe.cli.measuring import BENCHMARKS
 from dpipe.cli.options import MAX_WAIT_S
 from dpipe.config.load import build
 
@@ -67,6 +69,10 @@ def test_temperature_that_is_none_is_refused(temperature: str) -> None:
 
 def test_wait_is_bounded_on_the_command_line_as_in_the_configuration() -> None:
     assert build({"timeouts": {"join": MAX_WAIT_S}}).timeouts.join == MAX_WAIT_S
+
+
+def test_every_benchmark_has_a_name_on_the_command_line() -> None:
+    assert set(BENCHMARKS) == set(bench._BENCHES)
 
 
 GPIPE = ("schedule", "gpipe", "--stages", "2", "--micro-batches", "2")

@@ -12,11 +12,11 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 
 class Room:
-    """A meeting, its clock, and what was told to each process that knocked."""
+    """A membership, its clock, and what was told to each process that knocked."""
 
     def __init__(self, world_size: int) -> None:
         self.now = 100.0
-        self.meeting = Membership(world_size, heartbeat_s=8.0, join_s=120.0, now=self.now)
+        self.membership = Membership(world_size, heartbeat_s=8.0, join_s=120.0, now=self.now)
         self.heard: list[list[str]] = []
 
     def knock(
@@ -31,7 +31,7 @@ class Room:
             advertised=f"10.0.0.{rank}:4000",
             shared=json.dumps(shared or {"train.steps": 100}),
         )
-        return self.meeting.join(
+        return self.membership.join(
             join, f"ipv4:10.0.0.{rank}:5555", lambda m: lines.append(_text(m)), self.now
         )
 
@@ -47,7 +47,7 @@ class Room:
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 1.0, until)
-            self.meeting.tick(self.now)
+            self.membership.tick(self.now)
 
 
 def _text(message: pb.FromCoordinator | None) -> str:
@@ -148,7 +148,7 @@ def test_join_deadline_names_the_missing():
 def test_late_rank_hears_why_the_others_are_gone():
     room = Room(3)
     room.fill()
-    room.meeting.end("rank 1 failed: no memory")
+    room.membership.end("rank 1 failed: no memory")
     room.knock(2)
     assert room.heard[-1] == ["abort: rank 1 failed: no memory", "end"]
 
@@ -156,27 +156,27 @@ def test_late_rank_hears_why_the_others_are_gone():
 def test_gather_is_told_to_all_once_whole():
     room = Room(3)
     first, second, third = room.fill()
-    room.meeting.part(third, pb.Part(key="step/1", payload=b"c"))
-    room.meeting.part(first, pb.Part(key="step/1", payload=b"a"))
+    room.membership.part(third, pb.Part(key="step/1", payload=b"c"))
+    room.membership.part(first, pb.Part(key="step/1", payload=b"a"))
     assert room.heard == [[], [], []]
-    room.meeting.ask(first, "step/1")
+    room.membership.ask(first, "step/1")
     assert room.heard[0] == ["missing [1]"]
-    room.meeting.part(second, pb.Part(key="step/1", payload=b"b"))
+    room.membership.part(second, pb.Part(key="step/1", payload=b"b"))
     assert [lines[-1] for lines in room.heard] == ["whole step/1 [b'a', b'b', b'c']"] * 3
 
 
 def test_gather_leaves_nothing_behind():
     room = Room(3)
     for member in room.fill():
-        room.meeting.part(member, pb.Part(key="step/1", payload=b""))
-    room.meeting.ask(room.meeting.members[0], "step/1")
+        room.membership.part(member, pb.Part(key="step/1", payload=b""))
+    room.membership.ask(room.membership.members[0], "step/1")
     assert room.heard[0][-1] == "missing [0, 1, 2]"
 
 
 def test_broken_stream_is_a_lost_rank():
     room = Room(3)
     _, second, _ = room.fill()
-    room.meeting.broken(second, "its process ended or its connection broke")
+    room.membership.broken(second, "its process ended or its connection broke")
     lost = "abort: lost rank 1 (10.0.0.1:4000): its process ended or its connection broke"
     assert room.heard == [[lost, "end"]] * 3
 
@@ -184,8 +184,8 @@ def test_broken_stream_is_a_lost_rank():
 def test_rank_that_left_is_not_lost():
     room = Room(3)
     _, second, _ = room.fill()
-    room.meeting.leave(second)
-    room.meeting.broken(second, "its stream ended")
+    room.membership.leave(second)
+    room.membership.broken(second, "its stream ended")
     assert room.heard == [[], ["end"], []]
 
 
@@ -204,22 +204,22 @@ def test_stopped_coordinator_blames_nobody_when_it_wakes():
     room = Room(3)
     room.fill()
     room.now += 3600
-    room.meeting.tick(room.now)
+    room.membership.tick(room.now)
     assert room.heard == [[], [], []]
 
 
 def test_cause_ends_the_run_at_once():
     room = Room(3)
-    room.meeting.failure(room.fill()[2], pb.Failure(reason="loss is nan at step 7"), room.now)
+    room.membership.failure(room.fill()[2], pb.Failure(reason="loss is nan at step 7"), room.now)
     assert room.heard == [["abort: rank 2 failed: loss is nan at step 7", "end"]] * 3
 
 
 def _lost(room: Room, members: list[Member]) -> None:
-    room.meeting.broken(members[2], "its process ended or its connection broke")
+    room.membership.broken(members[2], "its process ended or its connection broke")
 
 
 def _failed(room: Room, members: list[Member]) -> None:
-    room.meeting.failure(members[2], pb.Failure(reason="no memory"), room.now)
+    room.membership.failure(members[2], pb.Failure(reason="no memory"), room.now)
 
 
 def _nothing(room: Room, members: list[Member]) -> None:
@@ -237,10 +237,10 @@ def _nothing(room: Room, members: list[Member]) -> None:
 def test_symptom_waits_a_moment_for_its_cause(what_rank_2_does, verdict):
     room = Room(3)
     members = room.fill()
-    room.meeting.failure(
+    room.membership.failure(
         members[1], pb.Failure(reason="lost rank 2 on 1RECV_B3", symptom=True), room.now
     )
-    room.meeting.failure(members[0], pb.Failure(reason="lost rank 1", symptom=True), room.now)
+    room.membership.failure(members[0], pb.Failure(reason="lost rank 1", symptom=True), room.now)
     assert room.heard == [[], [], []]
     what_rank_2_does(room, members)
     room.tick(SYMPTOM_GRACE_S)

@@ -114,5 +114,9 @@ class ThreadedStreams(CudaStreams):
         self.device = torch.device("cpu")
         self.kept: list[torch.Tensor] = []
 
+    @property
+    def gpu(self) -> str:
+        return f"of {id(self)}"
+
     def keep(self, tensor: torch.Tensor) -> None:
         self.kept.append(tensor)

@@ -144,7 +144,8 @@ class Settling:
     """
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.rank = inner, inner.rank
+        self.inner, self.rank, self.port = inner, inner.rank, inner.port
+        self.prepare, self.rehearse = inner.prepare, inner.rehearse
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Pending[None]:
         return self.inner.send(tensor, peer, tag)

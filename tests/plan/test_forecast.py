@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,9 @@ from dpipe.errors import ConfigError, ProfileError, ScheduleError
 from dpipe.network.link import Link, Network
 from dpipe.plan.assumed_network import assumed_network
 from dpipe.plan.costs import LayerCosts, stage_cost, transformer_costs
-from dpipe.plan.forecast import forecast, server_ranks, without_search
+from dpipe.plan.forecast import Forecast, forecast, server_ranks, without_search
 from dpipe.plan.text import as_row, forecast_text
+from dpipe.timeline.span import Lane
 
 FREE = Network("free", Link(delay_ms=0, bandwidth_gbps=1000))
 
@@ -127,8 +129,10 @@ ONE_GB = 125_000  # bytes that 1 Gbit/s carries in a millisecond
 
 
 def replicated(kind: str, **data_parallel: object) -> Config:
-    """Two stages whose gradients take 40 ms and 20 ms to leave a rank as a whole."""
-    train = {"batch_size": 16, "num_microbatches": 8}
+    """Two stages whose gradients take 40 ms and 20 ms to leave a rank as a whole. Nothing is
+    clipped, so that no rank waits for a vote.
+    """
+    train = {"batch_size": 16, "num_microbatches": 8, "clip_norm": 0}
     replay = {
         "forward_ms": 10,
         "backward_ms": 20,
@@ -158,6 +162,32 @@ def test_all_reduce_adds_what_the_first_stage_sends() -> None:
     # Half of it to the other replica and half of the average back, in two parts of which one hides
     # the other's delay; the second stage is through before.
     assert reduce_ms(replicated("all-reduce")) == pytest.approx(40 + 1, abs=0.1)
+
+
+def test_clipping_adds_the_vote_to_a_step() -> None:
+    """The last ballot is there one delay after the step's end, and the verdict is one delay on its
+    way to any other rank.
+    """
+    config = replicated("all-reduce")
+    clipping = config.with_(train__clip_norm=1.0)
+    step_ms, voted_ms = (forecast(c, network=SLOW).step_us / 1e3 for c in (config, clipping))
+    assert voted_ms - step_ms == pytest.approx(2)
+
+
+def test_vote_does_not_cross_a_network_that_the_transport_imitates(tmp_path: Path) -> None:
+    (tmp_path / "far.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
+    far = str(tmp_path / "far.toml")
+    table: dict[str, Any] = {"pipeline": {"stages": 2}, "predict": {"network": far}}
+    imitated = {"pipeline": {"stages": 2}, "transport": {"shape": far}}
+    votes_ms = [_vote_ms(forecast(build(each))) for each in (table, imitated)]
+    assert votes_ms == pytest.approx([50, 0.1], abs=0.01)
+
+
+def _vote_ms(found: Forecast) -> float:
+    """How long the verdict is on its way back to rank 1, behind the last ballot: rank 0's."""
+    timeline = found.timeline
+    steps = [timeline.on(rank, Lane.UPDATE)[-1].start_us for rank in (0, 1)]
+    return (steps[1] - steps[0]) / 1e3
 
 
 def test_wire_of_the_gradient_decides_its_bytes() -> None:

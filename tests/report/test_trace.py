@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpipe.errors import ConfigError
-from dpipe.network.link import Host
+from dpipe.network.link import Host, Network
 from dpipe.report.trace import (
     StepSpans,
     TraceInputs,
@@ -22,6 +22,7 @@ from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 
 SCHEDULE = lower(generate("1f1b", 2, 2))
@@ -58,11 +59,43 @@ def test_spans_survive_the_upload() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [INPUTS, CROWDED, REPLICATED, SERVED, STALE, replace(INPUTS, tensor_size=2)]
+    "inputs",
+    [
+        *(INPUTS, CROWDED, REPLICATED, SERVED, STALE),
+        replace(INPUTS, tensor_size=2),
+        replace(INPUTS, waits_for_verdict=True),
+    ],
 )
 def test_inputs_survive_their_file(inputs: TraceInputs, tmp_path: Path) -> None:
     save_inputs(tmp_path, inputs)
     assert load_inputs(tmp_path) == inputs
+
+
+def test_inputs_of_a_run_of_before_there_was_a_vote_are_read(tmp_path: Path) -> None:
+    save_inputs(tmp_path, INPUTS)
+    table = json.loads((tmp_path / "plan.json").read_text())
+    del table["waits_for_verdict"], table["cost"]["vote_us"]
+    table["programs"] = [
+        [text for text in program if not text.endswith(("COMPLETE", "VOTE"))]
+        for program in table["programs"]
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps(table))
+    inputs = load_inputs(tmp_path)
+    assert (inputs.cost, inputs.ballots) == (COST, None)
+    lanes = {span.lane for span in simulate(inputs.schedule, inputs.cost, Network()).spans}
+    assert Lane.UPDATE in lanes
+
+
+@pytest.mark.parametrize(("headers", "delay_ms"), [(True, 50), (False, 0.1)])
+def test_vote_crosses_the_network_unless_the_transport_imitates_it(
+    headers: bool, delay_ms: float, tmp_path: Path
+) -> None:
+    (tmp_path / "far.toml").write_text("delay_ms = 50\nbandwidth_gbps = 1\n")
+    far = replace(INPUTS, network=str(tmp_path / "far.toml"), headers=headers)
+    assert far.ballots is None
+    ballots = replace(far, waits_for_verdict=True).ballots
+    assert ballots is not None
+    assert ballots.link(0, 1).delay_ms == delay_ms
 
 
 @pytest.fixture
@@ -117,8 +150,10 @@ def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:
 
 
 def test_cost_is_the_mean_of_what_was_measured() -> None:
-    steps = [Timeline(2, (span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)))]
-    cost = measured_cost(INPUTS, steps)
+    voted = [span(1, "1VOTE", 50, 57, Lane.UPDATE), span(1, "1VOTE", 57, 90, Lane.WAIT)]
+    computed = [span(0, "0F0", 0, 10), span(0, "0F1", 10, 30), span(1, "1B0", 0, 50)]
+    cost = measured_cost(INPUTS, [Timeline(2, (*computed, *voted))])
+    assert cost.vote_us == (0.0, 7.0)
     assert cost.forward_us == (15.0, 0.0)
     assert cost.backward_us == (0.0, 50.0)
 

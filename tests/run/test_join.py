@@ -9,7 +9,7 @@ from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import torch_group
 from dpipe.run.build import launch_ranks, train_rank
 from dpipe.run.environment import ProcessInfo
-from dpipe.run.join import address_toward, advertised_host, refuse_shared_gpus
+from dpipe.run.join import address_toward, advertised_host
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,3 @@ def test_port_in_use_is_refused(tiny) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(JoinError, match="in use"):
             run_rank(tiny(pipeline__stages=2), ProcessInfo(0, 2, 0, address), join_s=1.0)
-
-
-def test_ranks_that_share_a_gpu_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match="ranks 1 and 3 share the GPU b, and NCCL needs one for each rank"
-    ):
-        refuse_shared_gpus(["a", "b", "c", "b"])

@@ -29,7 +29,7 @@ from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.transport.base import Transport
 from dpipe.transport.local import LocalHub
-from dpipe.transport.shaped import Flight, ShapedTransport
+from dpipe.transport.shaped import InTransit, ShapedTransport
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
@@ -100,7 +100,7 @@ def test_shaping_lets_every_message_of_a_step_arrive_when_the_simulator_says(
     made_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.COMPUTE}
     arrives_us = {span.action: span.end_us for span in timeline.spans if span.lane is Lane.RECV}
     for rank in range(RANKS):
-        flight, seen = Flight[Action](network, rank), dict[Action, float]()
+        flight, seen = InTransit[Action](network, rank), dict[Action, float]()
         sends = [action for action in schedule.programs[rank] if action.op in SENDS]
         for action in sends:
             flight.offer(

@@ -273,7 +273,7 @@ def test_profile_of_unlike_links_comes_back_as_it_was(bench):
         ({"engine": "torch"}, "transport.shape must be left out, its network is gloo's"),
         ({"venue": "cloud"}, "venue: Input should be 'local', 'shaped' or 'lab', got 'cloud'"),
         ({"scale": 0}, "scale: Input should be greater than or equal to 1, got 0"),
-        ({"schedules": ["wavefront"]}, "pipeline.schedule: Input should be .*, got 'wavefront'"),
+        ({"schedules": ["wavefront"]}, "pipeline.schedule must be one of .*, got 'wavefront'"),
         ({"networks": ["nowhere.toml"]}, r"nowhere.toml does not exist"),
     ],
 )

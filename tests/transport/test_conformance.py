@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from directory import prepare
 from fakes.fake_cuda import FakeCuda, ThreadedStreams
 from fakes.fake_nccl import FakeNccl, Settling
 
@@ -51,9 +52,6 @@ def mesh_pair(
         kind(rank, connections=connections, transfer_timeout_s=transfer_timeout_s)
         for rank in (0, 1)
     ]
-    addresses = {end.rank: f"127.0.0.1:{end.port}" for end in ends}
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda end: end.connect(addresses, [1 - end.rank]), ends))
     return ends[0], ends[1]
 
 
@@ -70,9 +68,6 @@ def nccl_pair(transfer_timeout_s: float) -> Pair:
         NcclTransport(r, streams[r], transfer_timeout_s=transfer_timeout_s, nccl=nccl)
         for r in (0, 1)
     ]
-    offers = {end.rank: end.offer([1 - end.rank]) for end in ends}
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda end: end.connect(offers), ends))
     return Settling(ends[0]), Settling(ends[1])
 
 
@@ -95,6 +90,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[[float], Pair
     def make(transfer_timeout_s: float) -> Pair:
         pair = PAIRS[request.param](transfer_timeout_s)
         made.extend(pair)
+        prepare(pair)
         return pair
 
     yield make
@@ -125,6 +121,20 @@ def move(pair: Pair, tensor: torch.Tensor) -> torch.Tensor:
     received = pair[1].recv(TensorSpec.of(tensor), 0, "0SEND_F0").wait()
     sent.wait()
     return received
+
+
+def test_rehearsed_step_moves_nothing(pair: Pair) -> None:
+    """Whether it is run is the transport's choice; the first step is as if there had been none."""
+    like = TensorSpec((3,), torch.float32)
+    arrived: list[torch.Tensor] = []
+
+    def step() -> None:
+        pair[0].send(torch.ones(3), 1, "0SEND_F0").wait()
+        arrived.append(pair[0].recv(like, 1, "0RECV_B0").wait())
+
+    pair[0].rehearse(step)
+    assert all(torch.equal(tensor, torch.zeros(3)) for tensor in arrived)
+    assert torch.equal(move(pair, torch.full((3,), 7.0)), torch.full((3,), 7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,12 +10,13 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
+from directory import prepare
 from fakes.fake_cuda import FakeCuda, ThreadedStreams
 from fakes.fake_nccl import FakeNccl
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, RunAborted
 from dpipe.streams import CudaStreams
-from dpipe.transport.nccl import NcclTransport, load_nccl
+from dpipe.transport.nccl import NcclTransport, load_nccl, refuse_shared_gpus
 from dpipe.wire.spec import TensorSpec
 
 LIKE = TensorSpec((4,), torch.float32)
@@ -219,3 +220,30 @@ def test_bytes_go_through_nccl_itself() -> None:
     communicator.check_async_error()
     communicator.destroy()
     assert torch.equal(source, target)
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match="ranks 1 and 3 share the GPU b, and NCCL needs one for each rank"
+    ):
+        refuse_shared_gpus(["a", "b", "c", "b"])
+
+
+def test_ranks_that_share_a_gpu_are_refused_before_a_link_is_opened(monkeypatch) -> None:
+    ends, nccl = transports(2)
+    monkeypatch.setattr(ThreadedStreams, "gpu", "GPU-1")
+    with pytest.raises(ConfigError, match="ranks 0 and 1 share the GPU GPU-1"):
+        prepare(ends)
+    assert not nccl.communicators
+
+
+def test_rehearsal_runs_the_step_whose_receives_are_zeros(pair: list[NcclTransport]) -> None:
+    arrived: list[torch.Tensor] = []
+
+    def step() -> None:
+        pending = pair[1].recv(LIKE, 0, "0SEND_F0")
+        pending.settle()
+        arrived.append(pending.wait())
+
+    pair[1].rehearse(step)
+    assert torch.equal(arrived[0], torch.zeros(4))

@@ -1,0 +1,176 @@
+"""What sections refuse of each other."""
+
+from typing import Any
+
+import pytest
+
+from dpipe.config.load import build
+from dpipe.errors import ConfigError
+
+WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"train": {"batch_size": 7}}, "batch_size 7 is not divisible by train.num_microbatches 4"),
+        (
+            {"data_parallel": {"kind": "all-reduce", "replicas": 3}},
+            "batch_size 16 is not divisible by train.num_microbatches 4 for each of "
+            "data_parallel.replicas 3",
+        ),
+        (
+            {"tensor_parallel": {"size": 3}},
+            "num_heads 4 is not divisible by tensor_parallel.size 3; .* that is: 6",
+        ),
+        (
+            {"tensor_parallel": {"size": 4}, "model": {"vocab_size": 50257}},
+            "model.vocab_size 50257 is not divisible by tensor_parallel.size 4; the next that is: "
+            "50260",
+        ),
+        (
+            {"tensor_parallel": {"size": 2, "sequence_parallel": True}, "model": {"context": 15}},
+            "model.context 15 is not divisible by tensor_parallel.size 2",
+        ),
+        (
+            {"tensor_parallel": {"size": 2}, "model": {"layers": "my.model:layers"}},
+            "model.layers is 'my.model:layers'",
+        ),
+        (
+            {"model": {"layers": "replay"}, "node": {"device": "cuda"}},
+            'moves host memory: set node.device = "cpu"',
+        ),
+        (
+            {"model": {"layers": "replay"}, "pipeline": {"split": "measured"}},
+            "a replayed stage has none: leave it out",
+        ),
+        (
+            {"replay": {"exchanges": 2}},
+            "replay.exchanges are among the ranks of a tensor-parallel group: set "
+            "tensor_parallel.size",
+        ),
+        (
+            {
+                "model": {"layers": "replay"},
+                "tensor_parallel": {"size": 2, "sequence_parallel": True},
+            },
+            "tensor_parallel.sequence_parallel splits a real model",
+        ),
+        (
+            {
+                "tensor_parallel": {"size": 2},
+                "train": {"clip_norm": 0},
+                "data_parallel": {"kind": "parameter-server", "staleness": 1},
+            },
+            "staleness does not go with tensor_parallel.size above 1",
+        ),
+        (
+            {
+                "tensor_parallel": {"size": 2},
+                "data_parallel": {"kind": "all-reduce", "replicas": 2, "wire": "int8"},
+                "train": {"batch_size": 32},
+            },
+            "rounds parameters that are not sharded differently on each of tensor_parallel.size 2",
+        ),
+    ],
+)
+def test_sections_that_do_not_go_together_are_refused(
+    table: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(table)
+
+
+def test_sample_of_bert_is_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match='run.sample is for models that continue a text, and model.layers is "bert"',
+    ):
+        build({"model": {"layers": "bert"}, "run": {"sample": "My fellow"}})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, 'node.device must be "cuda"'),
+        ({"node": {"device": "cuda"}, "model": {"layers": "replay"}}, "model.layers"),
+        ({"node": {"device": "cuda"}, "transport": {"shape": "slow.toml"}}, "transport.shape"),
+        (
+            {"node": {"device": "cuda"}, "data_parallel": {"kind": "all-reduce", "replicas": 2}},
+            "data_parallel.group",
+        ),
+    ],
+    ids=["cpu", "replay", "shape", "replicas"],
+)
+def test_nccl_refuses_what_it_cannot_move(
+    table: dict[str, dict[str, object]], message: str
+) -> None:
+    transport = {"kind": "nccl", **table.get("transport", {})}
+    with pytest.raises(ConfigError, match=f'with transport.kind "nccl" {message}'):
+        build({**table, "transport": transport})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"data_parallel": {"kind": "all-reduce", "staleness": 1}}, "go with data_parallel.kind"),
+        (
+            {"data_parallel": {**WITH_SERVER, "delay": True}},
+            "which has data_parallel.staleness instead",
+        ),
+        ({"data_parallel": {**WITH_SERVER, "address": "10.0.0.1"}}, "must be HOST:PORT"),
+        ({"data_parallel": {**WITH_SERVER, "address": ["a:1", "b:2"]}}, "lists 2 servers"),
+        ({"data_parallel": {**WITH_SERVER, "staleness": 1}}, "set train.clip_norm = 0"),
+        (
+            {"data_parallel": {**WITH_SERVER, "wire": "int8"}, "model": {"tie_embeddings": True}},
+            "tied embedding",
+        ),
+    ],
+)
+def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(table)
+
+
+def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_replicas_on() -> None:
+    """Two have only one order to add in."""
+    settings = {"kind": "all-reduce", "group": "torch", "wire": "bf16"}
+    table = {"model": {"tie_embeddings": True}, "train": {"batch_size": 24}}
+    build({**table, "data_parallel": {**settings, "replicas": 2}})
+    with pytest.raises(
+        ConfigError, match='set data_parallel.wire = "none", leave data_parallel.group out'
+    ):
+        build({**table, "data_parallel": {**settings, "replicas": 3}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kind": "parameter-server"},
+            'data_parallel.kind "parameter-server" .* take data_parallel.kind "all-reduce"',
+        ),
+        (
+            {"kind": "all-reduce", "group": "torch"},
+            'data_parallel.group "torch" .* take data_parallel.group "dpipe"',
+        ),
+    ],
+)
+def test_shape_is_refused_where_replicas_have_connections_of_their_own(
+    settings: dict[str, Any], message: str
+) -> None:
+    """They took what the machine takes, and were predicted to take what the shape does."""
+    table = {"data_parallel": {**settings, "replicas": 2}}
+    build(table)
+    with pytest.raises(
+        ConfigError, match=f"transport.shape slows the links of the ranks, and {message}"
+    ):
+        build({**table, "transport": {"shape": "slow.toml"}})
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "auto"])
+def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedule: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f'with train.compile pipeline.schedule must not be "{schedule}"'
+    ):
+        build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})
