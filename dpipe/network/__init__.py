@@ -1,9 +1,10 @@
 """What lies between ranks: links, what one rank can send in all, and profiles that describe them.
 No torch.
 
-link.py     `Link`, `Network`, `Host`
-egress.py   what one rank sends through one interface, message by message
-profile.py  a network profile: one TOML file, four readers
+link.py        `Link`, `Network`, `Host`
+egress.py      what one rank sends through one interface, message by message
+in_transit.py  what one rank has sent and has not arrived: egress, then delay
+profile.py     a network profile: one TOML file, four readers
 
 To add a property of links: a field of `Link` with its check, a key in profile.py, and what it does
 in each of the four readers: the simulator and the shaped transport (both by egress.py),
