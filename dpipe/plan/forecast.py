@@ -128,22 +128,18 @@ def forecast(
     """
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    ballots = ballots_over(config, network, shaped)
-    network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
+    network.check(max([config.num_machines, *[rank + 1 for rank in server_ranks(config)]]))
     check_vocabulary(config)
     if config.model.family.computes:
         cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
     else:
-        refuse_memory_of_replay(config)
-        cut = (1,) * config.pipeline.stages
-        cost = replay_cost(config, network)
-        stages = ()
+        cut, cost, stages = _cut_replay(config, network)
     replicas = replicas_of(config, cost)
     cost = with_exchange(config, cost)
     order = choose(config, cost, network, replicas, stages)
-    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
-    check(schedule)
+    schedule = _lowered(order, cost, replicas)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
+    ballots = ballots_over(config, network, shaped)
     a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots)
     timeline = a_step(replicas=replicas)
     return Forecast(
@@ -199,6 +195,19 @@ def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost
     if layers.memory_of is not None:
         stages = in_run(config, layers.memory_of(cut), server_ranks(config))
     return cut, at_boundaries(config, cost), stages
+
+
+def _cut_replay(config: Config, network: Network) -> tuple[tuple[int, ...], Cost, Stages]:
+    """One layer a stage; none holds anything. Raises `ConfigError` for a limit of memory."""
+    refuse_memory_of_replay(config)
+    return (1,) * config.pipeline.stages, replay_cost(config, network), ()
+
+
+def _lowered(order: Schedule, cost: Cost, replicas: Replicas | None) -> Schedule:
+    """With what is sent and exchanged, and checked."""
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
+    check(schedule)
+    return schedule
 
 
 def _eval_schedule(config: Config) -> Schedule:
