@@ -450,7 +450,7 @@ def test_text_is_continued_by_the_checkpoint_before_a_damaged_one(
 
 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder of a run"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
 
 

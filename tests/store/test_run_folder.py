@@ -83,7 +83,7 @@ def test_folder_without_locks_is_said_to_be_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with opened(tiny(), False, 0):
-        assert "nothing keeps a second process from it" in caplog.text
+        assert "nothing prevents a second process from using it" in caplog.text
 
 
 def start_that_fails(config: Config, rank: int, error: Exception) -> None:
