@@ -1,27 +1,27 @@
-"""Replicas of a stage agree: on its gradient, or now and then on its parameters.
+"""Keeps the replicas of a stage equal: by its gradients, or now and then by its parameters.
 
-base.py       the contract, and what it asks of a transport
-optimizer.py  AdamW on whole parameters or on slices of them
-single.py     one replica: nothing to agree on
-row.py        a stage's parameters as one row of numbers
-feedback.py   numbers on the wire, with error feedback where they are rounded much
-exchange.py   reduce-scatter and all-gather between replicas, direct, part by part
-group.py      the same by a torch.distributed group: gloo or NCCL
-flights.py    exchanges under way beside the compute, and a step late where that is wanted
-ahead.py      where replicas compute while the gradient of the step before is on its way
-allreduce.py  every replica averages all of the gradient and takes the whole step
-sharded.py    every replica holds the optimizer of its shard
-local_sgd.py  replicas step by themselves, and agree on parameters now and then
+base.py             the contract of a kind, and its table of what happens when
+kinds.py            every kind and its properties, without torch
+setup.py            what the builder of a kind is given
 
-The parameter server, a kind of its own:
+The kinds that need no server:
 
-layout.py     what a worker and a server must agree on
-ledger.py     whose pieces of a gradient are in, added in replica order
-master.py     the server's copy of a stage: parameters, moments, the step under way
-journal.py    what it keeps on disk: no acknowledged step is lost
-shelf.py      one stage for many callers: who waits for what
-line.py       what streams between the two
-server.py     the server, over gRPC
-client.py     a worker's line to it, which outlives a server that is killed
-served.py     the kind, as a worker sees it
+single.py           one replica: its gradient is already the mean
+allreduce.py        every replica averages the whole gradient and takes the whole step
+sharded.py          every replica holds the optimizer's state of its shard (ZeRO)
+local_sgd.py        replicas step by themselves, and average parameters now and then (DiLoCo)
+
+What they are made of:
+
+optimizer.py        AdamW on whole parameters or on slices of them
+flat.py             a stage's parameters as one flat vector
+feedback.py         the wire format between replicas, with error feedback where it rounds much
+direct_exchange.py  reduce-scatter and all-gather over dpipe's links, part by part
+torch_group.py      all-reduce by a torch.distributed group: gloo or NCCL
+background.py       exchanges beside the compute, used a step late where that is wanted
+ahead.py            where replicas compute while the last step's gradient is still on its way
+
+To add a kind: declare it in `kinds.py`, with its properties and the "package.module:function" that
+builds it. The function takes a `setup.ReplicaSetup` and returns a `base.DataParallel`; nothing else
+has to change. `tests/dataparallel/toy_kind.py` is one in a single file.
 """

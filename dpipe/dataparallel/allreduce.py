@@ -15,119 +15,16 @@ from dpipe.dataparallel.single import Single
 
 
 class Averaging(Protocol):
-    """What averages a row over replicas: `exchange.DirectExchange` or `group.TorchGroup`."""
+    """What averages a vector over replicas: a `DirectExchange` or a `TorchGroup`."""
 
     replica: int
 
     @property
     def device(self) -> torch.device:
-        """Where a row must be."""
+        """Where a vector must be."""
 
-    def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]: ...
+    def average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]: ...
     def fail(self, error: Exception) -> None: ...
-
-
-class AllReduce(DataParallel):
-    """`lag` 1 delays the gradient by a step, which is then computed ahead of what is agreed
-    (`ahead.py`).
-
-    Replica 0 speaks for all: between steps they hold the same, to the last bit.
-    """
-
-    independent = False
-
-    def __init__(
-        self,
-        stages: Mapping[int, Layers],
-        settings: AdamSettings | None,
-        averaging: Averaging,
-        *,
-        lag: int = 0,
-        uncounted: Collection[str] = (),
-    ) -> None:
-        self._averaging = averaging
-        self._speaks = averaging.replica == 0
-        self._single = Single(stages, settings, uncounted)
-        self._rows = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
-        name = f"dpipe-reduce-{averaging.replica}"
-        device = averaging.device
-        self._flights = BackgroundExchange(
-            self._rows, averaging.fail, lag=lag, name=name, device=device
-        )
-        ahead = self._single.optimizers.items() if lag else ()
-        self._ahead = {
-            stage: LookAhead(optimizer, f"@{averaging.replica}") for stage, optimizer in ahead
-        }
-        self._loss_scale = 1.0
-
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
-        self._loss_scale = loss_scale
-        self._single.begin(step, learning_rate, 1.0)
-        for ahead in self._ahead.values():
-            ahead.come_back()  # from a step that was aborted
-            ahead.go(learning_rate)
-
-    def start(self, stage: int) -> None:
-        if stage in self._ahead:
-            self._ahead[stage].remember(self._rows[stage].gradients(), self._loss_scale)
-        self._flights.begin(stage, self._loss_scale, self._averaging.average)
-
-    def wait(self) -> None:
-        for stage in self._rows:
-            self._flights.due(stage)
-
-    def report(self, *, measure: bool) -> Report:
-        due = [self._show_average(stage) for stage in self._rows]
-        squares = self._single.report(measure=measure and self._speaks and any(due)).squares
-        return Report(squares, self._flights.bad())
-
-    def step(self, stage: int, factor: float | None) -> bool:
-        flight = self._flights.take(stage)
-        if stage in self._ahead:
-            self._ahead[stage].come_back()
-            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
-        return flight is not None and self._single.step(stage, factor)
-
-    def finish(self, stage: int) -> None:
-        pass
-
-    def traffic(self) -> list[Traffic]:
-        return self._flights.traffic()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        state = {
-            name: gradient
-            for ahead in self._ahead.values()
-            for name, gradient in ahead.state().items()
-        }
-        state |= self._single.state() if self._speaks else {}
-        for stage, row in self._rows.items() if self._speaks else ():
-            state |= self._flights.delayed_state(stage, slice(0, row.length), whole=True)
-        return state
-
-    def restore(self, num_updates: int, moments: Moments) -> None:
-        self._single.restore(num_updates, moments)
-        if self._ahead:
-            self._flights.restore(moments)
-        for ahead in self._ahead.values():
-            ahead.restore(moments)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self._single.optimizer_bytes
-
-    def close(self) -> None:
-        self._flights.close()
-
-    def _show_average(self, stage: int) -> bool:
-        """Let the optimizer see the average in place of this replica's own gradient; false where
-        none has come yet.
-        """
-        flight = self._flights.due(stage)
-        row = self._rows[stage]
-        for index, parameter in enumerate(row.parameters if flight is not None else ()):
-            parameter.grad = row.view(flight.row, index).to(parameter)  # type: ignore[union-attr]  # not None here
-        return flight is not None
 
 
 def build(setup: ReplicaSetup) -> DataParallel:
@@ -143,3 +40,117 @@ def build(setup: ReplicaSetup) -> DataParallel:
         lag=int(setup.options.delay),
         uncounted=setup.uncounted,
     )
+
+
+class AllReduce(DataParallel):
+    """`lag` 1 delays the gradient by a step; that step is then computed ahead of the agreed
+    parameters (`ahead.py`).
+
+    Replica 0 reports and saves for all: between steps they hold the same, to the last bit.
+    """
+
+    independent = False
+
+    def __init__(
+        self,
+        stages: Mapping[int, Layers],
+        settings: AdamSettings | None,
+        averaging: Averaging,
+        *,
+        lag: int = 0,
+        uncounted: Collection[str] = (),
+    ) -> None:
+        self._averaging = averaging
+        self._is_first = averaging.replica == 0
+        self._single = Single(stages, settings, uncounted)
+        self._flat = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
+        self._background = BackgroundExchange(
+            self._flat,
+            averaging.fail,
+            lag=lag,
+            name=f"dpipe-reduce-{averaging.replica}",
+            device=averaging.device,
+        )
+        # by stage; none without a delay
+        self._ahead: dict[int, LookAhead] = {}
+        if lag:
+            for index, optimizer in self._single.optimizers.items():
+                self._ahead[index] = LookAhead(optimizer, f"@{averaging.replica}")
+        self._loss_scale = 1.0
+
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        self._single.begin(step, learning_rate, 1.0)
+        for ahead in self._ahead.values():
+            # It may still be away, from a step that was aborted.
+            ahead.come_back()
+            ahead.go(learning_rate)
+
+    def start(self, stage: int) -> None:
+        if stage in self._ahead:
+            self._ahead[stage].remember(self._flat[stage].gradients(), self._loss_scale)
+        self._background.begin(stage, self._loss_scale, self._averaging.average)
+
+    def wait(self) -> None:
+        for stage in self._flat:
+            self._background.due(stage)
+
+    def report(self, *, measure: bool) -> Report:
+        has_average = [self._set_average(stage) for stage in self._flat]
+        measure = measure and self._is_first and any(has_average)
+        squares = self._single.report(measure=measure).squares
+        return Report(squares, self._background.bad())
+
+    def step(self, stage: int, factor: float | None) -> bool:
+        gradient = self._background.take(stage)
+        if stage in self._ahead:
+            ahead = self._ahead[stage]
+            ahead.come_back()
+            if factor is not None:
+                ahead.factor = factor
+        if gradient is None:
+            return False
+        return self._single.step(stage, factor)
+
+    def finish(self, stage: int) -> None:
+        pass
+
+    def traffic(self) -> list[Traffic]:
+        return self._background.traffic()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for ahead in self._ahead.values():
+            state |= ahead.state()
+        if self._is_first:
+            state |= self._single.state()
+            for stage, flat in self._flat.items():
+                whole = slice(0, flat.length)
+                state |= self._background.delayed_state(stage, whole, whole=True)
+        return state
+
+    def restore(self, num_updates: int, moments: Moments) -> None:
+        self._single.restore(num_updates, moments)
+        if self._ahead:
+            self._background.restore(moments)
+        for ahead in self._ahead.values():
+            ahead.restore(moments)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._single.optimizer_bytes
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _set_average(self, stage: int) -> bool:
+        """Let the optimizer see the mean in place of this replica's own gradient; false where none
+        has come yet.
+        """
+        gradient = self._background.due(stage)
+        if gradient is None:
+            return False
+        flat = self._flat[stage]
+        for index, parameter in enumerate(flat.parameters):
+            parameter.grad = flat.view(gradient.vector, index).to(parameter)
+        return True

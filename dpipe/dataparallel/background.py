@@ -1,6 +1,6 @@
-"""Exchanges of gradients under way beside the compute: one thread, one stage after the other.
+"""Exchanges beside the compute: one thread, one stage after the other.
 
-    start(1) --> [ exchange of stage 1 ][ exchange of stage 0 ]            in the order of start(), on every replica
+    start(1) --> [ exchange of stage 1 ][ exchange of stage 0 ]     in the order of start() on all replicas
     start(0) -----------'                                     `--> wait() report() step()
 
 With `lag` 1 a step uses the exchange that began one step earlier, which has had that long to come
@@ -21,146 +21,169 @@ import torch
 from dpipe.dataparallel.base import Moments, Traffic
 from dpipe.dataparallel.flat import FlatParameters
 
+# told of each piece of the vector shortly before it is needed
 Ready = Callable[[slice], None]
-Exchange = Callable[[torch.Tensor, int, Ready], list[Traffic]]
+# (vector [N], stage, ready) -> what was sent
+RunExchange = Callable[[torch.Tensor, int, Ready], list[Traffic]]
 Gradients = Sequence[torch.Tensor | None]
 
+# in a checkpoint
 _DELAYED = "delayed_grad"
 
 
 @dataclass
 class PendingGradient:
-    """The exchange of one stage's gradient: `row` [N] is agreed once `landed` is done."""
+    """A stage's gradient on its way: `vector` [N] is the mean once `exchanged` is done."""
 
-    row: torch.Tensor
-    landed: Future[None]
-    bad: str | None = None  # a parameter whose gradient was not finite here
+    vector: torch.Tensor
+    exchanged: Future[None]
+    # a parameter whose gradient was not finite here
+    bad: str | None = None
 
 
 class BackgroundExchange:
-    """`rows` says by stage what is exchanged. `fail` is called with what went wrong, from the
-    thread.
-    """
+    """`flat` is by stage. `fail` is called from the thread, with what went wrong."""
 
     def __init__(
         self,
-        rows: Mapping[int, FlatParameters],
+        flat: Mapping[int, FlatParameters],
         fail: Callable[[Exception], None],
         *,
         lag: int,
         name: str,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._rows = rows
-        self._fail = fail
+        """Vectors are on `device`; the thread is called `name`."""
         self.lag = lag
+        self._flat = flat
+        self._fail = fail
         self._device = device
         self._thread = ThreadPoolExecutor(1, name)
-        self._flying: dict[int, deque[PendingGradient]] = {stage: deque() for stage in rows}
-        self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in rows}
+        # by stage, oldest first
+        self._pending: dict[int, deque[PendingGradient]] = {stage: deque() for stage in flat}
+        # by stage: vectors that nobody uses
+        self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in flat}
         self._traffic: deque[Traffic] = deque()
 
     def begin(
-        self, stage: int, loss_scale: float, exchange: Exchange, gradients: Gradients | None = None
+        self,
+        stage: int,
+        loss_scale: float,
+        exchange: RunExchange,
+        gradients: Gradients | None = None,
     ) -> None:
         """Exchange `gradients`, or those of `stage` as they are now, without their loss scale;
         returns at once.
         """
-        row = self.borrow(stage)
-        flight = PendingGradient(row, Future())
-        gradients = self._rows[stage].gradients() if gradients is None else gradients
-        ready = self._filling(stage, flight, gradients, 1.0 / loss_scale)
-        flight.landed = self.submit(lambda: exchange(row, stage, ready))
-        self._flying[stage].append(flight)
+        if gradients is None:
+            gradients = self._flat[stage].gradients()
+        vector = self.borrow(stage)
+        pending = PendingGradient(vector, Future())
+        ready = self._filling(stage, pending, gradients, 1.0 / loss_scale)
+        pending.exchanged = self.submit(lambda: exchange(vector, stage, ready))
+        self._pending[stage].append(pending)
 
     def borrow(self, stage: int) -> torch.Tensor:
-        """Memory for a row of `stage`."""
-        return self._spare[stage].pop() if self._spare[stage] else self._new_row(stage)
+        """Memory for a vector of `stage`."""
+        if self._spare[stage]:
+            return self._spare[stage].pop()
+        return self._new_vector(stage)
 
-    def give_back(self, stage: int, row: torch.Tensor) -> None:
-        self._spare[stage].append(row)
+    def give_back(self, stage: int, vector: torch.Tensor) -> None:
+        self._spare[stage].append(vector)
 
     def submit(self, exchange: Callable[[], list[Traffic]]) -> Future[None]:
-        """Run something else behind what is under way."""
+        """Run something else behind what is in progress."""
         return self._thread.submit(self._run, exchange)
 
     def due(self, stage: int) -> PendingGradient | None:
-        """The flight that this step uses, landed; None in the first steps, as many as the lag.
+        """The gradient that this step uses, exchanged; None in the first steps, as many as the lag.
 
         Raises what went wrong with it. It has no deadline of its own: each message that it waits
         for has one.
         """
-        flying = self._flying[stage]
-        if len(flying) <= self.lag:
+        pending = self._pending[stage]
+        if len(pending) <= self.lag:
             return None
-        flying[0].landed.result()
-        return flying[0]
+        pending[0].exchanged.result()
+        return pending[0]
 
     def take(self, stage: int) -> PendingGradient | None:
-        """As `due`, and done with: the row may be used until the next `begin`."""
-        flight = self.due(stage)
-        if flight is not None:
-            self.give_back(stage, self._flying[stage].popleft().row)
-        return flight
+        """As `due`, and done with: its vector may be used until the next `begin`."""
+        gradient = self.due(stage)
+        if gradient is not None:
+            self._pending[stage].popleft()
+            self.give_back(stage, gradient.vector)
+        return gradient
 
     def bad(self) -> str | None:
         """A parameter whose gradient was not finite here, in what this step uses."""
-        found = (flight.bad for flight in map(self.due, self._rows) if flight is not None)
-        return next((name for name in found if name is not None), None)
+        for stage in self._flat:
+            gradient = self.due(stage)
+            if gradient is not None and gradient.bad is not None:
+                return gradient.bad
+        return None
 
     def traffic(self) -> list[Traffic]:
         return [self._traffic.popleft() for _ in range(len(self._traffic))]
 
     def delayed(self, stage: int) -> Sequence[PendingGradient]:
-        """What the next steps will use, landed."""
-        for flight in self._flying[stage]:
-            flight.landed.result()
-        return self._flying[stage]
+        """What the next steps will use, exchanged."""
+        for gradient in self._pending[stage]:
+            gradient.exchanged.result()
+        return self._pending[stage]
 
     def delayed_state(self, stage: int, piece: slice, *, whole: bool) -> dict[str, torch.Tensor]:
-        """`piece` of the agreed gradients that no step has used yet, for a checkpoint."""
-        row = self._rows[stage]
-        return {
-            f"{row.names[s.index]}.{_DELAYED}{'' if whole else f'[{s.start}:{s.stop}]'}": flight.row[
-                s.here
-            ]
-            for flight in self.delayed(stage)
-            for s in row.spans(piece)
-        }
+        """`piece` of the mean gradients that no step has used yet, for a checkpoint.
+
+        Names end in the range of the parameter's elements, unless they are `whole`.
+        """
+        flat = self._flat[stage]
+        state = {}
+        for gradient in self.delayed(stage):
+            for segment in flat.segments(piece):
+                elements = "" if whole else f"[{segment.start}:{segment.stop}]"
+                name = f"{flat.names[segment.index]}.{_DELAYED}{elements}"
+                state[name] = gradient.vector[segment.here]
+        return state
 
     def restore(self, moments: Moments) -> None:
         """Take up the gradients of a checkpoint that no step has used yet, where there are any."""
-        for stage, row in self._rows.items():
-            if all(f"{name}.{_DELAYED}" in moments for name in row.names):
-                flight = PendingGradient(self._new_row(stage), Future())
-                row.fill(
-                    flight.row,
-                    slice(0, row.length),
-                    [moments[f"{name}.{_DELAYED}"] for name in row.names],
-                    1.0,
-                )
-                flight.landed.set_result(None)
-                self._flying[stage].append(flight)
+        for stage, flat in self._flat.items():
+            names = [f"{name}.{_DELAYED}" for name in flat.names]
+            if not all(name in moments for name in names):
+                continue
+            vector = self._new_vector(stage)
+            parts = [moments[name] for name in names]
+            flat.fill(vector, slice(0, flat.length), parts, 1.0)
+            exchanged: Future[None] = Future()
+            exchanged.set_result(None)
+            self._pending[stage].append(PendingGradient(vector, exchanged))
 
     def close(self) -> None:
-        self._thread.shutdown()  # the other replicas wait for what has begun
+        # The other replicas wait for what has begun.
+        self._thread.shutdown()
 
-    def _new_row(self, stage: int) -> torch.Tensor:
-        return torch.empty(self._rows[stage].length, device=self._device)
+    def _new_vector(self, stage: int) -> torch.Tensor:
+        return torch.empty(self._flat[stage].length, device=self._device)
 
     def _filling(
-        self, stage: int, flight: PendingGradient, gradients: Gradients, factor: float
+        self, stage: int, pending: PendingGradient, gradients: Gradients, factor: float
     ) -> Ready:
-        """Copies a piece of the gradients into the row when its turn comes, and sees whether it is
-        finite.
+        """Copies a piece of the gradients into the vector when its turn comes, and notes whether
+        it is finite.
         """
-        row = self._rows[stage]
+        flat = self._flat[stage]
+        vector = pending.vector
 
         def ready(piece: slice) -> None:
-            row.fill(flight.row, piece, gradients, factor)
-            if not flight.row[piece].sum().isfinite():
-                spans = (s for s in row.spans(piece) if not flight.row[s.here].isfinite().all())
-                flight.bad = flight.bad or next((row.names[s.index] for s in spans), None)
+            flat.fill(vector, piece, gradients, factor)
+            if vector[piece].sum().isfinite():
+                return
+            # Finite values can overflow a sum: look at each parameter.
+            for segment in flat.segments(piece):
+                if pending.bad is None and not vector[segment.here].isfinite().all():
+                    pending.bad = flat.names[segment.index]
 
         return ready
 

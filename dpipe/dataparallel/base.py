@@ -1,24 +1,23 @@
-"""The contract of keeping the replicas of a rank's stages in agreement, and what it asks of the
-rooms beside it.
+"""The contract of a kind of data parallelism: it keeps the replicas of a rank's stages equal.
 
-What each kind does when. "average" is the gradient's mean over replicas; |..|^2 its squared norm, for clipping.
+What each kind does when. "mean" is the gradient's mean over replicas, here at the end of `wait`;
+|..|^2 is a squared norm, for clipping. "back": `finish` waits for the parameters.
 
-                    begin    start(s)           wait      report        step(s, factor)           finish(s)
-    single          -        -                  -         |gradient|^2  AdamW                     -
-    all-reduce      -        average, in        average   |average|^2   AdamW on all of it        -
-                             the background     is here
-    sharded         -        reduce-scatter     shard     |shard|^2     AdamW on the own shard,   parameters
-                                                is here                 then all-gather           are here
-    parameter       step,    push               norms     |average|^2   commit; pull              parameters
-    server          rate                        are here  by server                               are here
-    local SGD       -        -                  -         |gradient|^2  AdamW; each H steps the   parameters
-                                                of this   of replica    outer step begins         are here
-                                                replica
+                   start(s)        report                 step(s, factor)                  finish(s)
+    single         -               |gradient|^2           AdamW                            -
+    all-reduce     average, in     |mean|^2               AdamW on all of it               -
+                   the background
+    sharded        reduce-scatter  |shard of the mean|^2  AdamW on the own shard, then     back
+                                                          all-gather
+    parameter      push            |mean|^2, from the     commit; pull                     back
+    server                         server
+    local SGD      -               |gradient|^2 of this   AdamW; every H steps the outer   back
+                                   replica                step begins
 
-`report` goes into the ballot that all ranks cast (`engine/update.py`); the verdict on it is the
-`factor`. With a step's delay (all-reduce, sharded) the gradient that has come is that of the step
-before, and from `begin` to `step` parameters are where this replica's own gradient leads
-(`ahead.py`); between steps they are what all agree on.
+`report` goes into the vote of all ranks on the step (`engine/update.py`), whose result is the
+`factor`. With a step's delay (all-reduce, sharded) the mean is that of the step before, and from
+`begin` to `step` the parameters are a step ahead by this replica's own gradient (`ahead.py`);
+between steps they are the agreed ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,20 +36,19 @@ class Layers(Protocol):
     """What is asked of a stage."""
 
     def layer_parameters(self) -> Mapping[int, Sequence[NamedParameter]]:
-        """Parameters by layer, in order, by names that hold for the whole model."""
+        """Parameters by layer, in order, with names such as `layers.3.qkv.weight`, which hold for
+        the whole model.
+        """
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of the gradient of its stages.
+    """What a rank says of the gradient of its stages."""
 
-    `squares[layer]` is its part of the squared norm of the gradient that the step will take, loss
-    scale taken out: the parts of all ranks add up (see `DataParallel.independent`). `bad` names a
-    parameter whose gradient is not finite on this rank alone, before any exchange; None where all
-    are.
-    """
-
+    # by layer: this rank's part of the squared norm of the gradient that the step will take,
+    # without the loss scale. The parts of all ranks add up (see `DataParallel.independent`)
     squares: Mapping[int, float] = field(default_factory=dict)
+    # a parameter whose gradient on this rank is not finite, before any exchange
     bad: str | None = None
 
 
@@ -67,8 +65,8 @@ class Traffic:
 
 
 class DataParallel(Protocol):
-    """Keeps the replicas of this rank's stages in agreement, and holds their optimizer. Used by one
-    thread.
+    """Keeps the replicas of this rank's stages equal, and holds their optimizer. Used by one
+    thread, but for `fail`.
 
     One step, on a rank with stages 0 and 1:
 
@@ -93,8 +91,8 @@ class DataParallel(Protocol):
         """
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
-        """A step begins. Gradients will be multiplied by `loss_scale`; what this object gives on is
-        without it.
+        """A step begins. The gradients of its stages will be multiplied by `loss_scale`; norms and
+        state are without it.
         """
 
     def start(self, stage: int) -> None:
@@ -106,10 +104,10 @@ class DataParallel(Protocol):
         """Block until `report` can answer; called once all stages have started."""
 
     def report(self, *, measure: bool) -> Report:
-        """For this rank's ballot; `squares` only where `measure`."""
+        """For this rank's vote; `squares` only where `measure`."""
 
     def step(self, stage: int, factor: float | None) -> bool:
-        """Step by the agreed gradient times `factor`, or forget it where that is None; whether
+        """Step by the mean gradient times `factor`, or drop it where that is None; whether
         parameters change.
         """
 

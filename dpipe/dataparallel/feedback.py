@@ -1,13 +1,13 @@
-"""What an exchange puts on the wire: numbers as a codec writes them, with or without error
+"""What an exchange puts on the wire: values as a codec encodes them, with or without error
 feedback.
 
     send     e = gradient + residual        wire = encode(e)        residual = e - decode(wire)
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what rounding took from this step's
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the rounding error of this step's
 gradient is added to the next one's, so that it is late and not lost. Without it the error of int8
-adds up over a run. What is owed is in no checkpoint, whose cut need not be that of the run which
-takes it up: a resumed run owes nothing at first, and its losses are near those of one that never
-stopped, not the same.
+adds up over a run. Residuals are in no checkpoint, because another run may be cut otherwise: a
+resumed run begins without them, and its losses are close to those of one that never stopped, not
+the same.
 """
 
 from typing import Protocol
@@ -22,7 +22,7 @@ Key = tuple[object, ...]
 
 
 class Wire(Protocol):
-    """How numbers look between replicas. `key` says which numbers of the model they are, in which
+    """How values look between replicas. `key` says which values of the model they are, in which
     direction.
     """
 
@@ -31,15 +31,15 @@ class Wire(Protocol):
     def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor: ...
     def decode(self, wire: torch.Tensor, like: TensorSpec) -> torch.Tensor: ...
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What of this end's own is added to what came from others."""
+        """This end's own share, as it is added to those that came from others."""
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec: ...
 
 
 class PlainWire:
     def __init__(self, coder: Codec, *, lossy: bool) -> None:
-        self._codec = coder
         self.lossy = lossy
+        self._codec = coder
 
     def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor:
         return self._codec.encode(values)
@@ -49,34 +49,33 @@ class PlainWire:
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """As the others would get it; `values` itself where the wire loses nothing."""
-        return self._codec.decode(self._codec.encode(values), TensorSpec.of(values))
+        wire = self._codec.encode(values)
+        return self._codec.decode(wire, TensorSpec.of(values))
 
     def wire_spec(self, like: TensorSpec) -> TensorSpec:
         return self._codec.wire_spec(like)
 
 
 class FeedbackWire(PlainWire):
-    """Keeps a residual for each key: in all as many numbers as the row that is exchanged, in
-    fp32.
-    """
+    """Keeps a residual for each key: in all as many values as are exchanged, in fp32."""
 
     def __init__(self, coder: Codec) -> None:
         super().__init__(coder, lossy=True)
         self._residuals: dict[Key, torch.Tensor] = {}
 
     def encode(self, values: torch.Tensor, key: Key) -> torch.Tensor:
-        owed = self._residuals.get(key)
-        exact = values if owed is None else values + owed
+        exact = values
+        if key in self._residuals:
+            exact = values + self._residuals[key]
         wire = self._codec.encode(exact)
         residual = exact - self._codec.decode(wire, TensorSpec.of(exact))
-        if (
-            residual.sum().isfinite()
-        ):  # else the step will be skipped, and what was owed before still is
+        # Otherwise the step will be skipped, and the residual of the step before still holds.
+        if residual.sum().isfinite():
             self._residuals[key] = residual
         return wire
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """As it is: nothing is lost that would have to be made good."""
+        """As it is: what is not rounded needs no feedback."""
         return values
 
 

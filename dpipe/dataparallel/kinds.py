@@ -4,7 +4,7 @@ Configuration, forecast, memory and composition read a kind's properties; none o
 by name.
 
                       replicas send             late by      the optimizer's state is
-    none              nothing, there is one     -            on its ranks
+    none              nothing: there is one     -            on its ranks
     all-reduce        gradients                 delay        on every replica
     sharded           gradients, parameters     delay        1 / R on every replica
     parameter-server  gradients, to a server    staleness    on the server
@@ -19,18 +19,18 @@ from dpipe.choices import Choices
 
 
 @dataclass(frozen=True)
-class HeldRows:
-    """Memory beside parameters, gradients and the optimizer's state, in rows.
-
-    A row is a stage's parameters in fp32, in host memory unless torch.distributed exchanges it.
+class HeldVectors:
+    """Memory beside parameters, gradients and the optimizer's state, in vectors: a stage's
+    parameters in fp32 each.
     """
 
+    # in host memory, unless torch.distributed exchanges them
     working: int
-    # with data_parallel.delay, beside one working row more; where the parameters are
+    # with data_parallel.delay, besides one more of the above; where the parameters are
     delayed: int = 0
-    # the same, but of 1 / R of the row each
+    # the same, of 1 / R of a vector each
     delayed_shards: int = 0
-    # whether there is a place for each piece that other replicas send
+    # whether each piece that other replicas send has a place of its own
     pieces: bool = True
 
 
@@ -39,7 +39,7 @@ class Kind:
     """What the rest of dpipe needs to know of a kind, without building one.
 
     `builder` is called with a `dataparallel.setup.ReplicaSetup`, and where there is a server also
-    with a `paramserver.client.ServerAccess` for each stage; it returns a `dataparallel.base.DataParallel`.
+    with a `paramserver.client.ServerAccess` by stage; it returns a `dataparallel.base.DataParallel`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Kind:
     builder: str
     # what replicas send each other: a name in `schedule.exchange.PATTERNS`; None: nothing
     pattern: str | None
-    held: HeldRows
+    held: HeldVectors
     # the key of [data_parallel] by which what is exchanged may be used later; None: never
     late_by: Literal["delay", "overlap", "staleness"] | None
     # what is sent with `late_by`, where that differs
@@ -75,7 +75,7 @@ KINDS = Choices[Kind](
         "none",
         builder="dpipe.dataparallel.single:build",
         pattern=None,
-        held=HeldRows(0, pieces=False),
+        held=HeldVectors(0, pieces=False),
         # with one replica the key has no effect
         late_by="delay",
     ),
@@ -84,7 +84,7 @@ KINDS = Choices[Kind](
         builder="dpipe.dataparallel.allreduce:build",
         pattern="all-reduce",
         # delayed: what is agreed, and a gradient
-        held=HeldRows(1, delayed=2),
+        held=HeldVectors(1, delayed=2),
         late_by="delay",
         torch_group=True,
     ),
@@ -92,8 +92,8 @@ KINDS = Choices[Kind](
         "sharded",
         builder="dpipe.dataparallel.sharded:build",
         pattern="sharded",
-        # the row holds gradients and parameters in turns; delayed: a gradient, and two shards
-        held=HeldRows(1, delayed=1, delayed_shards=2),
+        # one vector for gradients and parameters in turns; delayed: a gradient, and two shards
+        held=HeldVectors(1, delayed=1, delayed_shards=2),
         late_by="delay",
         shards_optimizer=True,
         rounds_answer=False,
@@ -103,7 +103,7 @@ KINDS = Choices[Kind](
         builder="dpipe.paramserver.kind:build",
         pattern="parameter-server",
         # what came, and a gradient; each step of staleness is a gradient more
-        held=HeldRows(2, pieces=False),
+        held=HeldVectors(2, pieces=False),
         late_by="staleness",
         has_server=True,
     ),
@@ -114,7 +114,7 @@ KINDS = Choices[Kind](
         # overlapped, parameters do not wait for a step's end any more
         late_pattern="all-reduce",
         # anchor, momentum, base, difference
-        held=HeldRows(4),
+        held=HeldVectors(4),
         late_by="overlap",
         has_inner_steps=True,
     ),

@@ -1,7 +1,7 @@
-"""Replicas step by themselves and agree now and then (DiLoCo, Douillard et al. 2023).
+"""Replicas step by themselves, and average now and then (DiLoCo, Douillard et al. 2023).
 
 Each replica takes `inner_steps` H of AdamW from the same parameters, the anchor. Then the mean over
-replicas of (anchor - parameters) is the gradient of one outer step of SGD with Nesterov's momentum,
+replicas of (anchor - parameters) is the gradient of one outer step of SGD with Nesterov momentum,
 which moves the anchor:
 
     step            1   2  ..  H              H + 1 ..  2 H
@@ -11,11 +11,11 @@ which moves the anchor:
 
 With F fragments, each a part of every stage, they take turns H / F steps apart, and less is
 exchanged at once. With `overlap` the next step is computed meanwhile, and what a replica learns in
-it is kept on top of the outer step's result (Streaming DiLoCo, Douillard et al. 2025, which mixes
-the two). Without it replicas are bitwise equal after each outer step of all fragments.
+it is added to the outer step's result (Streaming DiLoCo, Douillard et al. 2025, which mixes the
+two). Without it replicas are bitwise equal after each outer step of all fragments.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -23,7 +23,14 @@ import torch
 
 from dpipe.dataparallel.allreduce import Averaging
 from dpipe.dataparallel.background import BackgroundExchange
-from dpipe.dataparallel.base import DataParallel, Layers, Moments, NamedParameter, Report, Traffic
+from dpipe.dataparallel.base import (
+    DataParallel,
+    Layers,
+    Moments,
+    NamedParameter,
+    Report,
+    Traffic,
+)
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.setup import ReplicaSetup
@@ -38,12 +45,28 @@ class OuterSettings:
     overlap: bool = False
 
 
+def build(setup: ReplicaSetup) -> DataParallel:
+    options = setup.options
+    outer = OuterSettings(
+        options.inner_steps,
+        options.outer_learning_rate,
+        options.outer_momentum,
+        overlap=options.overlap,
+    )
+    # one for each fragment: each keeps the rounding errors of its own exchange
+    averaging = [setup.exchange(options.wire) for _ in range(options.fragments)]
+    return LocalSgd(
+        setup.stages, setup.optimizer, outer, averaging, uncounted=setup.uncounted, tied=setup.tied
+    )
+
+
 class LocalSgd(DataParallel):
-    """`averaging[f]` is that of fragment f: each remembers what its wire has rounded off.
+    """`averaging[f]` is that of fragment f. Of a weight with copies in two stages, `tied` names
+    those that are here.
 
     A checkpoint has the parameters and moments of every replica under names such as
     `layers.3.qkv.weight.exp_avg@1`. A replica that it does not know begins at the anchor, with the
-    moments of replica 0. Of a weight with copies in two stages, `tied` names those that are here.
+    moments of replica 0.
     """
 
     independent = True
@@ -61,15 +84,18 @@ class LocalSgd(DataParallel):
         self._outer = outer
         self._averaging = averaging
         self._replica = averaging[0].replica
+        self._mark = f"@{self._replica}" if self._replica else ""
         self._single = Single(stages, settings, uncounted)
-        self._named = [named for stage in stages.values() for named in trained(stage)]
-        self._fragments = {
-            index: [Fragment(part) for part in fragments(trained(stage), len(averaging), tied)]
-            for index, stage in stages.items()
-        }
-        self._thread = BackgroundExchange(
-            {}, averaging[0].fail, lag=0, name=f"dpipe-outer-{self._replica}"
-        )
+        self._named: list[NamedParameter] = []
+        # by stage, in the order of their turns
+        self._fragments: dict[int, list[Fragment]] = {}
+        for index, stage in stages.items():
+            named = trained(stage)
+            parts = fragments(named, len(averaging), tied)
+            self._named += named
+            self._fragments[index] = [Fragment(part) for part in parts]
+        name = f"dpipe-outer-{self._replica}"
+        self._background = BackgroundExchange({}, averaging[0].fail, lag=0, name=name)
         self._step = 0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
@@ -87,10 +113,12 @@ class LocalSgd(DataParallel):
 
     def step(self, stage: int, factor: float | None) -> bool:
         stepped = self._single.step(stage, factor)
+        # With overlap the exchange that the last step began ends here.
         self._land(stage)
+        inner_steps = self._outer.inner_steps
         for turn, fragment in enumerate(self._fragments[stage]):
-            offset = turn * self._outer.inner_steps // len(self._averaging)
-            if (self._step + 1 - offset) % self._outer.inner_steps == 0:
+            offset = turn * inner_steps // len(self._averaging)
+            if (self._step + 1 - offset) % inner_steps == 0:
                 self._launch(stage, fragment, self._averaging[turn])
         return stepped
 
@@ -99,77 +127,92 @@ class LocalSgd(DataParallel):
             self._land(stage)
 
     def traffic(self) -> list[Traffic]:
-        return self._thread.traffic()
+        return self._background.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
-        mine = {f"{name}{self._mark}": moment for name, moment in self._single.state().items()}
+        state = {f"{name}{self._mark}": moment for name, moment in self._single.state().items()}
+        # The checkpoint itself has replica 0's parameters.
         if self._replica > 0:
-            mine |= {f"{name}.local{self._mark}": p.detach() for name, p in self._named}
-        for fragment in (f for stage in self._fragments.values() for f in stage):
-            mine |= fragment.state(shared=self._replica == 0, mark=self._mark)
-        return mine
+            for name, parameter in self._named:
+                state[f"{name}.local{self._mark}"] = parameter.detach()
+        for fragment in self._all_fragments():
+            state |= fragment.state(shared=self._replica == 0, mark=self._mark)
+        return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
-        suffixes = ("exp_avg", "exp_avg_sq") if num_updates else ()
-        names = [f"{name}.{suffix}" for name, _ in self._named for suffix in suffixes]
-        self._single.restore(
-            num_updates, {n: moments.get(f"{n}{self._mark}", moments[n]) for n in names}
-        )
-        with torch.no_grad():
-            for name, parameter in self._named if self._replica > 0 else ():
-                known = moments.get(f"{name}.local{self._mark}", moments.get(f"{name}.anchor"))
-                if known is not None:
-                    parameter.copy_(known.view_as(parameter))
-        for fragment in (f for stage in self._fragments.values() for f in stage):
+        mine = {}
+        if num_updates:
+            for name, _ in self._named:
+                for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
+                    mine[key] = moments.get(f"{key}{self._mark}", moments[key])
+        self._single.restore(num_updates, mine)
+        if self._replica > 0:
+            self._restore_parameters(moments)
+        for fragment in self._all_fragments():
             fragment.restore(moments, self._mark)
 
     @property
     def optimizer_bytes(self) -> int:
-        outer = sum(fragment.num_bytes for stage in self._fragments.values() for fragment in stage)
+        outer = sum(fragment.num_bytes for fragment in self._all_fragments())
         return self._single.optimizer_bytes + outer
 
     def close(self) -> None:
-        self._thread.close()
+        self._background.close()
 
-    @property
-    def _mark(self) -> str:
-        return f"@{self._replica}" if self._replica else ""
+    def _all_fragments(self) -> Iterator["Fragment"]:
+        for of_stage in self._fragments.values():
+            yield from of_stage
+
+    @torch.no_grad()
+    def _restore_parameters(self, moments: Moments) -> None:
+        """This replica's own, or else the anchor."""
+        for name, parameter in self._named:
+            anchor = moments.get(f"{name}.anchor")
+            kept = moments.get(f"{name}.local{self._mark}", anchor)
+            if kept is not None:
+                parameter.copy_(kept.view_as(parameter))
 
     def _launch(self, stage: int, fragment: "Fragment", averaging: Averaging) -> None:
         difference = fragment.take_off()
-        fragment.landed = self._thread.submit(
-            lambda: averaging.average(difference, stage, lambda piece: None)
-        )
+
+        def exchange() -> list[Traffic]:
+            return averaging.average(difference, stage, lambda piece: None)
+
+        fragment.landed = self._background.submit(exchange)
 
     def _land(self, stage: int) -> None:
         for fragment in self._fragments[stage]:
             if fragment.landed is not None:
-                fragment.landed.result()  # its messages have deadlines
+                # Its messages have deadlines.
+                fragment.landed.result()
                 fragment.land(self._outer)
 
 
 class Fragment:
-    """The outer optimizer of some parameters of a stage, each as one row [N] of fp32.
-
-    `anchor` is where all replicas last agreed, `momentum` that of the outer step. Under way, `base`
-    is what this replica had when it left, and `difference` becomes the mean over replicas of anchor
-    - base.
-    """
+    """The outer optimizer of some parameters of a stage, as flat vectors [N] of fp32."""
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
-        self.row = FlatParameters(named)
-        self.anchor, self.momentum, self.base, self.difference = torch.zeros(
-            4, self.row.length
-        ).unbind()
+        self.flat = FlatParameters(named)
+        vectors = torch.zeros(4, self.flat.length)
+        # the parameters on which all replicas last agreed
+        self.anchor = vectors[0]
+        # of the outer step
+        self.momentum = vectors[1]
+        # during an exchange, this replica's parameters when it began
+        self.base = vectors[2]
+        # during an exchange, anchor - base; then the mean of that over replicas
+        self.difference = vectors[3]
+        # done with the exchange; None between two
         self.landed: Future[None] | None = None
-        self._read(self.anchor)
+        self._read_parameters(self.anchor)
 
     @property
     def num_bytes(self) -> int:
         return 4 * self.anchor.nbytes
 
     def take_off(self) -> torch.Tensor:
-        self._read(self.base)
+        """What is to be averaged, in place."""
+        self._read_parameters(self.base)
         return torch.sub(self.anchor, self.base, out=self.difference)
 
     @torch.no_grad()
@@ -177,48 +220,55 @@ class Fragment:
         """The outer step (Sutskever et al. 2013, as torch.optim.SGD has it)."""
         self.landed = None
         self.momentum.mul_(outer.momentum).add_(self.difference)
-        self.anchor.sub_(
-            self.difference.add_(self.momentum, alpha=outer.momentum), alpha=outer.learning_rate
-        )
-        for index, parameter in enumerate(self.row.parameters):
-            agreed = self.row.view(self.anchor, index).to(parameter.device)
+        nesterov = self.difference.add_(self.momentum, alpha=outer.momentum)
+        self.anchor.sub_(nesterov, alpha=outer.learning_rate)
+        for index, parameter in enumerate(self.flat.parameters):
+            agreed = self.flat.view(self.anchor, index).to(parameter.device)
             if outer.overlap:
-                parameter.add_(agreed - self.row.view(self.base, index).to(parameter.device))
+                # What this replica has learned meanwhile stays.
+                base = self.flat.view(self.base, index).to(parameter.device)
+                parameter.add_(agreed - base)
             else:
                 parameter.copy_(agreed)
 
     def state(self, *, shared: bool, mark: str) -> dict[str, torch.Tensor]:
-        """`shared` is what all replicas hold alike; under way, `base` is each replica's own."""
-        rows = {"anchor": self.anchor, "outer_momentum": self.momentum} if shared else {}
+        """With `shared` also what all replicas hold alike. `base` is each replica's own."""
+        vectors = {}
+        if shared:
+            vectors["anchor"] = self.anchor
+            vectors["outer_momentum"] = self.momentum
         if self.landed is not None:
             self.landed.result()
-            rows |= {"difference": self.difference} if shared else {}
-            rows |= {f"base{mark}": self.base}
-        return {
-            f"{name}.{key}": self.row.view(row, index)
-            for index, name in enumerate(self.row.names)
-            for key, row in rows.items()
-        }
+            if shared:
+                vectors["difference"] = self.difference
+            vectors[f"base{mark}"] = self.base
+        state = {}
+        for index, name in enumerate(self.flat.names):
+            for key, vector in vectors.items():
+                state[f"{name}.{key}"] = self.flat.view(vector, index)
+        return state
 
     def restore(self, moments: Moments, mark: str) -> None:
         """From another kind's checkpoint the parameters are the anchor."""
-        self._read(self.anchor)
-        self._put(self.anchor, moments, "anchor")
-        self._put(self.momentum, moments, "outer_momentum")
-        if self._put(self.difference, moments, "difference"):
+        self._read_parameters(self.anchor)
+        self._restore(self.anchor, moments, "anchor")
+        self._restore(self.momentum, moments, "outer_momentum")
+        if self._restore(self.difference, moments, "difference"):
             self.landed = Future()
             self.landed.set_result(None)
-            if not self._put(self.base, moments, f"base{mark}"):
-                self._read(self.base)
+            if not self._restore(self.base, moments, f"base{mark}"):
+                self._read_parameters(self.base)
 
-    def _read(self, row: torch.Tensor) -> None:
-        self.row.fill(row, slice(0, self.row.length), self.row.parameters, 1.0)
+    def _read_parameters(self, vector: torch.Tensor) -> None:
+        whole = slice(0, self.flat.length)
+        self.flat.fill(vector, whole, self.flat.parameters, 1.0)
 
-    def _put(self, row: torch.Tensor, moments: Moments, key: str) -> bool:
-        found = [moments.get(f"{name}.{key}") for name in self.row.names]
-        if not found or any(tensor is None for tensor in found):
+    def _restore(self, vector: torch.Tensor, moments: Moments, key: str) -> bool:
+        """Fill `vector` where the checkpoint has `key` of every parameter; whether it has."""
+        parts = [moments.get(f"{name}.{key}") for name in self.flat.names]
+        if not parts or any(part is None for part in parts):
             return False
-        self.row.fill(row, slice(0, self.row.length), found, 1.0)
+        self.flat.fill(vector, slice(0, self.flat.length), parts, 1.0)
         return True
 
 
@@ -227,29 +277,18 @@ def fragments(
 ) -> list[list[NamedParameter]]:
     """`named` in `count` runs of about the same number of values; there may be empty ones.
 
-    What is `tied` is in the first, in every stage: copies of a weight stay equal where they agree
-    at the same steps.
+    What is `tied` is in the first, in every stage: copies of a weight stay equal where they are
+    averaged at the same steps.
     """
     total = sum(p.numel() for _, p in named)
     before = 0
     runs: list[list[NamedParameter]] = [[] for _ in range(count)]
     for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
-        middle = before + parameter.numel() / 2
-        turn = 0 if name in tied else min(count - 1, int(middle * count / total))
+        if name in tied:
+            turn = 0
+        else:
+            middle = before + parameter.numel() / 2
+            turn = min(count - 1, int(middle * count / total))
         runs[turn].append((name, parameter))
         before += parameter.numel()
     return runs
-
-
-def build(setup: ReplicaSetup) -> DataParallel:
-    options = setup.options
-    outer = OuterSettings(
-        options.inner_steps,
-        options.outer_learning_rate,
-        options.outer_momentum,
-        overlap=options.overlap,
-    )
-    averaging = [setup.exchange(options.wire) for _ in range(options.fragments)]
-    return LocalSgd(
-        setup.stages, setup.optimizer, outer, averaging, uncounted=setup.uncounted, tied=setup.tied
-    )

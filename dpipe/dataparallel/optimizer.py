@@ -1,6 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) on whole parameters, or on the slices of them that one replica
-owns.
-"""
+"""AdamW (Loshchilov and Hutter 2019) on whole parameters, or on one replica's slices of them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +9,10 @@ from torch.optim.adamw import adamw
 
 from dpipe.dataparallel.base import Layers, Moments, NamedParameter
 
+# torch's names, also in checkpoints
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_EPSILON = 1e-8  # torch's default
+# torch's default
+_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Slice:
 class Optimizer:
     """AdamW of one stage, or of the part of it that is here. Steps by `values.grad` of each slice.
 
-    Without `settings` nothing is learned: a replayed stage has bytes to exchange, and no
-    arithmetic.
+    Without `settings` no step changes anything: a replayed stage has bytes to exchange, and
+    nothing to learn.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class Optimizer:
         self.slices = slices
         self._whole = whole
         self._settings = settings
-        # One kernel for all parameters; on a CPU it would change the bits, and there is nothing to
-        # gain.
+        # One kernel for all parameters; on a CPU it would change the bits and gain nothing.
         self._fused = bool(slices) and slices[0].values.is_cuda
-        self._adamw = (
-            _adamw(slices, settings, self._fused) if slices and settings is not None else None
-        )
+        self._adamw: torch.optim.AdamW | None = None
+        if slices and settings is not None:
+            self._adamw = _adamw(slices, settings, self._fused)
 
     @property
     def learns(self) -> bool:
@@ -81,61 +80,71 @@ class Optimizer:
         assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
             state = self._state_of(s)
-            decay = settings.weight_decay if s.decays else 0.0
-            avg, avg_sq = (
-                state[key].clone() if state else torch.zeros_like(s.values) for key in _MOMENTS
-            )
-            updates = float(state["step"]) if state else 0.0
-            gradient = gradient.to(s.values)
+            if state:
+                num_updates = float(state["step"])
+                exp_avg = state["exp_avg"].clone()
+                exp_avg_sq = state["exp_avg_sq"].clone()
+            else:
+                num_updates = 0.0
+                exp_avg = torch.zeros_like(s.values)
+                exp_avg_sq = torch.zeros_like(s.values)
             adamw_step(
-                s.values, gradient, avg, avg_sq, updates, settings.betas, learning_rate, decay
+                s.values,
+                gradient.to(s.values),
+                exp_avg,
+                exp_avg_sq,
+                num_updates,
+                settings.betas,
+                learning_rate,
+                settings.weight_decay if s.decays else 0.0,
             )
 
     def range_of(self, s: Slice) -> str:
-        """What a name in a checkpoint ends in for `s`."""
+        """How a name in a checkpoint ends for `s`."""
         return "" if self._whole else s.range
 
     def state(self) -> dict[str, torch.Tensor]:
         """The moments by name; none before the first update."""
-        return {
-            f"{s.name}.{key}{self.range_of(s)}": self._state_of(s)[key]
-            for s in self.slices
-            for key in _MOMENTS
-            if key in self._state_of(s)
-        }
+        moments = {}
+        for s in self.slices:
+            state = self._state_of(s)
+            if state:
+                for key in _MOMENTS:
+                    moments[f"{s.name}.{key}{self.range_of(s)}"] = state[key]
+        return moments
 
     def restore(self, num_updates: int, moments: Moments) -> None:
-        for s in self.slices if num_updates else ():
-            self._state_of(s).update(
-                {
-                    "step": torch.tensor(
-                        float(num_updates), device=s.values.device if self._fused else "cpu"
-                    )
-                }
-                | {
-                    key: s.cut(moments[f"{s.name}.{key}"]).to(s.values.device, copy=True)
-                    for key in _MOMENTS
-                }
+        """After `num_updates` updates; `moments` holds those of whole parameters."""
+        if not num_updates:
+            return
+        for s in self.slices:
+            device = s.values.device
+            state = self._state_of(s)
+            # torch keeps it on the CPU, unless one kernel steps all parameters.
+            state["step"] = torch.tensor(
+                float(num_updates), device=device if self._fused else "cpu"
             )
+            for key in _MOMENTS:
+                state[key] = s.cut(moments[f"{s.name}.{key}"]).to(device, copy=True)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            self._state_of(s)[key].nbytes
-            for s in self.slices
-            for key in _MOMENTS
-            if self._state_of(s)
-        )
+        return sum(moment.nbytes for moment in self.state().values())
 
     def _state_of(self, s: Slice) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = {} if self._adamw is None else self._adamw.state[s.values]
+        """torch's, which a change changes; a new one where nothing is learned."""
+        if self._adamw is None:
+            return {}
+        state: dict[str, torch.Tensor] = self._adamw.state[s.values]
         return state
 
 
 def _adamw(slices: Sequence[Slice], settings: AdamSettings, fused: bool) -> torch.optim.AdamW:
+    decaying = [s.values for s in slices if s.decays]
+    others = [s.values for s in slices if not s.decays]
     groups = [
-        {"params": [s.values for s in slices if s.decays], "weight_decay": settings.weight_decay},
-        {"params": [s.values for s in slices if not s.decays], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=settings.betas, fused=fused or None
@@ -148,13 +157,11 @@ def whole(named: Iterable[NamedParameter]) -> list[Slice]:
 
 
 def trained(stage: Layers) -> list[NamedParameter]:
-    """The parameters of a stage that learn, in order."""
-    return [
-        pair
-        for pairs in stage.layer_parameters().values()
-        for pair in pairs
-        if pair[1].requires_grad
-    ]
+    """The parameters of a stage that require gradients, in order."""
+    pairs = []
+    for named in stage.layer_parameters().values():
+        pairs += [pair for pair in named if pair[1].requires_grad]
+    return pairs
 
 
 def adamw_step(
@@ -167,8 +174,8 @@ def adamw_step(
     learning_rate: float,
     weight_decay: float,
 ) -> None:
-    """Step `values` and their moments in place, as torch.optim.AdamW steps a whole parameter, to
-    the last bit.
+    """Step `values` and their moments in place, to the last bit as torch.optim.AdamW steps a whole
+    parameter.
     """
     adamw(
         [values],

@@ -7,12 +7,12 @@
     finish(s)    the other shards' parameters are here
 
 The bytes are those of an all-reduce, the optimizer's state takes 1 / R of the memory. Gradients may
-be rounded on the wire; parameters never are, so that nothing is lost that the next step would have
-to make good.
+be rounded on the wire; parameters never are, so no rounding error accumulates in them.
 
 With a step's delay parameters are gathered when the next step begins, each shard a step ahead of
-what is agreed by its owner's own gradient (`ahead.py`): the same bytes, and all replicas compute at
-the same place. What comes between two steps, held-out losses and checkpoints, has what is agreed.
+the agreed parameters by its owner's own gradient (`ahead.py`): the same bytes, and all replicas
+compute at the same point. Between steps, for held-out losses and checkpoints, the agreed parameters
+are in place.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,6 +27,18 @@ from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.flat import FlatParameters, parameter_slice
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, Slice, trained
 from dpipe.dataparallel.setup import ReplicaSetup
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    """Gradients may be rounded, parameters never."""
+    return Sharded(
+        setup.stages,
+        setup.optimizer,
+        setup.exchange(setup.options.wire),
+        setup.exchange("none"),
+        lag=int(setup.options.delay),
+        uncounted=setup.uncounted,
+    )
 
 
 class Sharded(DataParallel):
@@ -47,26 +59,29 @@ class Sharded(DataParallel):
         self._gradients = gradients
         self._parameters = parameters
         self._uncounted = uncounted
-        self._rows = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
-        self._shards = {
-            index: OwnedShard(row, gradients.shard(row.length), settings)
-            for index, row in self._rows.items()
-        }
-        self._flights = BackgroundExchange(
-            self._rows, gradients.fail, lag=0, name=f"dpipe-shard-{gradients.replica}"
-        )
+        # by stage, all of these
+        self._flat: dict[int, FlatParameters] = {}
+        self._shards: dict[int, OwnedShard] = {}
+        self._ahead: dict[int, LookAhead] = {}
+        for index, stage in stages.items():
+            flat = FlatParameters(trained(stage))
+            shard = OwnedShard(flat, gradients.shard(flat.length), settings)
+            self._flat[index] = flat
+            self._shards[index] = shard
+            if lag:
+                self._ahead[index] = LookAhead(shard.optimizer)
+        # the delay is `_held`: it keeps the gradients back, so that parameters go first
+        name = f"dpipe-shard-{gradients.replica}"
+        self._background = BackgroundExchange(self._flat, gradients.fail, lag=0, name=name)
         self._gathering: dict[int, Future[None]] = {}
-        self._ahead = {
-            index: LookAhead(shard.optimizer) for index, shard in self._shards.items() if lag
-        }
-        self._held: dict[
-            int, Gradients
-        ] = {}  # with a delay, until the next step has gathered its parameters
-        self._rate = self._loss_scale = 1.0
+        self._held: dict[int, Gradients] = {}
+        self._rate = 1.0
+        self._loss_scale = 1.0
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         for stage, ahead in self._ahead.items():
-            ahead.come_back()  # from a step that was aborted
+            # It may still be away, from a step that was aborted.
+            ahead.come_back()
             ahead.go(learning_rate)
             self._begin_gather(stage)
         self._begin_held()
@@ -75,61 +90,65 @@ class Sharded(DataParallel):
 
     def start(self, stage: int) -> None:
         if stage in self._ahead:
-            self._held[stage] = self._rows[stage].gradients()
+            self._held[stage] = self._flat[stage].gradients()
             self._ahead[stage].remember(self._shards[stage].gradients(), self._loss_scale)
         else:
-            self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
+            self._background.begin(stage, self._loss_scale, self._gradients.reduce_scatter)
 
     def wait(self) -> None:
-        for stage in self._rows:
-            self._flights.due(stage)
+        for stage in self._flat:
+            self._background.due(stage)
 
     def report(self, *, measure: bool) -> Report:
         squares: dict[int, float] = {}
         for stage, shard in self._shards.items():
-            flight = self._flights.due(stage)
-            if measure and flight is not None:
-                squares |= shard.squares(flight.row, self._uncounted)
-        return Report(squares, self._flights.bad())
+            gradient = self._background.due(stage)
+            if measure and gradient is not None:
+                squares |= shard.squares(gradient.vector, self._uncounted)
+        return Report(squares, self._background.bad())
 
     def step(self, stage: int, factor: float | None) -> bool:
-        flight = self._flights.take(stage)
-        late = stage in self._ahead
-        if late:
-            self._ahead[stage].come_back()
+        gradient = self._background.take(stage)
+        is_late = stage in self._ahead
+        if is_late:
+            ahead = self._ahead[stage]
+            ahead.come_back()
             self._gathering.pop(stage, None)
-            self._ahead[stage].factor = self._ahead[stage].factor if factor is None else factor
-        if flight is None or factor is None:
+            if factor is not None:
+                ahead.factor = factor
+        if gradient is None or factor is None:
             return False
-        self._shards[stage].step(flight.row, factor, self._rate)
-        if not late:
+        self._shards[stage].step(gradient.vector, factor, self._rate)
+        if not is_late:
             self._begin_gather(stage)
         return True
 
     def finish(self, stage: int) -> None:
-        if stage in self._held and stage not in self._gathering:  # between two steps
+        # Between two steps of a delayed run nothing is being gathered yet.
+        if stage in self._held and stage not in self._gathering:
             self._begin_gather(stage)
         if stage in self._gathering:
-            self._gathering[stage].result()  # its messages have deadlines
+            # Its messages have deadlines.
+            self._gathering[stage].result()
 
     def traffic(self) -> list[Traffic]:
-        return self._flights.traffic()
+        return self._background.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
         self._begin_held()
         state: dict[str, torch.Tensor] = {}
         for stage, shard in self._shards.items():
-            state |= self._ahead[stage].state() if stage in self._ahead else {}
-            state |= shard.optimizer.state() | self._flights.delayed_state(
-                stage, shard.piece, whole=False
-            )
+            if stage in self._ahead:
+                state |= self._ahead[stage].state()
+            state |= shard.optimizer.state()
+            state |= self._background.delayed_state(stage, shard.piece, whole=False)
         return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         for shard in self._shards.values():
             shard.optimizer.restore(num_updates, moments)
         if self._ahead:
-            self._flights.restore(moments)
+            self._background.restore(moments)
         for ahead in self._ahead.values():
             ahead.restore(moments)
 
@@ -138,85 +157,77 @@ class Sharded(DataParallel):
         return sum(shard.optimizer.num_bytes for shard in self._shards.values())
 
     def close(self) -> None:
-        self._flights.close()
+        self._background.close()
 
     def _begin_held(self) -> None:
         """Exchange the gradients of the step before, behind the parameters that this step waits
         for.
         """
+        reduce_scatter = self._gradients.reduce_scatter
         for stage, gradients in self._held.items():
-            self._flights.begin(stage, self._loss_scale, self._gradients.reduce_scatter, gradients)
+            self._background.begin(stage, self._loss_scale, reduce_scatter, gradients)
         self._held = {}
 
     def _begin_gather(self, stage: int) -> None:
-        self._gathering[stage] = self._flights.submit(lambda: self._gather(stage))
+        self._gathering[stage] = self._background.submit(lambda: self._gather(stage))
 
     @torch.no_grad()
     def _gather(self, stage: int) -> list[Traffic]:
         """Bring all parameters of `stage` here, in memory that gradients do not need now."""
-        shard = self._shards[stage]
-        of_stage = self._rows[stage]
-        row = self._flights.borrow(stage)
-        of_stage.fill(row, shard.piece, of_stage.parameters, 1.0)
-        traffic = self._parameters.all_gather(row, stage)
-        for piece in (slice(0, shard.piece.start), slice(shard.piece.stop, of_stage.length)):
-            for span in of_stage.spans(piece):
-                of_stage.parameters[span.index].view(-1)[span.start : span.stop] = row[span.here]
-        self._flights.give_back(stage, row)
+        piece = self._shards[stage].piece
+        flat = self._flat[stage]
+        vector = self._background.borrow(stage)
+        flat.fill(vector, piece, flat.parameters, 1.0)
+        traffic = self._parameters.all_gather(vector, stage)
+        before = slice(0, piece.start)
+        behind = slice(piece.stop, flat.length)
+        for other in (before, behind):
+            for segment in flat.segments(other):
+                elements = flat.parameters[segment.index].view(-1)
+                elements[segment.start : segment.stop] = vector[segment.here]
+        self._background.give_back(stage, vector)
         return traffic
 
 
 class OwnedShard:
-    """What one replica owns of a stage: `piece` of its row, and the optimizer for it."""
+    """What one replica owns of a stage: `piece` of its vector, and the optimizer for it."""
 
-    def __init__(self, row: FlatParameters, piece: slice, settings: AdamSettings | None) -> None:
+    def __init__(self, flat: FlatParameters, piece: slice, settings: AdamSettings | None) -> None:
         self.piece = piece
-        self._row = row
-        self._spans = list(row.spans(piece))
-        self._slices = [
-            Slice(
-                row.names[s.index],
-                s.start,
-                s.stop,
-                parameter_slice(row.parameters[s.index], s.start, s.stop),
-                row.parameters[s.index].ndim >= 2,
-            )
-            for s in self._spans
-        ]
+        self._flat = flat
+        self._segments = list(flat.segments(piece))
+        self._slices: list[Slice] = []
+        for segment in self._segments:
+            parameter = flat.parameters[segment.index]
+            values = parameter_slice(parameter, segment.start, segment.stop)
+            decays = parameter.ndim >= 2
+            name = flat.names[segment.index]
+            self._slices.append(Slice(name, segment.start, segment.stop, values, decays))
         self.optimizer = Optimizer(self._slices, settings, whole=False)
 
     def squares(self, gradient: torch.Tensor, uncounted: Collection[str]) -> dict[int, float]:
-        """By layer, of what is here."""
+        """By layer, the squared norm of what is here of `gradient` [N]."""
         sums: dict[int, float] = {}
-        for span in self._spans:
-            name = self._row.names[span.index]
-            if name not in uncounted:
-                norm = float(torch.linalg.vector_norm(gradient[span.here], dtype=torch.float64))
-                layer = int(name.split(".")[1])
-                sums[layer] = sums.get(layer, 0.0) + norm**2
+        for segment in self._segments:
+            name = self._flat.names[segment.index]
+            if name in uncounted:
+                continue
+            norm = float(torch.linalg.vector_norm(gradient[segment.here], dtype=torch.float64))
+            layer = int(name.split(".")[1])
+            sums[layer] = sums.get(layer, 0.0) + norm**2
         return sums
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """This replica's own, before any exchange, in memory of their own."""
-        whole = (self._row.parameters[s.index].grad for s in self._spans)
-        pairs = zip(whole, self._slices, strict=True)
-        return [None if gradient is None else s.cut(gradient).clone() for gradient, s in pairs]
+        """Copies of this replica's own, before any exchange."""
+        gradients: list[torch.Tensor | None] = []
+        for segment, s in zip(self._segments, self._slices, strict=True):
+            whole = self._flat.parameters[segment.index].grad
+            gradients.append(None if whole is None else s.cut(whole).clone())
+        return gradients
 
     def step(self, gradient: torch.Tensor, factor: float, learning_rate: float) -> None:
-        for span, s in zip(self._spans, self._slices, strict=True):
-            s.values.grad = (gradient[span.here] * factor).to(s.values)
+        for segment, s in zip(self._segments, self._slices, strict=True):
+            s.values.grad = (gradient[segment.here] * factor).to(s.values)
         self.optimizer.step(learning_rate)
         for s in self._slices:
             s.values.grad = None
-
-
-def build(setup: ReplicaSetup) -> DataParallel:
-    """Gradients may be rounded, parameters never."""
-    return Sharded(
-        setup.stages,
-        setup.optimizer,
-        setup.exchange(setup.options.wire),
-        setup.exchange("none"),
-        lag=int(setup.options.delay),
-        uncounted=setup.uncounted,
-    )

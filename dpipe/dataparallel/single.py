@@ -1,5 +1,6 @@
-"""One replica: its gradient is already the average."""
+"""One replica: its gradient is already the mean."""
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
@@ -7,6 +8,10 @@ import torch
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 from dpipe.dataparallel.setup import ReplicaSetup
+
+
+def build(setup: ReplicaSetup) -> DataParallel:
+    return Single(setup.stages, setup.optimizer, setup.uncounted)
 
 
 class Single(DataParallel):
@@ -28,10 +33,9 @@ class Single(DataParallel):
     ) -> None:
         self._stages = stages or {}
         self._uncounted = uncounted
-        self.optimizers = {
-            index: Optimizer(whole(trained(stage)), settings, whole=True)
-            for index, stage in self._stages.items()
-        }
+        self.optimizers: dict[int, Optimizer] = {}
+        for index, stage in self._stages.items():
+            self.optimizers[index] = Optimizer(whole(trained(stage)), settings, whole=True)
         self._rate = 0.0
         self._loss_scale = 1.0
 
@@ -48,21 +52,20 @@ class Single(DataParallel):
     def report(self, *, measure: bool) -> Report:
         if not measure:
             return Report()
-        pairs = [
-            pair for stage in self._stages.values() for pair in stage.layer_parameters().items()
-        ]
-        squares = {
-            layer: [(n, squared_norm(p)) for n, p in named if n not in self._uncounted]
-            for layer, named in pairs
-        }
-        sums = {
-            layer: sum(value for _, value in values) / self._loss_scale**2
-            for layer, values in squares.items()
-        }
-        names = (
-            name for values in squares.values() for name, value in values if not _is_finite(value)
-        )
-        return Report(sums, next(names, None))
+        sums: dict[int, float] = {}
+        bad = None
+        for stage in self._stages.values():
+            for layer, named in stage.layer_parameters().items():
+                total = 0.0
+                for name, parameter in named:
+                    if name in self._uncounted:
+                        continue
+                    square = squared_norm(parameter)
+                    total += square
+                    if bad is None and not math.isfinite(square):
+                        bad = name
+                sums[layer] = total / self._loss_scale**2
+        return Report(sums, bad)
 
     def step(self, stage: int, factor: float | None) -> bool:
         if factor is None:
@@ -83,9 +86,10 @@ class Single(DataParallel):
         return []
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {
-            name: moment for o in self.optimizers.values() for name, moment in o.state().items()
-        }
+        state: dict[str, torch.Tensor] = {}
+        for optimizer in self.optimizers.values():
+            state |= optimizer.state()
+        return state
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         for optimizer in self.optimizers.values():
@@ -99,15 +103,8 @@ class Single(DataParallel):
         pass
 
 
-def build(setup: ReplicaSetup) -> DataParallel:
-    return Single(setup.stages, setup.optimizer, setup.uncounted)
-
-
 def squared_norm(parameter: torch.nn.Parameter) -> float:
     if parameter.grad is None:
         return 0.0
-    return float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
+    norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+    return norm**2

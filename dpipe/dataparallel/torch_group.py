@@ -1,15 +1,15 @@
 """A `torch.distributed` group between the replicas of a stage: gloo on CPU, NCCL between GPUs.
 
-For networks on which those are at home (NVLink, InfiniBand, a rack). Replicas stay equal to the
-last bit and a run repeats itself, but the order of the sum is the library's: not the bits of
-`exchange.DirectExchange`. From three replicas on it differs along a row, and so do the last bits of
-what the two copies of a tied weight step by. In fp32 that is left so: both step by one sum, which
-does not feed on how far they are apart, and weight decay draws them together. They were 4e-8 apart,
-relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the configuration
-refuses it.
+For networks that these libraries are made for (NVLink, InfiniBand, a rack). Replicas stay equal to
+the last bit and a run repeats itself, but the library decides the order of the sum: not the bits of
+`DirectExchange`. From three replicas on the order differs along a vector, and so do the last bits of
+what the two copies of a tied weight step by. In fp32 that is accepted: both step by one sum, which
+does not depend on how far they are apart, and weight decay draws them together. They were 4e-8
+apart, relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the
+configuration refuses it.
 
-    GPU   compute stream   --[3B7]--.--[2B7]------------[1B7]--        goes on: nothing on it waits for the exchange
-    GPU   its own stream            `--wait--[row][all-reduce][mean]--*   for which this thread waits, and nobody else
+    GPU   compute stream   --[3B7]--.--[2B7]------------[1B7]--       goes on: it never waits here
+    GPU   its own stream            `--wait--[fill][all-reduce][mean]--*     this thread waits
 """
 
 import time
@@ -27,12 +27,13 @@ from dpipe.wire.codec import codec
 from dpipe.wire.collective import open_group
 from dpipe.wire.transfer import Moved
 
-_AHEAD = 8  # parts under way at once
+# parts in progress at once
+_AHEAD = 8
 
 
 class TorchGroup:
-    """One replica's end. `store` is where the ends meet, `host` the address that this one talks
-    from (gloo).
+    """One replica's end. The ends find each other through `store`; `host` is the address that this
+    one sends from (gloo).
     """
 
     def __init__(
@@ -60,57 +61,58 @@ class TorchGroup:
             store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
         )
 
-    def average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
-        """Replace `row` [N] by its mean over replicas; raises `PeerLost` where another replica is
-        gone.
+    def average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+        """Replace `vector` [N] by its mean over replicas; raises `PeerLost` where another replica
+        is gone.
 
-        Behind what is queued on the current stream, on one of its own; it is over on the device
-        when this returns.
+        It runs behind what is queued on the current stream, on a stream of its own, and is over on
+        the device when this returns.
         """
-        made = self._streams.mark()
+        queued = self._streams.mark()
         try:
             with self._streams.receiving():
-                self._streams.wait(made)
-                traffic = self._average(row, stage, ready)
+                self._streams.wait(queued)
+                traffic = self._average(vector, stage, ready)
                 self._streams.block(self._streams.mark(), self._timeout_s)
-        except (
-            RuntimeError,
-            TimeoutError,
-        ) as error:  # the only kinds that torch and streams raise here
+        # torch and the streams raise no others here.
+        except (RuntimeError, TimeoutError) as error:
             raise PeerLost(
                 f"replica {self.replica} lost the torch.distributed group of the "
-                f"{self._num_replicas} replicas of "
-                f"stage {stage}: {error}"
+                f"{self._num_replicas} replicas of stage {stage}: {error}"
             ) from error
         return traffic
 
-    def _average(self, row: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
-        parts = [
-            slice(start, start + self._part_values)
-            for start in range(0, row.numel(), self._part_values)
-        ]
-        under_way: deque[_Part] = deque()
+    def _average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+        length = vector.numel()
+        in_progress: deque[_Part] = deque()
         traffic: list[Traffic] = []
-        for piece in parts:
-            ready(slice(piece.start, min(piece.stop, row.numel())))
-            under_way.append(self._begin(row[piece]))
-            if len(under_way) > _AHEAD:
-                traffic.append(self._end(under_way.popleft(), stage))
-        return traffic + [self._end(part, stage) for part in under_way]
+        for start in range(0, length, self._part_values):
+            piece = slice(start, min(start + self._part_values, length))
+            ready(piece)
+            in_progress.append(self._begin(vector[piece]))
+            if len(in_progress) > _AHEAD:
+                traffic.append(self._end(in_progress.popleft(), stage))
+        for part in in_progress:
+            traffic.append(self._end(part, stage))
+        return traffic
 
     def fail(self, error: Exception) -> None:
-        """End what is under way here; the other replicas lose this one."""
+        """End what is in progress here; the other replicas lose this one."""
         self._group.abort()
 
     def _begin(self, values: torch.Tensor) -> "_Part":
-        wire = self._codec.encode(values)  # `values` itself where the format changes nothing
-        return _Part(values, wire, self._group.allreduce([wire]), time.perf_counter_ns())
+        # `values` itself where the format changes nothing
+        wire = self._codec.encode(values)
+        work = self._group.allreduce([wire])
+        return _Part(values, wire, work, time.perf_counter_ns())
 
     def _end(self, part: "_Part", stage: int) -> Traffic:
         part.work.wait()
         torch.div(part.wire.to(part.values.dtype), self._num_replicas, out=part.values)
+        # what a ring sends; the library does not say what it did
         share = 2 * (self._num_replicas - 1) / self._num_replicas
-        moved = Moved(part.start_ns, time.perf_counter_ns(), round(share * part.wire.nbytes))
+        num_bytes = round(share * part.wire.nbytes)
+        moved = Moved(part.start_ns, time.perf_counter_ns(), num_bytes)
         return Traffic(stage, (self.replica + 1) % self._num_replicas, moved)
 
 

@@ -1,11 +1,10 @@
-"""A worker's line to the parameter server, for one stage: calls that are repeated until they
-succeed.
+"""A worker's calls to the parameter server, for one stage: each is repeated until it succeeds.
 
-    call --> fails because the server is away --> wait, attend again, push what it does not have --> call again
+    call --> fails because the server is away --> wait, attend again, push what it lacks --> call again
 
 Every call may be repeated (see server.py), and gradients are kept until the server says that their
-step is committed: a server that is killed and started again is a delay and nothing else. What is
-wrong for good is raised at once.
+step is committed: a server that is killed and started again is a delay and nothing else. An error
+that no repetition can mend is raised at once.
 """
 
 import logging
@@ -14,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -38,7 +36,7 @@ from dpipe.paramserver.messages import (
     parse,
     piece,
     pieces_of,
-    rows_from,
+    vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
@@ -48,7 +46,8 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
-SERVER = "server"  # what traffic calls the other end
+# what traffic calls the other end
+SERVER = "server"
 _RETRY_S = 0.5
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
@@ -57,9 +56,13 @@ _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
     grpc.StatusCode.OUT_OF_RANGE: NumericError,
     grpc.StatusCode.DEADLINE_EXCEEDED: TransferTimeout,
 }
+# a stream that ends before its last message reads as an empty piece
+_NO_PIECE = b"\0\0\0\0"
 
-Outbox = Callable[[int], torch.Tensor]  # chunk -> what goes on the wire, the same each time
-Put = Callable[[int, bool, memoryview], None]  # (chunk, whole, bytes)
+# chunk -> what goes on the wire, the same each time
+Outbox = Callable[[int], torch.Tensor]
+# (chunk, whether it is values and not a difference, bytes)
+Put = Callable[[int, bool, memoryview], None]
 
 
 class _Away(Exception):  # noqa: N818 - not an error yet: the server may come back
@@ -68,32 +71,34 @@ class _Away(Exception):  # noqa: N818 - not an error yet: the server may come ba
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """Who calls, where, and for how long it waits: for a server that is away, and for any answer.
+    """Where a stage's server is, who calls it, and how long that waits."""
 
-    `part` says which of its stages' parts it has, where several ranks of a replica hold them
-    together.
-    """
-
+    # HOST:PORT
     address: str
+    # of the run
     session: str
     replica: int
     rank: int
     security: Security = field(default_factory=Security)
+    # a stage's chunks take turns over so many
     connections: int = 1
+    # for a server that is not up yet
     connect_s: float = 20.0
+    # for any answer, and for a server that is away
     timeout_s: float = 300.0
+    # the tp_rank, where several ranks of a replica share a stage
     part: int = 0
 
 
-def reach(worker: ServerAccess) -> None:
-    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that takes no
-    such worker.
+def reach(access: ServerAccess) -> None:
+    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that does
+    not take such a worker.
     """
-    line = StageClient(worker, -1, FlatSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
+    client = StageClient(access, -1, FlatSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
     try:
-        line.reach()
+        client.reach()
     finally:
-        line.close()
+        client.close()
 
 
 class StageClient:
@@ -101,28 +106,32 @@ class StageClient:
     away.
     """
 
-    def __init__(self, worker: ServerAccess, stage: int, row: FlatSpec, rule: StepRule) -> None:
-        self._worker = worker
+    def __init__(self, access: ServerAccess, stage: int, spec: FlatSpec, rule: StepRule) -> None:
         self.stage = stage
-        self.row = row
+        self.spec = spec
         self.rule = rule
+        # what was sent and received, for whoever takes it
+        self.traffic: deque[Traffic] = deque()
+        self._access = access
         self._step = 0
+        self._num_updates = 0
+        # of the server that was last attended
         self._incarnation = ""
         self._opened = False
-        self._num_updates = 0
-        self._kept: dict[int, Outbox] = {}  # by step: gradients that the server may still need
-        self._verdicts: dict[int, StepDecision] = {}  # of those steps, as far as they are known
+        # by step: gradients that the server may still need, and the decisions that are known
+        self._kept: dict[int, Outbox] = {}
+        self._decisions: dict[int, StepDecision] = {}
         self._channels: list[grpc.Channel] = []
+        # in progress; under the lock, for `fail` comes from other threads
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._error: Exception | None = None
-        self.traffic: deque[Traffic] = deque()
 
     def open(
-        self, step: int, num_updates: int, rows: Callable[[], dict[str, torch.Tensor]]
+        self, step: int, num_updates: int, vectors: Callable[[], dict[str, torch.Tensor]]
     ) -> None:
-        """Attend before `step`; replica 0 brings what to begin with, the others wait for it.
+        """Attend before `step`; replica 0 brings `vectors` to begin with, the others wait for it.
 
         Raises `JoinError` where there is no server, or one that does not take this worker.
         """
@@ -130,51 +139,47 @@ class StageClient:
         self._num_updates = num_updates
 
         def begin() -> None:
-            self._dial()
+            self._connect()
             if self._attend(again=False).empty:
-                self._load(rows())
+                self._load(vectors())
 
-        self._persist(begin, self._worker.connect_s, "")
-
+        self._persist(begin, self._access.connect_s, "")
         self._opened = True
 
     def reach(self) -> None:
         """As `open`, without beginning anything."""
-        self._dial()
-        self._persist(lambda: self._attend(again=True), self._worker.connect_s, "")
+        self._connect()
+        self._persist(lambda: self._attend(again=True), self._access.connect_s, "")
 
     def push(self, step: int, outbox: Outbox) -> None:
-        """Send every chunk of the gradient of `step`; it is kept and sent again until `pull` has
-        seen it committed.
+        """Send every chunk of the gradient of `step`. It is kept, and sent again where needed,
+        until `pull` has seen it committed.
         """
         self._step = step
         self._kept[step] = outbox
         self._repeat(lambda: self._push(step), f"pushing the gradient of step {step}")
 
     def norms(self, step: int) -> dict[int, float]:
-        """The squared norm of each layer's mean gradient, once all replicas have pushed."""
-        answer = self._repeat(
-            lambda: self._unary("Norms", b""), f"asking for the norms of step {step}"
-        )
+        """By layer, the squared norm of the mean gradient, once all replicas have pushed."""
+        what = f"asking for the norms of step {step}"
+        answer = self._repeat(lambda: self._unary("Norms", b""), what)
         return dict(message_of(pb.Squares, answer).by_layer)
 
-    def pull(self, step: int, verdict: StepDecision, put: Put, *, push: bool = False) -> None:
-        """Bring the verdict, take every chunk as it comes, and wait until the step is committed.
+    def pull(self, step: int, decision: StepDecision, put: Put, *, push: bool = False) -> None:
+        """Bring the decision, take every chunk as it comes, and wait until the step is committed.
 
-        With `push` the gradient, kept before, goes out at the same time.
+        With `push` the gradient that `keep` was given goes out at the same time.
         """
-        pulled = _IncomingParameters(self.row.num_chunks if verdict.factor is not None else 0, put)
+        num_chunks = 0 if decision.factor is None else self.spec.num_chunks
+        incoming = _IncomingParameters(num_chunks, put)
         self._repeat(
-            lambda: self._pull(step, verdict, pulled, push),
+            lambda: self._pull(step, decision, incoming, push),
             f"pulling the parameters after step {step}",
         )
-        self._verdicts[step] = verdict
-        self._kept = {
-            kept: outbox for kept, outbox in self._kept.items() if kept >= pulled.committed
-        }
-        self._verdicts = {
-            kept: known for kept, known in self._verdicts.items() if kept in self._kept
-        }
+        self._decisions[step] = decision
+        committed = incoming.committed
+        self._kept = {s: outbox for s, outbox in self._kept.items() if s >= committed}
+        self._decisions = {s: known for s, known in self._decisions.items() if s in self._kept}
 
     def keep(self, step: int, outbox: Outbox) -> None:
         """What `pull(push=True)` will send."""
@@ -182,29 +187,29 @@ class StageClient:
         self._kept[step] = outbox
 
     def fetch(self, step: int) -> dict[str, torch.Tensor]:
-        """All rows as they are before `step`, once every replica has got that far."""
+        """All vectors as they are before `step`, once every replica has got that far."""
         self._step = step
-        return self._repeat(
-            lambda: self._told(lambda: rows_from(self.row, self._stream("Fetch", b"", 0))),
-            "fetching what it holds",
-        )
+
+        def fetch() -> dict[str, torch.Tensor]:
+            return vectors_from(self.spec, self._stream("Fetch", b"", 0))
+
+        return self._repeat(lambda: self._translated(fetch), "fetching what it holds")
 
     def leave(self) -> None:
         """This replica is done with the stage."""
         self._repeat(lambda: self._unary("Leave", b""), "leaving")
 
     def fail(self, error: Exception) -> None:
-        """Give up: what is under way, and every later call, raises `error`."""
+        """Give up: what is in progress, and every later call, raises `error`."""
         with self._lock:
             self._error = self._error or error
             calls = list(self._calls)
         self._failed.set()
-        for call in calls:
-            call.cancel()
+        _cancel(calls)
 
     def close(self) -> None:
         self.fail(
-            RunAborted(f"rank {self._worker.rank} has closed its line to the parameter server")
+            RunAborted(f"rank {self._access.rank} has closed its line to the parameter server")
         )
         for channel in self._channels:
             channel.close()
@@ -212,10 +217,13 @@ class StageClient:
     # Persistence
 
     def _repeat(self, call: Callable[[], T], what: str) -> T:
-        return self._persist(call, self._worker.timeout_s, what)
+        return self._persist(call, self._access.timeout_s, what)
 
     def _persist(self, call: Callable[[], T], patience_s: float, what: str) -> T:
-        """Make the call until it succeeds, for `patience_s` after the server was last seen."""
+        """Make the call until it succeeds, for `patience_s` after the server was last seen.
+
+        `what` is in progress there; "" where nothing is, so that there is nothing to come back to.
+        """
         away_since: float | None = None
         while True:
             try:
@@ -225,79 +233,74 @@ class StageClient:
             except _Away as why:
                 if away_since is None:
                     away_since = time.monotonic()
-                    LOG.info("the parameter server at %s is away (%s)", self._worker.address, why)
+                    LOG.info("the parameter server at %s is away (%s)", self._access.address, why)
                 if time.monotonic() - away_since > patience_s:
                     self._give_up(patience_s, what, str(why))
             if self._failed.wait(_RETRY_S):
-                assert self._error is not None
+                assert self._error is not None, "`fail` sets the error before the event"
                 raise self._error
 
     def _give_up(self, patience_s: float, what: str, why: str) -> NoReturn:
-        where = self._worker.address
+        address = self._access.address
         if what:
             raise PeerLost(
-                f"rank {self._worker.rank} lost the parameter server at {where} while {what}, and "
-                "it did not come back "
-                f"within {patience_s:g} s ({why}); start it again with the same run.folder: it "
-                "goes on where it was"
+                f"rank {self._access.rank} lost the parameter server at {address} while {what}, "
+                f"and it did not come back within {patience_s:g} s ({why}); start it again with "
+                "the same run.folder: it goes on where it was"
             ) from None
         raise JoinError(
-            f"rank {self._worker.rank} found no parameter server at {where} within {patience_s:g} "
-            f"s ({why}); start "
-            "`dpipe serve` there, or check data_parallel.address, its --bind and the firewall"
+            f"rank {self._access.rank} found no parameter server at {address} within "
+            f"{patience_s:g} s ({why}); start `dpipe serve` there, or check "
+            "data_parallel.address, its --bind and the firewall"
         ) from None
 
     def _come_back(self) -> None:
         """Attend at a server that was away, and push what it does not have."""
-        self._dial()
+        self._connect()
         standing = self._attend(again=True)
+        address = self._access.address
         if standing.empty:
             raise PeerLost(
-                f"the parameter server at {self._worker.address} came back without the state of "
-                "this run; start it "
-                "with the run.folder it had, or go on from the last checkpoint: --resume"
+                f"the parameter server at {address} came back without the state of this run; "
+                "start it with the run.folder it had, or go on from the last checkpoint: --resume"
             )
-        LOG.info(
-            "the parameter server at %s is back, at step %d", self._worker.address, standing.step
-        )
+        LOG.info("the parameter server at %s is back, at step %d", address, standing.step)
         for step in sorted(self._kept):
             if step >= standing.step:
                 self._push(step)
                 self._decide(step)
 
     def _decide(self, step: int) -> None:
-        """Bring the verdict of an earlier step once more, which the server has lost; a pull that
+        """Bring the decision on an earlier step once more, which the server has lost: a pull that
         wants no chunk.
         """
-        if (verdict := self._verdicts.get(step)) is not None:
-            told = pb.Wanted(
-                learning_rate=verdict.learning_rate,
-                factor=verdict.factor,
-                first=self.row.num_chunks,
-            )
-            self._told(lambda: list(self._stream("Pull", told.SerializeToString(), 0, step)))
+        decision = self._decisions.get(step)
+        if decision is None:
+            return
+        request = _wanted(decision, first=self.spec.num_chunks, stride=1)
+        self._translated(lambda: list(self._stream("Pull", request, 0, step)))
 
-    def _dial(self) -> None:
+    def _connect(self) -> None:
         for channel in self._channels:
             channel.close()
-        dial = partial(
-            open_channel, self._worker.address, self._worker.security, own_connection=True
-        )
-        self._channels = [dial() for _ in range(self._worker.connections)]
+        self._channels = []
+        for _ in range(self._access.connections):
+            channel = open_channel(self._access.address, self._access.security, own_connection=True)
+            self._channels.append(channel)
 
     # Calls
 
     def _attend(self, *, again: bool) -> pb.Standing:
-        told = attendance(self.row, self.rule, self._num_updates, again=again)
-        standing = message_of(pb.Standing, self._unary("Attend", told.SerializeToString()))
+        request = attendance(self.spec, self.rule, self._num_updates, again=again)
+        answer = self._unary("Attend", request.SerializeToString())
+        standing = message_of(pb.Standing, answer)
         self._incarnation = standing.incarnation
         return standing
 
-    def _load(self, rows: dict[str, torch.Tensor]) -> None:
+    def _load(self, vectors: dict[str, torch.Tensor]) -> None:
         call: Any = self._channels[0].stream_unary(f"/{SERVICE}/Load")
-        self._results(
-            [self._begun(call.future(pieces_of(self.row, rows), **self._options(self._step)))]
-        )
+        pieces = pieces_of(self.spec, vectors)
+        self._results([self._noted(call.future(pieces, **self._options(self._step)))])
 
     def _push(self, step: int) -> None:
         self._results(self._start_pushes(step))
@@ -307,59 +310,63 @@ class StageClient:
         pushes = []
         for connection, channel in enumerate(self._channels):
             call: Any = channel.stream_unary(f"/{SERVICE}/Push")
-            pushes.append(
-                self._begun(call.future(self._chunks(step, connection), **self._options(step)))
-            )
+            chunks = self._chunks(step, connection)
+            pushes.append(self._noted(call.future(chunks, **self._options(step))))
         return pushes
 
     def _chunks(self, step: int, connection: int) -> Iterator[bytes]:
         """What gRPC pulls and sends: it comes back for more when the network takes more."""
-        for chunk in range(connection, self.row.num_chunks, self._worker.connections):
+        for chunk in range(connection, self.spec.num_chunks, self._access.connections):
             wire = self._kept[step](chunk)
-            began = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             yield piece(pb.Piece(chunk=chunk), wire)
-            moved = Moved(began, time.perf_counter_ns(), wire.nbytes)
+            moved = Moved(start_ns, time.perf_counter_ns(), wire.nbytes)
             self.traffic.append(Traffic(self.stage, SERVER, moved))
 
     def _pull(
-        self, step: int, verdict: StepDecision, pulled: "_IncomingParameters", push: bool
+        self, step: int, decision: StepDecision, incoming: "_IncomingParameters", push: bool
     ) -> None:
         """A push that is refused ends the pull, which would wait for it in vain."""
-        streams = self._start_pulls(verdict, pulled)
+        streams = self._start_pulls(decision, incoming)
+
+        def check(push: Any) -> None:
+            if push.code() is not grpc.StatusCode.OK:
+                _cancel(streams)
+
         pushes = self._start_pushes(step) if push else []
         for call in pushes:
-            call.add_done_callback(
-                lambda done: None if done.code() is grpc.StatusCode.OK else _cancel(streams)
-            )
+            call.add_done_callback(check)
         try:
-            self._told(lambda: pulled.take(streams, self))
+            self._translated(lambda: incoming.take(streams, self._received))
         except _Away:
+            # The reason may be that of a push: raise it first.
             self._results(pushes)
             raise
         self._results(pushes)
 
-    def _start_pulls(self, verdict: StepDecision, pulled: "_IncomingParameters") -> list[Any]:
-        """Chunks come in order, over the connections in turn; of what came before the server went
-        away none again.
+    def _received(self, moved: Moved) -> None:
+        self.traffic.append(Traffic(self.stage, SERVER, moved, received=True))
+
+    def _start_pulls(
+        self, decision: StepDecision, incoming: "_IncomingParameters"
+    ) -> list[Iterator[bytes]]:
+        """Chunks come in order, over the connections in turn; those that came before the server
+        went away do not come again.
         """
-        stride = self._worker.connections
+        stride = self._access.connections
         streams = []
         for connection in range(stride):
-            first = pulled.next + (connection - pulled.next) % stride
-            wanted = pb.Wanted(
-                learning_rate=verdict.learning_rate,
-                factor=verdict.factor,
-                first=first,
-                stride=stride,
-            )
-            if verdict.factor is None:
-                wanted.first = self.row.num_chunks
-            streams.append(self._stream("Pull", wanted.SerializeToString(), connection))
+            first = incoming.next + (connection - incoming.next) % stride
+            if decision.factor is None:
+                first = self.spec.num_chunks
+            request = _wanted(decision, first=first, stride=stride)
+            streams.append(self._stream("Pull", request, connection))
         return streams
 
     def _unary(self, method: str, request: bytes) -> bytes:
         call: Any = self._channels[0].unary_unary(f"/{SERVICE}/{method}")
-        (answer,) = self._results([self._begun(call.future(request, **self._options(self._step)))])
+        future = self._noted(call.future(request, **self._options(self._step)))
+        (answer,) = self._results([future])
         return answer
 
     def _stream(
@@ -367,55 +374,57 @@ class StageClient:
     ) -> Iterator[bytes]:
         call: Any = self._channels[connection].unary_stream(f"/{SERVICE}/{method}")
         options = self._options(self._step if step is None else step)
-        stream: Iterator[bytes] = self._begun(call(request, **options))
+        stream: Iterator[bytes] = self._noted(call(request, **options))
         return stream
 
     def _options(self, step: int) -> dict[str, Any]:
-        worker = self._worker
+        access = self._access
         place = pb.Place(
-            session=worker.session,
+            session=access.session,
             stage=self.stage,
-            replica=worker.replica,
+            replica=access.replica,
             step=step,
             incarnation=self._incarnation,
-            part=worker.part,
+            part=access.part,
         )
-        metadata = (*token_metadata(worker.security), (PLACE_KEY, place.SerializeToString()))
-        return {"metadata": metadata, "timeout": worker.timeout_s}
+        metadata = (*token_metadata(access.security), (PLACE_KEY, place.SerializeToString()))
+        return {"metadata": metadata, "timeout": access.timeout_s}
 
-    def _begun(self, call: Any) -> Any:
-        """Note a call, so that `fail` can end it."""
+    def _noted(self, call: Any) -> Any:
+        """Note a call that has begun, so that `fail` can end it."""
         with self._lock:
-            self._calls = {known for known in self._calls if known.is_active()} | {call}
+            self._calls = {known for known in self._calls if known.is_active()}
+            self._calls.add(call)
             failed = self._error is not None
         if failed:
             call.cancel()
         return call
 
     def _results(self, calls: list[Any]) -> list[bytes]:
-        return self._told(lambda: [call.result() for call in calls])
+        return self._translated(lambda: [call.result() for call in calls])
 
-    def _told(self, wait: Callable[[], T]) -> T:
-        """What `wait` gives; what gRPC says went wrong, as dpipe says it. Raises `_Away` where that
-        may pass.
+    def _translated(self, wait: Callable[[], T]) -> T:
+        """What `wait` returns. What gRPC raises becomes an error of dpipe's; `_Away` where it may
+        pass.
         """
         try:
             return wait()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             if self._error is not None:
                 raise self._error from None
-            code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.CANCELLED
-            details = str(
-                error.details() if isinstance(error, grpc.Call) else "it broke off the call"
-            )
+            code = grpc.StatusCode.CANCELLED
+            details = "it broke off the call"
+            if isinstance(error, grpc.Call):
+                code = error.code()
+                details = str(error.details())
         if code in _AWAY:
             raise _Away(details)
         kind = _ERRORS.get(code, TransferError)
         if kind is JoinError and self._opened:
-            # a run that has begun is not what the user mends by another configuration
+            # The run has begun: no other configuration would mend it.
             kind = TransferError
         raise kind(
-            f"rank {self._worker.rank}: the parameter server at {self._worker.address} says: "
+            f"rank {self._access.rank}: the parameter server at {self._access.address} says: "
             f"{details}"
         )
 
@@ -424,17 +433,21 @@ class _IncomingParameters:
     """What has come of a pull, over however many calls."""
 
     def __init__(self, num_chunks: int, put: Put) -> None:
+        # the chunk that comes next
         self.next = 0
+        # the first step that is not, once all has come
         self.committed = 0
         self._num_chunks = num_chunks
         self._put = put
 
-    def take(self, streams: list[Iterator[bytes]], line: StageClient) -> None:
-        began = 0
+    def take(self, streams: list[Iterator[bytes]], received: Callable[[Moved], None]) -> None:
+        """Take all chunks that are missing, then wait for the end of each stream."""
+        start_ns = 0
         num_bytes = 0
         while self.next < self._num_chunks:
-            head, body = parse(next(streams[self.next % len(streams)], b"\0\0\0\0"))
-            began = began or time.perf_counter_ns()
+            message = next(streams[self.next % len(streams)], _NO_PIECE)
+            head, body = parse(message)
+            start_ns = start_ns or time.perf_counter_ns()
             if head.chunk != self.next or head.HasField("committed"):
                 raise TransferError(
                     f"chunk {head.chunk} came from the parameter server where {self.next} was due"
@@ -443,10 +456,22 @@ class _IncomingParameters:
             num_bytes += len(body)
             self.next += 1
         if num_bytes:
-            moved = Moved(began, time.perf_counter_ns(), num_bytes)
-            line.traffic.append(Traffic(line.stage, SERVER, moved, received=True))
-        ends = [parse(message)[0].committed for stream in streams for message in stream]
-        self.committed = max(ends, default=0)
+            received(Moved(start_ns, time.perf_counter_ns(), num_bytes))
+        for stream in streams:
+            for message in stream:
+                head, _ = parse(message)
+                self.committed = max(self.committed, head.committed)
+
+
+def _wanted(decision: StepDecision, *, first: int, stride: int) -> bytes:
+    """A request for every `stride`-th chunk from `first` on."""
+    wanted = pb.Wanted(
+        learning_rate=decision.learning_rate,
+        factor=decision.factor,
+        first=first,
+        stride=stride,
+    )
+    return wanted.SerializeToString()
 
 
 def _cancel(calls: list[Any]) -> None:

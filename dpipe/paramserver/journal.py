@@ -2,14 +2,16 @@
 losing a step.
 
     step         7         8         9         10        11
-    written   snapshot  average   average   average   average ...      a snapshot again after `_STEPS_A_SNAPSHOT`
+    written   snapshot  average   average   average   average ...    a snapshot again after `_STEPS_A_SNAPSHOT`
                  |_________|_________|_________|
-    a restart: the snapshot, then the steps behind it again, from their averaged gradients: the same
-    bits
+    a restart: the snapshot, then the steps behind it again, from their mean gradients: the same bits
 
-A step is written down and synced before any worker is told that it is committed, and workers keep
-their gradients until they are told: what the server has lost they send again. A file has its name
-only when it is whole. Snapshots are checkpoints as the engine writes them.
+A step is written down and synced before any worker hears that it is committed, and workers keep
+their gradients until they hear it: what the server has lost they send again. A file has its name
+only when it is whole. Snapshots are checkpoints as `store/checkpoint.py` writes them.
+
+    stage-0/average-00000008.safetensors    a step: its mean gradient; the decision is in the metadata
+    stage-0/left-1                          replica 1 is done
 """
 
 import json
@@ -33,13 +35,14 @@ from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 REMEDY = "make room there, on the parameter server's machine"
 _STEPS_A_SNAPSHOT = 8
 _AVERAGE = re.compile(r"average-(\d{8,})\.safetensors")
+_LEFT = "left-"
 _NO_GRADIENT = torch.zeros(0)
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Snapshots(Protocol):
-    """Checkpoints of one stage in a folder: the engine's, which this room cannot import."""
+    """Checkpoints of one stage in a folder: the work of room store, which this one cannot import."""
 
     def save(
         self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
@@ -49,7 +52,7 @@ class Snapshots(Protocol):
 
 
 class Journal:
-    """The folder of one stage's row, of one run (`session`)."""
+    """The folder of one stage, of one run (`session`)."""
 
     def __init__(self, folder: Path, snapshots: Snapshots, session: str) -> None:
         self._folder = folder
@@ -58,159 +61,167 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "dpipe-snapshot")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
+        # steps behind the newest snapshot
         self._num_written = 0
 
-    def begin(self, master: StageState) -> None:
-        """A run begins here, or goes on here from elsewhere: what was in the folder is of no use
-        any more.
+    def begin(self, stage: StageState) -> None:
+        """A run begins here, or goes on here from elsewhere: what is in the folder is of another
+        one, and removed.
         """
-        for path in (*self._folder.glob("average-*"), *self._folder.glob("left-*")):
+        for path in (*self._folder.glob("average-*"), *self._folder.glob(f"{_LEFT}*")):
             path.unlink()
-        self._snapshot(master)
+        self._save(stage.spec, stage.rule, stage.now, stage.step, stage.num_updates)
 
     def who_left(self) -> set[int]:
         """The replicas that are done: they will not say so again."""
-        return {int(path.name.removeprefix("left-")) for path in self._folder.glob("left-*")}
+        names = [path.name for path in self._folder.glob(f"{_LEFT}*")]
+        return {int(name.removeprefix(_LEFT)) for name in names}
 
     def leave(self, replica: int) -> None:
         """It is on the disk when this returns."""
         with _needing_room(self._folder):
-            (self._folder / f"left-{replica}").touch()
+            (self._folder / f"{_LEFT}{replica}").touch()
             _sync(self._folder)
 
     def forget_who_left(self) -> None:
         """All have: who comes now goes on with another run."""
-        for path in self._folder.glob("left-*"):
+        for path in self._folder.glob(f"{_LEFT}*"):
             path.unlink()
 
-    def write(self, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
+    def write(self, step: int, decision: StepDecision, average: torch.Tensor) -> None:
         """Keep what `StageState.replay` needs of a step; it is on the disk when this returns.
 
         Raises `RunError` where there is no room for it.
         """
         path = self._folder / f"average-{step:08d}.safetensors"
         temporary = path.with_suffix(".tmp")
-        told = {
+        metadata = {
             "session": self.session,
-            "verdict": json.dumps([verdict.learning_rate, verdict.factor]),
+            "verdict": json.dumps([decision.learning_rate, decision.factor]),
         }
+        gradient = _NO_GRADIENT if decision.factor is None else average
         with _needing_room(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(
-                {"average": average if verdict.factor is not None else _NO_GRADIENT},
-                temporary,
-                told,
-            )
+            save_file({"average": gradient}, temporary, metadata)
             _sync(temporary)
             os.replace(temporary, path)
+            # The new name is on the disk when the folder is.
             _sync(self._folder)
         self._num_written += 1
 
-    def committed(self, master: StageState) -> None:
-        """After a commit: a snapshot beside what follows, when one is due. `settle` comes before
-        the next commit.
+    def committed(self, stage: StageState) -> None:
+        """After a commit: begin a snapshot if one is due. `wait_for_snapshot` comes before the
+        next commit.
         """
-        if self._num_written >= _STEPS_A_SNAPSHOT:
-            self._num_written = 0
-            step = master.step
-            updates = master.num_updates
-            state = master.now
-            self._writing = self._thread.submit(
-                self._save, master.row, master.rule, state, step, updates
-            )
+        if self._num_written < _STEPS_A_SNAPSHOT:
+            return
+        self._num_written = 0
+        # The next step is made beside these tensors; the one after it overwrites them.
+        self._writing = self._thread.submit(
+            self._save, stage.spec, stage.rule, stage.now, stage.step, stage.num_updates
+        )
 
-    def settle(self) -> None:
-        """Until a snapshot under way no longer needs the rows that it is of; raises what went wrong
-        with it.
-        """
+    def wait_for_snapshot(self) -> None:
+        """Until the tensors of one in progress may change; raises what went wrong with it."""
         self._writing.result()
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _snapshot(self, master: StageState) -> None:
-        self._save(master.row, master.rule, master.now, master.step, master.num_updates)
+    def recover(self, stage: StageState) -> None:
+        """Take the steps behind the snapshot that `stage` was made from. Raises `CheckpointError`
+        naming what is damaged.
+        """
+        for path, step in _averages(self._folder):
+            if step == stage.step:
+                decision, average = _read(path, self.session)
+                stage.replay(decision, average)
+                self._num_written += 1
 
     def _save(
-        self, row: FlatSpec, rule: StepRule, state: StageTensors, step: int, num_updates: int
+        self, spec: FlatSpec, rule: StepRule, stage: StageTensors, step: int, num_updates: int
     ) -> None:
-        rows = state.rows()
-        tensors = _named(row, "", rows.get("held", state.values))
-        moments = _named(row, ".exp_avg", state.exp_avg) | _named(
-            row, ".exp_avg_sq", state.exp_avg_sq
-        )
-        if state.held is not None:
-            moments |= _named(row, ".master", state.values)
-        told = {
+        tensors = _split(spec, "", stage.on_workers)
+        moments = _split(spec, ".exp_avg", stage.exp_avg)
+        moments |= _split(spec, ".exp_avg_sq", stage.exp_avg_sq)
+        if stage.held is not None:
+            moments |= _split(spec, ".master", stage.values)
+        state = {
             "session": self.session,
             "num_updates": num_updates,
-            "row": asdict(row),
+            "row": asdict(spec),
             "rule": asdict(rule),
         }
-        self._snapshots.save(self._folder, step, tensors, moments, told)
+        self._snapshots.save(self._folder, step, tensors, moments, state)
         for path, written in _averages(self._folder):
             if written < step:
                 path.unlink()
 
 
 def recover(folder: Path, snapshots: Snapshots) -> tuple[StageState, Journal] | None:
-    """The row as it was after the last committed step; None where nothing was kept.
+    """The stage as it was after the last committed step; None where nothing was kept.
 
     Raises `CheckpointError` naming what is damaged.
     """
-    found = snapshots.load(folder)
-    if found is None:
+    snapshot = snapshots.load(folder)
+    if snapshot is None:
         return None
-    step, tensors, moments, told = found
-    row = FlatSpec.of(told["row"])
-    rule = StepRule.of(told["rule"])
-    held = _joined(row, "", tensors)
-    lossy = rule.lossy_parameters
-    values = _joined(row, ".master", moments) if lossy else held
-    exp_avg, exp_avg_sq = (_joined(row, key, moments) for key in (".exp_avg", ".exp_avg_sq"))
-    state = StageTensors(values, exp_avg, exp_avg_sq, held if lossy else None)
-    master = StageState(row, rule, state, step=step, num_updates=told["num_updates"])
-    journal = Journal(folder, snapshots, told["session"])
-    for path, written in _averages(folder):
-        if written == master.step:
-            master.replay(*_read(path, journal.session))
-            journal._num_written += 1
-    return master, journal
+    step, tensors, moments, state = snapshot
+    spec = FlatSpec.of(state["row"])
+    rule = StepRule.of(state["rule"])
+    vectors = StageTensors(
+        _joined(spec, "", tensors),
+        _joined(spec, ".exp_avg", moments),
+        _joined(spec, ".exp_avg_sq", moments),
+    )
+    if rule.lossy_parameters:
+        vectors.held = vectors.values
+        vectors.values = _joined(spec, ".master", moments)
+    stage = StageState(spec, rule, vectors, step=step, num_updates=state["num_updates"])
+    journal = Journal(folder, snapshots, state["session"])
+    journal.recover(stage)
+    return stage, journal
 
 
 def _averages(folder: Path) -> list[tuple[Path, int]]:
-    matches = (
-        (path, _AVERAGE.fullmatch(path.name)) for path in folder.glob("average-*.safetensors")
-    )
-    return sorted(
-        ((path, int(match[1])) for path, match in matches if match), key=lambda found: found[1]
-    )
+    """The steps in a folder, oldest first."""
+    averages = []
+    for path in folder.glob("average-*.safetensors"):
+        match = _AVERAGE.fullmatch(path.name)
+        if match:
+            averages.append((path, int(match[1])))
+    return sorted(averages, key=lambda average: average[1])
 
 
 def _read(path: Path, session: str) -> tuple[StepDecision, torch.Tensor]:
     try:
         with safe_open(path, "pt") as content:
-            told = content.metadata()
+            metadata = content.metadata()
             average = content.get_tensor("average")
-        verdict = StepDecision(*json.loads(told["verdict"]))
-    except Exception as error:  # the library raises several kinds
+        decision = StepDecision(*json.loads(metadata["verdict"]))
+    # The library raises several kinds.
+    except Exception as error:
         raise CheckpointError(
             f"{path} is damaged: {error}; remove {path.parent} and resume the run"
         ) from None
-    if told["session"] != session:
+    if metadata["session"] != session:
         raise CheckpointError(
             f"{path} is of another run than its snapshot; remove {path.parent} and resume the run"
         )
-    return verdict, average
+    return decision, average
 
 
-def _named(row: FlatSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    places = zip(row.starts, row.parameters, strict=True)
-    return {f"{p.name}{suffix}": values[start : start + p.num_values] for start, p in places}
+def _split(spec: FlatSpec, suffix: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of a flat vector, by the parameter's name and `suffix`."""
+    parts = {}
+    for start, parameter in zip(spec.starts, spec.parameters, strict=True):
+        stop = start + parameter.num_values
+        parts[f"{parameter.name}{suffix}"] = values[start:stop]
+    return parts
 
 
-def _joined(row: FlatSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
-    parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in row.parameters]
+def _joined(spec: FlatSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
+    parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in spec.parameters]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
@@ -219,10 +230,8 @@ def _needing_room(path: Path) -> Iterator[None]:
     """Raises `RunError` naming what is written within, where that fails."""
     try:
         yield
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # the second is what safetensors makes of a full disk
+    # On a full disk safetensors raises an error of its own.
+    except (OSError, SafetensorError) as error:
         raise RunError(f"cannot write {path}: {error}; {REMEDY}") from error
 
 

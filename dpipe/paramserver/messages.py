@@ -1,9 +1,11 @@
-"""What the two ends of the line between a worker and a parameter server have in common: see
-parameters.proto.
+"""The messages between a worker and a parameter server, made and read: see parameters.proto.
+
+`Place`, `Attendance`, `Standing`, `Wanted` and `Squares` are protobuf. A `Piece` is protobuf behind
+its size, and then the raw bytes of a chunk.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -20,18 +22,22 @@ M = TypeVar("M", bound=Message)
 
 SERVICE = "dpipe.wire.v1.Parameters"
 PROTOCOL = 2
-ROWS = ("values", "exp_avg", "exp_avg_sq", "held")
+# the key of the metadata that holds a Place
 PLACE_KEY = "dpipe-place-bin"
+# the vectors that a server holds of a stage; the last one with lossy parameters alone
+VECTORS = ("values", "exp_avg", "exp_avg_sq", "held")
 
 
-def piece(head: Piece, tensor: torch.Tensor | None = None) -> bytes:
-    """A message: what it is, and its bytes."""
+def piece(head: Piece, chunk: torch.Tensor | None = None) -> bytes:
+    """A message: its head, and the bytes of `chunk`."""
     lead = framed(head.SerializeToString())
-    return lead if tensor is None else b"".join((lead, byte_view(tensor.contiguous())))
+    if chunk is None:
+        return lead
+    return b"".join((lead, byte_view(chunk.contiguous())))
 
 
 def parse(message: bytes) -> tuple[Piece, memoryview]:
-    """Raises `TransferError` on bytes that are no piece."""
+    """The head and the bytes behind it. Raises `TransferError` on bytes that are no piece."""
     head, body = unframed(message)
     try:
         return Piece.FromString(head), body
@@ -40,65 +46,76 @@ def parse(message: bytes) -> tuple[Piece, memoryview]:
 
 
 def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
-    """The bytes as a tensor of its own. Raises `TransferError` where they are too few or too
-    many.
+    """A copy of the bytes, as a tensor. Raises `TransferError` where they are too few or too many.
+
+    `what` names the tensor in that message.
     """
     if len(body) != spec.num_bytes:
         raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
     if not body:
         return spec.empty()
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(spec.dtype).view(spec.shape)
+    flat = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    return flat.view(spec.dtype).view(spec.shape)
 
 
-def values_spec(row: FlatSpec, chunk: int) -> TensorSpec:
-    """A chunk of the row in fp32. Raises `TransferError` where the row has no such chunk."""
-    if not 0 <= chunk < row.num_chunks:
-        raise TransferError(f"chunk {chunk} came of a row that has {row.num_chunks}")
-    part = row.chunk(chunk)
+def chunk_spec(spec: FlatSpec, chunk: int) -> TensorSpec:
+    """A chunk in fp32. Raises `TransferError` where there is no such chunk."""
+    if not 0 <= chunk < spec.num_chunks:
+        raise TransferError(f"chunk {chunk} came of a row that has {spec.num_chunks}")
+    part = spec.chunk(chunk)
     return TensorSpec((part.stop - part.start,), torch.float32)
 
 
-def pieces_of(row: FlatSpec, rows: dict[str, torch.Tensor]) -> Iterator[bytes]:
-    """Whole rows, by name, as they stream in Load and Fetch."""
-    for name, values in rows.items():
-        for chunk in range(row.num_chunks):
-            yield piece(Piece(row=name, chunk=chunk), values[row.chunk(chunk)])
+def pieces_of(spec: FlatSpec, vectors: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
+    """Whole vectors, by name, as they stream in Load and Fetch."""
+    for name, values in vectors.items():
+        for chunk in range(spec.num_chunks):
+            head = Piece(row=name, chunk=chunk)
+            yield piece(head, values[spec.chunk(chunk)])
 
 
-def rows_from(row: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.Tensor]:
+def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.Tensor]:
     """What `pieces_of` sent. Raises `TransferError` where some of it is missing."""
-    rows: dict[str, torch.Tensor] = {}
+    vectors: dict[str, torch.Tensor] = {}
     missing: dict[str, set[int]] = {}
     for message in messages:
         head, body = parse(message)
-        if head.row not in ROWS:
-            raise TransferError(f"a piece of a row {head.row!r} came; one of {', '.join(ROWS)}")
-        values = tensor_of(
-            body, values_spec(row, head.chunk), f"chunk {head.chunk} of {head.row!r}"
-        )
-        rows.setdefault(head.row, torch.zeros(row.length))[row.chunk(head.chunk)] = values
-        missing.setdefault(head.row, set(range(row.num_chunks))).discard(head.chunk)
+        name = head.row
+        if name not in VECTORS:
+            raise TransferError(f"a piece of a row {name!r} came; one of {', '.join(VECTORS)}")
+        if name not in vectors:
+            vectors[name] = torch.zeros(spec.length)
+            missing[name] = set(range(spec.num_chunks))
+        what = f"chunk {head.chunk} of {name!r}"
+        values = tensor_of(body, chunk_spec(spec, head.chunk), what)
+        vectors[name][spec.chunk(head.chunk)] = values
+        missing[name].discard(head.chunk)
     lost = {name: len(chunks) for name, chunks in missing.items() if chunks}
     if lost:
         raise TransferError(
             f"rows ended before all of their chunks had come; missing, by row: {lost}"
         )
-    return rows
+    return vectors
 
 
-def attendance(row: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
-    told = (json.dumps(asdict(part)) for part in (row, rule))
+def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
     return Attendance(
-        protocol=PROTOCOL, row=next(told), rule=next(told), num_updates=num_updates, again=again
+        protocol=PROTOCOL,
+        row=json.dumps(asdict(spec)),
+        rule=json.dumps(asdict(rule)),
+        num_updates=num_updates,
+        again=again,
     )
 
 
-def row_and_rule(told: Attendance) -> tuple[FlatSpec, StepRule]:
+def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
     """Raises `TransferError` on text that describes none."""
     try:
-        return FlatSpec.of(json.loads(told.row)), StepRule.of(json.loads(told.rule))
+        spec = FlatSpec.of(json.loads(message.row))
+        rule = StepRule.of(json.loads(message.rule))
     except (ValueError, TypeError, KeyError) as error:
         raise TransferError(f"a worker describes no row, or no rule: {error!r}") from None
+    return spec, rule
 
 
 def message_of(kind: type[M], data: bytes) -> M:

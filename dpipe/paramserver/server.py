@@ -1,11 +1,11 @@
-"""The parameter server (Li et al. 2014) over gRPC: it holds the stages that workers bring, sums,
-steps, and keeps them.
+"""The parameter server (Li et al. 2014) over gRPC: it holds the stages that workers bring, averages
+their gradients, steps, and keeps what it has stepped.
 
-    worker, replica 0 ==push==>  .--------.              protos/dpipe/wire/v1/parameters.proto has the conversation
-    worker, replica 1 ==push==>  | shelf  | master, journal    master.py the arithmetic
-    worker, replica 2 ==push==>  | stage 0|                    journal.py what survives a kill
-            all      <==pull===  '--------'                    shelf.py  who waits for whom
-
+    worker, replica 0 ==push==>  .--------.              parameters.proto  the conversation
+    worker, replica 1 ==push==>  | stage 0|              stage_state.py    the arithmetic
+    worker, replica 2 ==push==>  | state, |              journal.py        what survives a kill
+            all      <==pull===  | journal|              stage_server.py   who waits for whom
+                                 '--------'
 What workers push is averaged in replica order, so a run repeats itself bit for bit. With
 `staleness` 0 every worker has the same parameters before each step. With `staleness` s > 0 (stale
 synchronous parallel, Ho et al. 2013) a worker may begin step t with the newest parameters there
@@ -13,8 +13,8 @@ are, as long as every gradient up to step t - s - 1 is in them: it may be s step
 slowest and never more. A step is the mean gradient of all replicas all the same.
 
 Embedded in a rank it keeps nothing: it dies with the run, which has its checkpoints. By itself
-(`dpipe serve`) it keeps every step before it says so (journal.py), and may be killed and started
-again at any time.
+(`dpipe serve`) it keeps every step before it acknowledges it, and may be killed and started again
+at any time.
 """
 
 import logging
@@ -35,14 +35,14 @@ from dpipe.paramserver.messages import (
     PLACE_KEY,
     PROTOCOL,
     SERVICE,
+    chunk_spec,
     message_of,
     parse,
     piece,
     pieces_of,
-    row_and_rule,
-    rows_from,
+    spec_and_rule,
     tensor_of,
-    values_spec,
+    vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
@@ -53,10 +53,12 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 _OPEN = Security()
-_MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
+# at once; each waits in a thread, made when needed
+_MAX_CALLS = 1024
 _STOP_S = 2.0
-_LOOK_S = 1.0
-_PART = "-part-"  # in the name of a folder
+_POLL_S = 1.0
+# in the name of a stage's folder
+_PART = "-part-"
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -65,13 +67,15 @@ class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends ag
 
 @dataclass(frozen=True)
 class _StageSpec:
-    """What a worker said of its stage when it attended; the row itself may not have been loaded
-    yet.
-    """
+    """What a worker said of its stage when it attended; the stage need not be loaded yet."""
 
-    row: FlatSpec
+    spec: FlatSpec
     rule: StepRule
     num_updates: int
+
+    @classmethod
+    def of(cls, state: StageState) -> "_StageSpec":
+        return cls(state.spec, state.rule, state.num_updates)
 
 
 class ParameterServer:
@@ -92,129 +96,136 @@ class ParameterServer:
         folder: Path | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
+        """`snapshots` reads and writes in `folder`: both are given, or none."""
         self._folder = folder
         self._snapshots = snapshots
         self._incarnation = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._shelves = dict(self._recovered())
-        masters = ((shelf.session, shelf.master) for shelf in self._shelves.values())
-        self._known = {session: _StageSpec(m.row, m.rule, m.num_updates) for session, m in masters}
-        self._run: str | None = None  # the last to attend
+        # by stage and part
+        self._stages = dict(self._recovered())
+        # of all that have attended, also of those that are not loaded yet
+        self._known: dict[Session, _StageSpec] = {}
+        for stage in self._stages.values():
+            self._known[stage.session] = _StageSpec.of(stage.state)
+        # the last run to attend
+        self._run: str | None = None
         self._closed = False
-        calls: dict[str, Callable[..., Any]] = {
-            "Attend": self._attend,
-            "Norms": self._norms,
-            "Leave": self._leave,
-        }
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            **{
-                name: grpc.unary_unary_rpc_method_handler(partial(_answer, call))
-                for name, call in calls.items()
-            },
-            "Load": grpc.stream_unary_rpc_method_handler(partial(_answer, self._load)),
-            "Push": grpc.stream_unary_rpc_method_handler(partial(_answer, self._push)),
-            "Pull": grpc.unary_stream_rpc_method_handler(partial(_stream, self._pull)),
-            "Fetch": grpc.unary_stream_rpc_method_handler(partial(_stream, self._fetch)),
-        }
         try:
-            generic = [grpc.method_handlers_generic_handler(SERVICE, handlers)]
+            generic = [grpc.method_handlers_generic_handler(SERVICE, self._handlers())]
             self._server, self.port = serve(generic, bind, port, security, _MAX_CALLS)
         except BaseException:
-            self._close_shelves(_Restarted("the parameter server could not listen"))
+            self._close_stages(_Restarted("the parameter server could not listen"))
             raise
+
+    def _handlers(self) -> "dict[str, grpc.RpcMethodHandler[bytes, bytes]]":
+        one_for_one = {"Attend": self._attend, "Norms": self._norms, "Leave": self._leave}
+        one_for_many = {"Load": self._load, "Push": self._push}
+        many_for_one = {"Pull": self._pull, "Fetch": self._fetch}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+        for name, call in one_for_one.items():
+            handlers[name] = grpc.unary_unary_rpc_method_handler(partial(_answer, call))
+        for name, read in one_for_many.items():
+            handlers[name] = grpc.stream_unary_rpc_method_handler(partial(_answer, read))
+        for name, stream in many_for_one.items():
+            handlers[name] = grpc.unary_stream_rpc_method_handler(partial(_stream, stream))
+        return handlers
 
     @property
     def standing(self) -> dict[int, int]:
-        """By stage, the step that comes next; of parts that of the one furthest behind."""
+        """By stage, the step that comes next; of parts, that of the one furthest behind."""
         steps: dict[int, int] = {}
         with self._changed:
-            for shelf in self._in_use():
-                stage = shelf.session.stage
-                step = shelf.master.step
+            for server in self._in_use():
+                stage = server.session.stage
+                step = server.state.step
                 steps[stage] = min(step, steps.get(stage, step))
         return steps
 
     @property
     def failure(self) -> RunError | None:
-        """Why a stage cannot go on here; its workers are told when they call."""
+        """Why a stage cannot go on here; its workers hear it when they call."""
         with self._changed:
-            return next((shelf.failure for shelf in self._shelves.values() if shelf.failure), None)
+            for server in self._stages.values():
+                if server.failure is not None:
+                    return server.failure
+        return None
 
     def wait_until_left(self, timeout_s: float) -> bool:
-        """Whether every replica of every stage has said that it is done; waits for it."""
+        """Waits for every replica of every stage to say that it is done; whether all have."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._all_left() and time.monotonic() < deadline:
-                self._changed.wait(min(_LOOK_S, timeout_s))
+                self._changed.wait(min(_POLL_S, timeout_s))
             return self._all_left()
 
     def close(self) -> None:
-        """Stop listening. Workers that are not done take it for a server that comes back, and wait
-        for it.
-        """
+        """Stop listening. Workers that are not done expect the server back, and wait for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        stopped = self._server.stop(
-            _STOP_S
-        )  # an answer that is on its way, to the last worker's Leave, arrives
-        self._close_shelves(_Restarted("the parameter server was closed"))
+        # The grace lets an answer arrive that is on its way, as to the last worker's Leave.
+        stopped = self._server.stop(_STOP_S)
+        self._close_stages(_Restarted("the parameter server was closed"))
         if self._all_left():
-            for shelf in self._in_use():
-                shelf.forget_who_left()
+            for server in self._in_use():
+                server.forget_who_left()
         stopped.wait(2 * _STOP_S)
 
     def _all_left(self) -> bool:
-        shelves = self._in_use()
-        return bool(shelves) and all(shelf.is_left_by_all for shelf in shelves)
+        servers = self._in_use()
+        return bool(servers) and all(server.is_left_by_all for server in servers)
 
     def _in_use(self) -> list[StageServer]:
-        """Those of the last run to attend: one before it, cut into more stages or parts, may have
-        left some behind.
+        """The stages of the last run to attend: one before it, cut into more stages or parts, may
+        have left some behind.
         """
-        return [
-            shelf for shelf in self._shelves.values() if self._run in (None, shelf.session.name)
-        ]
+        servers = list(self._stages.values())
+        if self._run is None:
+            return servers
+        return [server for server in servers if server.session.name == self._run]
 
-    def _close_shelves(self, why: Exception) -> None:
-        for shelf in self._shelves.values():
-            shelf.close(why)
+    def _close_stages(self, why: Exception) -> None:
+        for server in self._stages.values():
+            server.close(why)
 
     def _recovered(self) -> Iterator[tuple[tuple[int, int], StageServer]]:
-        for folder in sorted(self._folder.glob("stage-*")) if self._folder is not None else ():
-            assert self._snapshots is not None, (
-                "a folder needs something that reads and writes in it"
-            )
-            if (found := recover(folder, self._snapshots)) is not None:
-                (master, journal) = found
-                (stage, _, part) = folder.name.removeprefix("stage-").partition(_PART)
-                session = Session(journal.session, int(stage), int(part or 0))
-                LOG.info("%s of run %s goes on at step %d", session.what, session.name, master.step)
-                yield session.slot, StageServer(session, master, journal)
+        if self._folder is None:
+            return
+        assert self._snapshots is not None, "a folder goes with what reads and writes in it"
+        for folder in sorted(self._folder.glob("stage-*")):
+            kept = recover(folder, self._snapshots)
+            if kept is None:
+                continue
+            state, journal = kept
+            stage, _, part = folder.name.removeprefix("stage-").partition(_PART)
+            session = Session(journal.session, int(stage), int(part or 0))
+            LOG.info("%s of run %s goes on at step %d", session.what, session.name, state.step)
+            yield session.slot, StageServer(session, state, journal)
 
     # What workers call. Each may be called again: what has happened does not happen again.
 
     def _attend(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        told = message_of(pb.Attendance, request)
+        attendance = message_of(pb.Attendance, request)
         place = _place(context)
-        if told.protocol != PROTOCOL:
+        if attendance.protocol != PROTOCOL:
             raise JoinError(
-                f"it speaks protocol {PROTOCOL}, the worker {told.protocol}: install one version "
-                "of dpipe"
+                f"it speaks protocol {PROTOCOL}, the worker {attendance.protocol}: install one "
+                "version of dpipe"
             )
         session = _session(place)
-        known = _StageSpec(*row_and_rule(told), told.num_updates)
+        spec, rule = spec_and_rule(attendance)
+        stage = _StageSpec(spec, rule, attendance.num_updates)
+        begins = not attendance.again
         with self._changed:
-            if not told.again or self._has(
-                session
-            ):  # else it only looks whether this server can be reached
+            # One that neither begins nor is known only looks whether this server can be reached.
+            if begins or self._has(session):
                 self._run = session.name
-            if not told.again:
-                self._make_room(session, known)
-            self._check_same(session, known)
-            while not told.again and place.replica > 0 and not self._has(session):
+            if begins:
+                self._make_room(session, stage)
+            self._check_same(session, stage)
+            while begins and place.replica > 0 and not self._has(session):
                 self._check_open(context)
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             return self._standing_of(session)
 
     def _load(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -223,114 +234,118 @@ class ParameterServer:
         with self._changed:
             if session not in self._known:
                 raise TransferError("a row was sent by a worker that has not attended")
-            known = self._known[session]
-        rows = rows_from(known.row, messages)
-        needed = StageTensors.zeros(0, lossy=known.rule.lossy_parameters).rows()
-        if set(rows) != set(needed):
-            raise TransferError(f"rows {sorted(rows)} came where {sorted(needed)} belong")
-        master = StageState(
-            known.row,
-            known.rule,
-            StageTensors(**rows),
-            step=place.step,
-            num_updates=known.num_updates,
+            stage = self._known[session]
+        vectors = vectors_from(stage.spec, messages)
+        needed = StageTensors.zeros(0, lossy=stage.rule.lossy_parameters).by_name()
+        if set(vectors) != set(needed):
+            raise TransferError(f"rows {sorted(vectors)} came where {sorted(needed)} belong")
+        tensors = StageTensors(**vectors)
+        state = StageState(
+            stage.spec, stage.rule, tensors, step=place.step, num_updates=stage.num_updates
         )
         with self._changed:
             if not self._has(session):
-                self._shelves[session.slot] = StageServer(
-                    session, master, self._begun(session, master)
-                )
+                journal = self._new_journal(session, state)
+                self._stages[session.slot] = StageServer(session, state, journal)
                 self._changed.notify_all()
             return self._standing_of(session)
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         place = _place(context)
-        shelf = self._shelf(place)
-        coder = codec(shelf.master.rule.wire)
-        row = shelf.master.row
+        server = self._stage(place)
+        coder = codec(server.state.rule.wire)
         for message in messages:
             head, body = parse(message)
-            like = values_spec(row, head.chunk)
+            values_spec = chunk_spec(server.state.spec, head.chunk)
             what = f"chunk {head.chunk} of replica {place.replica}'s gradient of step {place.step}"
-            values = coder.decode(tensor_of(body, coder.wire_spec(like), what), like)
-            shelf.add(place.step, place.replica, head.chunk, values)
-        return pb.Standing(
-            step=shelf.master.step, incarnation=self._incarnation
-        ).SerializeToString()
+            wire = tensor_of(body, coder.wire_spec(values_spec), what)
+            values = coder.decode(wire, values_spec)
+            server.add(place.step, place.replica, head.chunk, values)
+        standing = pb.Standing(step=server.state.step, incarnation=self._incarnation)
+        return standing.SerializeToString()
 
     def _norms(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         place = _place(context)
-        squares = self._shelf(place).norms(place.step, _watched(context, self._shelf(place)))
+        server = self._stage(place)
+        squares = server.norms(place.step, _watched(context, server))
         return pb.Squares(by_layer=squares).SerializeToString()
 
     def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         place = _place(context)
         wanted = message_of(pb.Wanted, request)
-        shelf = self._shelf(place)
-        caller = _watched(context, shelf)
+        server = self._stage(place)
+        caller = _watched(context, server)
         factor = wanted.factor if wanted.HasField("factor") else None
-        shelf.decide(place.step, place.replica, StepDecision(wanted.learning_rate, factor))
-        for chunk in range(wanted.first, shelf.master.row.num_chunks, max(1, wanted.stride)):
-            given = shelf.give(place.step, place.replica, chunk, caller)
-            yield piece(pb.Piece(chunk=chunk, whole=given.whole), given.wire)
-        yield piece(pb.Piece(committed=shelf.committed(place.step, caller)))
+        decision = StepDecision(wanted.learning_rate, factor)
+        server.decide(place.step, place.replica, decision)
+        stride = max(1, wanted.stride)
+        for chunk in range(wanted.first, server.state.spec.num_chunks, stride):
+            outgoing = server.give(place.step, place.replica, chunk, caller)
+            yield piece(pb.Piece(chunk=chunk, whole=outgoing.whole), outgoing.wire)
+        yield piece(pb.Piece(committed=server.committed(place.step, caller)))
 
     def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         place = _place(context)
-        shelf = self._shelf(place)
-        yield from pieces_of(shelf.master.row, shelf.fetch(place.step, _watched(context, shelf)))
+        server = self._stage(place)
+        vectors = server.fetch(place.step, _watched(context, server))
+        yield from pieces_of(server.state.spec, vectors)
 
     def _leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         place = _place(context)
-        self._shelf(place).leave(place.replica)
+        self._stage(place).leave(place.replica)
         with self._changed:
             self._changed.notify_all()
             return self._standing_of(_session(place))
 
-    # Which run a stage belongs to. The newest one has it: an older one is over, or is told.
+    # Which run a stage belongs to: the newest. An older one is over, or hears so when it calls.
 
-    def _make_room(self, session: Session, known: "_StageSpec") -> None:
-        """Let `session` have its stage, where it has not got it yet: all parts of it that another
-        run has.
+    def _make_room(self, session: Session, stage: _StageSpec) -> None:
+        """Let `session` have its stage: other runs lose all parts of it. Nothing changes where it
+        has it already.
         """
         if session in self._known:
             return
-        self._known = {
-            s: what
-            for s, what in self._known.items()
-            if s.stage != session.stage or s.name == session.name
-        }
-        self._known[session] = known
-        for old in [shelf for shelf in self._shelves.values() if shelf.session not in self._known]:
-            del self._shelves[old.session.slot]
-            LOG.warning(
-                "%s of run %s gives way to run %s", old.session.what, old.session.name, session.name
-            )
-            old.close(JoinError(f"another run ({session.name}) has taken its place"))
+        kept = {}
+        for other, spec in self._known.items():
+            if other.stage != session.stage or other.name == session.name:
+                kept[other] = spec
+        kept[session] = stage
+        self._known = kept
+        for server in list(self._stages.values()):
+            old = server.session
+            if old not in self._known:
+                del self._stages[old.slot]
+                LOG.warning("%s of run %s gives way to run %s", old.what, old.name, session.name)
+                server.close(JoinError(f"another run ({session.name}) has taken its place"))
 
-    def _check_same(self, session: Session, told: "_StageSpec") -> None:
-        if (known := self._known.get(session)) is None:
+    def _check_same(self, session: Session, stage: _StageSpec) -> None:
+        """Raises `JoinError` where another replica has described the stage otherwise."""
+        known = self._known.get(session)
+        if known is None:
             return
-        if (what := known.row.difference(told.row)) is not None:
+        difference = known.spec.difference(stage.spec)
+        if difference is not None:
             raise JoinError(
-                f"the replicas of {session.what} do not fit each other: this one has {what}"
+                f"the replicas of {session.what} do not fit each other: this one has {difference}"
             )
-        if known.rule != told.rule:
+        if known.rule != stage.rule:
             raise JoinError(
-                f"the replicas of {session.what} do not agree: {told.rule} here, {known.rule} there"
+                f"the replicas of {session.what} do not agree: {stage.rule} here, {known.rule} "
+                "there"
             )
 
     def _has(self, session: Session) -> bool:
-        return session.slot in self._shelves and self._shelves[session.slot].session == session
+        server = self._stages.get(session.slot)
+        return server is not None and server.session == session
 
     def _standing_of(self, session: Session) -> bytes:
-        step = self._shelves[session.slot].master.step if self._has(session) else 0
-        standing = pb.Standing(
-            empty=not self._has(session), step=step, incarnation=self._incarnation
-        )
+        standing = pb.Standing(empty=True, incarnation=self._incarnation)
+        if self._has(session):
+            standing.empty = False
+            standing.step = self._stages[session.slot].state.step
         return standing.SerializeToString()
 
-    def _shelf(self, place: pb.Place) -> StageServer:
+    def _stage(self, place: pb.Place) -> StageServer:
         if place.incarnation != self._incarnation:
             raise _Restarted("it was started again")
         session = _session(place)
@@ -339,19 +354,17 @@ class ParameterServer:
                 raise JoinError(
                     f"it holds no {session.what} of run {session.name}; has another run taken over?"
                 )
-            return self._shelves[session.slot]
+            return self._stages[session.slot]
 
-    def _begun(self, session: Session, master: StageState) -> Journal | None:
+    def _new_journal(self, session: Session, state: StageState) -> Journal | None:
         if self._folder is None:
             return None
-        assert self._snapshots is not None
-        name = (
-            f"stage-{session.stage}{_PART}{session.part}"
-            if session.part
-            else f"stage-{session.stage}"
-        )
+        assert self._snapshots is not None, "a folder goes with what reads and writes in it"
+        name = f"stage-{session.stage}"
+        if session.part:
+            name += f"{_PART}{session.part}"
         journal = Journal(self._folder / name, self._snapshots, session.name)
-        journal.begin(master)
+        journal.begin(state)
         return journal
 
     def _check_open(self, context: grpc.ServicerContext) -> None:
@@ -359,19 +372,16 @@ class ParameterServer:
             raise CallerGone
 
 
-def _watched(context: grpc.ServicerContext, shelf: StageServer) -> grpc.ServicerContext:
+def _watched(context: grpc.ServicerContext, server: StageServer) -> grpc.ServicerContext:
     """A caller that goes away wakes the thread that waits for it."""
-    context.add_callback(shelf.wake)
+    context.add_callback(server.wake)
     return context
 
 
-def _metadata(context: grpc.ServicerContext, key: str) -> bytes:
-    found: Any = dict(context.invocation_metadata()).get(key, b"")
-    return bytes(found)
-
-
 def _place(context: grpc.ServicerContext) -> pb.Place:
-    return message_of(pb.Place, _metadata(context, PLACE_KEY))
+    """Who calls, and at which step."""
+    metadata: dict[str, Any] = dict(context.invocation_metadata())
+    return message_of(pb.Place, bytes(metadata.get(PLACE_KEY, b"")))
 
 
 def _session(place: pb.Place) -> Session:
@@ -408,7 +418,8 @@ def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
     """Tell the caller what is wrong, in a code that `client.py` turns back into an error of the
     same kind.
     """
-    if isinstance(error, grpc.RpcError):  # the caller broke off in the middle of what it sent
+    # The caller broke off in the middle of what it sent.
+    if isinstance(error, grpc.RpcError):
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL and not isinstance(error, RunError):

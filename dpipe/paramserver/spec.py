@@ -1,11 +1,14 @@
-"""What a worker and a parameter server must agree on before either counts a byte: a stage's row,
-and how it steps.
+"""What a worker and a parameter server must agree on before either sends a byte: the layout of a
+stage's parameters, and how they step.
 
-    row      [ layers.2.norm.weight | layers.2.qkv.weight ........................ | layers.2.qkv.bias | layers.3 ... ]
-    chunks   [ 0                      | 1                      | 2                      | 3            ]
+    parameters  [ layers.2.norm.weight | layers.2.qkv.weight ...................... | layers.2.qkv.bias | layers.3 ... ]
+    chunks      [ 0                      | 1                      | 2                      | 3          ]
 
-A stage's parameters lie one behind the other in a row of fp32 numbers. A chunk is what one message
-carries, and what is summed, stepped and sent back by itself.
+The parameters of a stage lie one behind the other in a flat fp32 vector. A chunk of it is what one
+message carries, and what is averaged, stepped and sent back by itself. Chunks do not respect the
+borders of parameters.
+
+The field names of these classes are in journals on disk and in messages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +21,8 @@ from dpipe.wire.format import FORMATS
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter in the row. `counts` is false for the copy of a shared weight, which no norm
-    counts twice.
+    """One parameter. `counts` is false for a copy of a shared weight, which a norm counts
+    elsewhere; `decays` says whether weight decay applies.
     """
 
     name: str
@@ -31,23 +34,23 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class StepRule:
-    """How a stage steps: AdamW's constants, who takes part, what gradients and parameters look like
-    on the wire.
+    """How a stage steps: AdamW's constants, who takes part, and the wire format."""
 
-    `ranks` are those of the replicas, in order. `staleness` is how many steps a worker may be ahead
-    of the slowest; 0 keeps replicas equal after each step.
-    """
-
+    # by replica
     ranks: tuple[int, ...]
     weight_decay: float
     betas: tuple[float, float]
+    # of gradients, and of parameters unless they are stale
     wire: str = "none"
+    # steps that a worker may be ahead of the slowest; 0 keeps replicas equal after each step
     staleness: int = 0
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any]) -> Self:
         """From what `dataclasses.asdict` made, perhaps by way of JSON."""
-        return cls(**{**told, "ranks": tuple(told["ranks"]), "betas": tuple(told["betas"])})
+        ranks = tuple(fields["ranks"])
+        betas = tuple(fields["betas"])
+        return cls(**{**fields, "ranks": ranks, "betas": betas})
 
     @property
     def num_replicas(self) -> int:
@@ -55,29 +58,34 @@ class StepRule:
 
     @property
     def lossy_parameters(self) -> bool:
-        """Parameters go out as rounded differences. A worker that skips versions needs them whole
-        instead.
+        """Parameters are sent as rounded differences. With staleness a worker skips versions, so
+        it gets them whole.
         """
         return FORMATS.named(self.wire).lossy and self.staleness == 0
 
 
 @dataclass(frozen=True)
 class FlatSpec:
+    """The layout of a stage's parameters in a flat vector of `length` values."""
+
     parameters: tuple[ParameterSpec, ...]
     chunk_values: int
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any]) -> Self:
         """From what `dataclasses.asdict` made, perhaps by way of JSON."""
-        return cls(
-            tuple(ParameterSpec(**parameter) for parameter in told["parameters"]),
-            told["chunk_values"],
-        )
+        parameters = [ParameterSpec(**parameter) for parameter in fields["parameters"]]
+        return cls(tuple(parameters), fields["chunk_values"])
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        sizes = [parameter.num_values for parameter in self.parameters]
-        return tuple(sum(sizes[:index]) for index in range(len(sizes)))
+        """Where each parameter begins."""
+        starts = []
+        start = 0
+        for parameter in self.parameters:
+            starts.append(start)
+            start += parameter.num_values
+        return tuple(starts)
 
     @cached_property
     def length(self) -> int:
@@ -85,36 +93,44 @@ class FlatSpec:
 
     @property
     def num_chunks(self) -> int:
-        """One at least: also a row without values is spoken of, so that the other end knows that it
-        has come.
+        """At least 1: of a stage without values an empty chunk is sent, so that the other end
+        knows that it has come.
         """
-        return max(1, -(-self.length // self.chunk_values))
+        chunks = -(-self.length // self.chunk_values)
+        return max(1, chunks)
 
     def chunk(self, index: int) -> slice:
-        return slice(index * self.chunk_values, min(self.length, (index + 1) * self.chunk_values))
+        """The elements of a chunk; the last one may be short."""
+        start = index * self.chunk_values
+        stop = start + self.chunk_values
+        return slice(start, min(self.length, stop))
 
     def pieces(self, part: slice) -> Iterator[tuple[int, slice]]:
-        """Which parameter lies where in `part` of the row, in order: its index and elements of the
-        row.
-        """
-        for index, (start, parameter) in enumerate(zip(self.starts, self.parameters, strict=True)):
+        """The parameters that overlap `part`, in order: index, and elements of the flat vector."""
+        pairs = zip(self.starts, self.parameters, strict=True)
+        for index, (start, parameter) in enumerate(pairs):
             first = max(start, part.start)
             last = min(start + parameter.num_values, part.stop)
             if first < last:
                 yield index, slice(first, last)
 
     def name_at(self, position: int) -> str:
-        """The parameter that element `position` of the row belongs to."""
-        (index, _) = next(self.pieces(slice(position, position + 1)))
+        """The parameter that element `position` belongs to."""
+        element = slice(position, position + 1)
+        index, _ = next(self.pieces(element))
         return self.parameters[index].name
 
     def difference(self, other: "FlatSpec") -> str | None:
-        """The first thing in which another row differs; None for an equal one."""
-        if len(self.parameters) != len(other.parameters):
-            return f"{len(other.parameters)} parameters where {len(self.parameters)} are known"
+        """What `other` has first that differs, in words; None where they are equal."""
+        num_parameters = len(self.parameters)
+        if num_parameters != len(other.parameters):
+            return f"{len(other.parameters)} parameters where {num_parameters} are known"
         for mine, theirs in zip(self.parameters, other.parameters, strict=True):
             if mine != theirs:
-                return f"{theirs.name} of {theirs.num_values} values where {mine.name} of {mine.num_values} is known"
+                return (
+                    f"{theirs.name} of {theirs.num_values} values where {mine.name} of "
+                    f"{mine.num_values} is known"
+                )
         if self.chunk_values != other.chunk_values:
             return f"chunks of {other.chunk_values} values where {self.chunk_values} are known"
         return None

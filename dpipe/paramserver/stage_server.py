@@ -1,5 +1,5 @@
-"""A stage, or part of one, on a parameter server, for many callers at once: who waits for what, and
-who commits.
+"""A stage, or a tensor-parallel part of one, on a parameter server, for many callers at once: who
+waits for what, and who commits.
 
 callers   push ---> add --.
           pull ---> give --+--> StageState, under one lock      commit thread: complete? -> journal -> commit
@@ -21,12 +21,13 @@ from dpipe.paramserver.stage_state import OutgoingChunk, StageState, StepDecisio
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
-_LOOK_S = 1.0  # how often a waiting thread looks whether its caller is still there
+# how often a waiting thread looks whether its caller is still there
+_POLL_S = 1.0
 _STOP_S = 30.0
 
 
 class Caller(Protocol):
-    """`grpc.ServicerContext`, of which only this is asked."""
+    """What is asked of a `grpc.ServicerContext`."""
 
     def is_active(self) -> bool: ...
     def time_remaining(self) -> float | None: ...
@@ -38,8 +39,8 @@ class CallerGone(Exception):  # noqa: N818 - nobody is left to be told
 
 @dataclass(frozen=True)
 class Session:
-    """Whose run this is, and where on the server: `part` of a stage that several ranks of a replica
-    hold together.
+    """Whose run this is, and which stage; `part` is the tp_rank, where several ranks of a replica
+    share it.
     """
 
     name: str
@@ -52,17 +53,19 @@ class Session:
 
     @property
     def what(self) -> str:
-        return f"stage {self.stage}, part {self.part}" if self.part else f"stage {self.stage}"
+        if self.part:
+            return f"stage {self.stage}, part {self.part}"
+        return f"stage {self.stage}"
 
 
 class StageServer:
-    """Raises what went wrong in the background from every call, as it is; `RunError` once
-    closed.
-    """
+    """Every call raises what went wrong in the background; once closed, what `close` was given."""
 
-    def __init__(self, session: Session, master: StageState, journal: Journal | None) -> None:
+    def __init__(self, session: Session, state: StageState, journal: Journal | None) -> None:
+        """Without a `journal` nothing is kept on disk."""
         self.session = session
-        self.master = master
+        self.state = state
+        # the replicas that are done
         self.left = set() if journal is None else journal.who_left()
         self._journal = journal
         self._changed = threading.Condition()
@@ -72,10 +75,10 @@ class StageServer:
         self._thread.start()
 
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
-        self._do(lambda: self.master.add(step, replica, chunk, values))
+        self._do(lambda: self.state.add(step, replica, chunk, values))
 
-    def decide(self, step: int, replica: int, verdict: StepDecision) -> None:
-        self._do(lambda: self.master.decide(step, replica, verdict))
+    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+        self._do(lambda: self.state.decide(step, replica, decision))
 
     def leave(self, replica: int) -> None:
         if self._journal is not None:
@@ -84,52 +87,59 @@ class StageServer:
 
     def norms(self, step: int, caller: Caller) -> Mapping[int, float]:
         """Waits until every replica has pushed."""
-        return self._until(
-            caller,
-            f"all gradients of step {step}",
-            lambda: self.master.norms(step) if self.master.is_final(step) else None,
-        )
+
+        def attempt() -> Mapping[int, float] | None:
+            return self.state.norms(step) if self.state.is_final(step) else None
+
+        return self._wait(caller, f"all gradients of step {step}", attempt)
 
     def give(self, step: int, replica: int, chunk: int, caller: Caller) -> OutgoingChunk:
         """Waits until the chunk may go to that replica."""
-        return self._until(
-            caller, f"chunk {chunk} of step {step}", lambda: self._give(step, replica, chunk)
-        )
+
+        def attempt() -> OutgoingChunk | None:
+            outgoing = self.state.give(step, replica, chunk)
+            self._wake_if_complete()
+            return outgoing
+
+        return self._wait(caller, f"chunk {chunk} of step {step}", attempt)
 
     def committed(self, step: int, caller: Caller) -> int:
-        """Waits until what a worker behind `step` may rely on is on the disk; the first step that
-        is not committed.
+        """Waits until what a worker after `step` relies on is on the disk; returns the first step
+        that is not committed.
 
         Whoever waits here wants no more chunks.
         """
-        bound = self.master.rule.staleness
-        return self._until(
-            caller, f"the commit of step {step - bound}", lambda: self._committed(step, bound)
-        )
+        bound = self.state.rule.staleness
+
+        def attempt() -> int | None:
+            self.state.step_rest(step)
+            self._wake_if_complete()
+            return self.state.step if self.state.step + bound > step else None
+
+        return self._wait(caller, f"the commit of step {step - bound}", attempt)
 
     def fetch(self, step: int, caller: Caller) -> dict[str, torch.Tensor]:
-        """A copy of all rows before `step`."""
-        return self._until(
-            caller,
-            f"the commit of step {step - 1}",
-            lambda: (
-                {n: r.clone() for n, r in self.master.now.rows().items()}
-                if self.master.step >= step
-                else None
-            ),
-        )
+        """A copy of all vectors before `step`."""
+
+        def attempt() -> dict[str, torch.Tensor] | None:
+            if self.state.step < step:
+                return None
+            vectors = self.state.now.by_name()
+            return {name: vector.clone() for name, vector in vectors.items()}
+
+        return self._wait(caller, f"the commit of step {step - 1}", attempt)
 
     @property
     def failure(self) -> RunError | None:
         """Why no step can be kept any more; None for what the workers are to blame for."""
         error = self._error
-        return (
-            error if isinstance(error, RunError) and not isinstance(error, NumericError) else None
-        )
+        if isinstance(error, RunError) and not isinstance(error, NumericError):
+            return error
+        return None
 
     @property
     def is_left_by_all(self) -> bool:
-        return len(self.left) == self.master.rule.num_replicas
+        return len(self.left) == self.state.rule.num_replicas
 
     def close(self, why: Exception) -> None:
         """Whoever waits raises `why`. What was committed is on the disk."""
@@ -147,17 +157,10 @@ class StageServer:
         with self._changed:
             self._changed.notify_all()
 
-    def _give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
-        given = self.master.give(step, replica, chunk)
-        if self.master.complete:
+    def _wake_if_complete(self) -> None:
+        """For the commit thread. Called with the lock held."""
+        if self.state.complete:
             self._changed.notify_all()
-        return given
-
-    def _committed(self, step: int, bound: int) -> int | None:
-        self.master.step_rest(step)
-        if self.master.complete:
-            self._changed.notify_all()
-        return self.master.step if self.master.step + bound > step else None
 
     def _do(self, change: Callable[[], object]) -> None:
         with self._changed:
@@ -165,28 +168,31 @@ class StageServer:
             change()
             self._changed.notify_all()
 
-    def _until(self, caller: Caller, what: str, attempt: Callable[[], T | None]) -> T:
-        """What `attempt` gives, as soon as it does. Raises `CallerGone`, or `TransferTimeout` near
-        its deadline.
+    def _wait(self, caller: Caller, what: str, attempt: Callable[[], T | None]) -> T:
+        """What `attempt`, called with the lock held, returns once that is not None. Raises
+        `CallerGone`, or `TransferTimeout` just before the caller's deadline.
         """
-        left = caller.time_remaining()
-        deadline = time.monotonic() + (float("inf") if left is None else left - _LOOK_S)
+        remaining = caller.time_remaining()
+        # The caller hears who is missing only if the answer comes before it gives up.
+        patience = float("inf") if remaining is None else remaining - _POLL_S
+        deadline = time.monotonic() + patience
         with self._changed:
             while True:
                 self._raise()
-                if (found := attempt()) is not None:
-                    return found
+                result = attempt()
+                if result is not None:
+                    return result
                 if not caller.is_active():
                     raise CallerGone
                 if time.monotonic() > deadline:
                     raise TransferTimeout(
                         f"waited for {what} of {self.session.what}: {self._who_is_missing()}"
                     )
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
 
     def _who_is_missing(self) -> str:
-        missing = self.master.missing()
-        return f"nothing, or not all, has come from rank {', '.join(map(str, missing))}"
+        missing = ", ".join(map(str, self.state.missing()))
+        return f"nothing, or not all, has come from rank {missing}"
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -195,22 +201,26 @@ class StageServer:
     def _commit_steps(self) -> None:
         try:
             while self._next_complete():
-                step = self.master.step
-                journal = self._journal
-                if journal is not None:
-                    journal.settle()
-                    journal.write(step, *self.master.due())
-                self._do(self.master.commit)
-                if journal is not None:
-                    journal.committed(self.master)
+                self._commit()
         except NumericError as error:
             self._fail(error)
         except Exception as error:
             if not isinstance(error, RunError):
                 LOG.exception("%s cannot go on", self.session.what)
-            self._fail(
-                RunError(f"cannot keep step {self.master.step} of {self.session.what}: {error}")
-            )
+            what = f"step {self.state.step} of {self.session.what}"
+            self._fail(RunError(f"cannot keep {what}: {error}"))
+
+    def _commit(self) -> None:
+        """Written down first: a worker that hears of the commit forgets its gradient."""
+        journal = self._journal
+        if journal is None:
+            self._do(self.state.commit)
+            return
+        journal.wait_for_snapshot()
+        decision, average = self.state.completed_step()
+        journal.write(self.state.step, decision, average)
+        self._do(self.state.commit)
+        journal.committed(self.state)
 
     def _fail(self, why: Exception) -> None:
         with self._changed:
@@ -220,6 +230,6 @@ class StageServer:
     def _next_complete(self) -> bool:
         """Waits for a step to commit; false at the end."""
         with self._changed:
-            while self._error is None and not self.master.complete:
-                self._changed.wait(_LOOK_S)
+            while self._error is None and not self.state.complete:
+                self._changed.wait(_POLL_S)
             return self._error is None

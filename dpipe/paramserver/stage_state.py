@@ -1,23 +1,23 @@
 """The parameter server's copy of one stage (Li et al. 2014): fp32 parameters, AdamW's moments, and
-the step under way.
+the step in progress.
 
-    add()      pieces of the gradient come in and are summed chunk by chunk
-    decide()   the workers' verdict: what the gradient is multiplied by, or that the step is skipped
-    give()     a chunk whose mean is final and whose verdict is known is stepped, beside the old one, and goes out
-    commit()   all chunks have been stepped: the new ones take the place of the old ones, at once or not at all
+    add()      chunks of the gradient come in and are averaged, each by itself
+    decide()   the workers' decision: what the gradient is multiplied by, or that the step is skipped
+    give()     a chunk whose mean is final and decided is stepped, beside the old one, and goes out
+    commit()   all chunks have been stepped: the new ones replace the old ones, at once or not at all
 
-              step 7 under way                         committed: step 8
+              step 7 in progress                       committed: step 8
     now   [ old | old | old | old ]     swap           [ new | new | new | new ]
     next  [ new | new |     |     ]    ------>         (what comes next)
 
 A worker that dies in between has changed nothing: `now` is what it was after the last commit.
 
-With staleness the workers may push several steps before the slowest has pushed the first; each
-still steps by the mean of all replicas. Until then a worker gets what the steps under way would
-make of `now` by the gradients that are in, its own among them (read-my-writes, Ho et al. 2013):
-what it learns next is then not learnt at an old place (`ahead.py`).
+With staleness the workers may push several steps before the slowest has pushed the first; each step
+still takes the mean of all replicas. Until then a worker gets what the steps in progress would make
+of `now` by the gradients that are in, its own among them (read-my-writes, Ho et al. 2013): it then
+computes its next gradient near where that will be applied (`dataparallel/ahead.py`).
 
-Pure: no thread, no clock, no wire. Whoever uses it from several threads holds a lock.
+Pure: no thread, no clock, no I/O. Whoever uses it from several threads holds a lock.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ from dpipe.wire.spec import TensorSpec
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What the workers agreed on: the step's learning rate, and the gradient's factor; None skips
-    the step.
+    """What the workers agreed on: the learning rate, and the gradient's factor; None skips the
+    step.
     """
 
     learning_rate: float
@@ -45,43 +45,50 @@ class StepDecision:
 
 @dataclass
 class StageTensors:
-    """A row's numbers, fp32 [N] each. `held` is what the workers have, where a lossy wire makes
-    that another row.
-    """
+    """A stage's vectors, fp32 [N] each."""
 
     values: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    # the parameters as the workers have them, where a lossy wire makes that another vector
     held: torch.Tensor | None = None
 
-    def rows(self) -> dict[str, torch.Tensor]:
-        rows = {
+    def by_name(self) -> dict[str, torch.Tensor]:
+        vectors = {
             "values": self.values,
             "exp_avg": self.exp_avg,
             "exp_avg_sq": self.exp_avg_sq,
-            "held": self.held,
         }
-        return {name: row for name, row in rows.items() if row is not None}
+        if self.held is not None:
+            vectors["held"] = self.held
+        return vectors
 
     @classmethod
     def zeros(cls, length: int, *, lossy: bool) -> "StageTensors":
-        held = torch.zeros(length) if lossy else None
-        return cls(torch.zeros(length), torch.zeros(length), torch.zeros(length), held)
+        tensors = cls(torch.zeros(length), torch.zeros(length), torch.zeros(length))
+        if lossy:
+            tensors.held = torch.zeros(length)
+        return tensors
 
     def of(self, part: slice) -> "StageTensors":
         """Elements `part`, in the same memory."""
-        return StageTensors(*(row[part] for row in self.rows().values()))
+        return StageTensors(*(vector[part] for vector in self.by_name().values()))
 
     def copy(self, part: slice, source: "StageTensors") -> None:
-        for name, row in self.rows().items():
-            row[part] = source.rows()[name][part]
+        """Set elements `part` to those of `source`."""
+        sources = source.by_name()
+        for name, vector in self.by_name().items():
+            vector[part] = sources[name][part]
+
+    @property
+    def on_workers(self) -> torch.Tensor:
+        """The parameters as the workers have them."""
+        return self.values if self.held is None else self.held
 
 
 @dataclass(frozen=True)
 class OutgoingChunk:
-    """A chunk on its way to the workers: its values, or what is to be added to the ones they
-    have.
-    """
+    """A chunk on its way to the workers: its values if `whole`, else what they add to theirs."""
 
     whole: bool
     wire: torch.Tensor
@@ -91,112 +98,109 @@ class StageState:
     """See above. `step` is the one that comes next: all before it are committed."""
 
     def __init__(
-        self, row: FlatSpec, rule: StepRule, state: StageTensors, *, step: int, num_updates: int
+        self, spec: FlatSpec, rule: StepRule, tensors: StageTensors, *, step: int, num_updates: int
     ) -> None:
-        self.row = row
+        self.spec = spec
         self.rule = rule
-        self.now = state
+        self.now = tensors
         self.step = step
         self.num_updates = num_updates
-        self._next = StageTensors.zeros(row.length, lossy=rule.lossy_parameters)
+        self._next = StageTensors.zeros(spec.length, lossy=rule.lossy_parameters)
         self._codec = codec(rule.wire)
-        self._ledgers: dict[int, GradientSum] = {}
+        # by step
+        self._gradients: dict[int, GradientSum] = {}
+        self._decisions: dict[int, StepDecision] = {}
+        # the replicas that have brought the decision
+        self._decided: dict[int, set[int]] = {}
+        # by step and chunk: who pushed a value that is not finite
+        self._not_finite: dict[tuple[int, int], str] = {}
+        # chunks of the step in progress, as they go out
+        self._stepped: dict[int, torch.Tensor] = {}
+        # chunks of the last committed step, as they went out
+        self._last_sent: dict[int, torch.Tensor] = {}
+        # memory of gradients that are done with
         self._spare: deque[torch.Tensor] = deque()
-        self._verdicts: dict[int, StepDecision] = {}
-        self._decided: dict[
-            int, set[int]
-        ] = {}  # by step: the replicas that have brought the verdict
-        self._not_finite: dict[tuple[int, int], str] = {}  # by step and chunk: who pushed it
-        self._stepped: dict[int, torch.Tensor] = {}  # chunks of the step under way, as they go out
-        self._left: dict[
-            int, torch.Tensor
-        ] = {}  # chunks of the last committed step, as they went out
 
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
-        """Take a replica's piece of the gradient. What is of a committed step, or in already,
-        changes nothing.
+        """Take a replica's chunk of the gradient. One of a committed step, or one that is in
+        already, changes nothing.
 
-        Raises `TransferError` for a step that cannot be under way, or a piece that does not fit the
-        row.
+        Raises `TransferError` for a step that cannot be in progress, or a chunk that does not fit.
         """
         self._check_step(step, f"replica {replica}'s gradient of")
         if step < self.step:
             return
-        part = self.row.chunk(chunk)
-        self._ledger(step).add(replica, chunk, part, values)
+        part = self.spec.chunk(chunk)
+        self._gradient(step).add(replica, chunk, part, values)
+        # The sum is the cheaper test; as finite values can overflow it, it does not decide.
         if not values.sum().isfinite() and not values.isfinite().all():
-            name = self.row.name_at(part.start + int((~values.isfinite()).nonzero()[0]))
-            self._not_finite.setdefault(
-                (step, chunk), f"the gradient of {name} on rank {self.rule.ranks[replica]}"
-            )
+            first = int((~values.isfinite()).nonzero()[0])
+            name = self.spec.name_at(part.start + first)
+            who = f"the gradient of {name} on rank {self.rule.ranks[replica]}"
+            self._not_finite.setdefault((step, chunk), who)
 
     def is_final(self, step: int) -> bool:
         """Whether the mean of the whole gradient of `step` is there."""
-        return step < self.step or self._ledger(step).final
+        return step < self.step or self._gradient(step).final
 
     def missing(self) -> list[int]:
-        """The ranks that have not pushed all of the step under way, or else those that have not
-        brought a verdict.
+        """The ranks that have not pushed all of the step in progress; else those that have not
+        brought its decision.
         """
-        late = self._ledger(self.step).missing()
-        late = late or sorted(
-            set(range(self.rule.num_replicas)) - self._decided.get(self.step, set())
-        )
+        late = self._gradient(self.step).missing()
+        if not late:
+            decided = self._decided.get(self.step, set())
+            late = sorted(set(range(self.rule.num_replicas)) - decided)
         return [self.rule.ranks[replica] for replica in late]
 
     def norms(self, step: int) -> dict[int, float]:
-        """The squared norm of the mean gradient of each layer; of a whole parameter at a time, so
-        that no cut shows.
+        """By layer, the squared norm of the mean gradient; of a whole parameter at a time, so that
+        the chunk size does not change the result.
         """
         if step != self.step or not self.is_final(step):
             raise TransferError(
                 f"the norms of step {step} were asked for where step {self.step} is under way"
             )
-        average = self._ledger(step).average
-        squares = dict[int, float]()
-        for start, parameter in zip(self.row.starts, self.row.parameters, strict=True):
-            values = average[start : start + parameter.num_values]
-            square = (
-                float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-                if parameter.counts
-                else 0.0
-            )
+        average = self._gradient(step).average
+        squares: dict[int, float] = {}
+        for start, parameter in zip(self.spec.starts, self.spec.parameters, strict=True):
+            square = 0.0
+            if parameter.counts:
+                values = average[start : start + parameter.num_values]
+                square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(self, step: int, replica: int, verdict: StepDecision) -> None:
-        """Take the verdict as a worker brings it: all have the same. Raises `TransferError` where
+    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+        """Take the decision as a worker brings it: all have the same. Raises `TransferError` where
         one differs.
         """
         self._check_step(step, f"replica {replica}'s verdict on")
         if step < self.step:
             return
-        known = self._verdicts.setdefault(step, verdict)
-        if known != verdict:
+        known = self._decisions.setdefault(step, decision)
+        if known != decision:
             raise TransferError(
-                f"replica {replica} decided step {step} as {verdict}, the others as {known}"
+                f"replica {replica} decided step {step} as {decision}, the others as {known}"
             )
         self._decided.setdefault(step, set()).add(replica)
 
     def give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
-        """The chunk after `step`, as it goes to a worker; None where something is still missing for
-        it.
+        """The chunk after `step`, as it goes to a worker; None where something is still missing
+        for it.
 
-        With staleness it may be of any later step, or go ahead of one that is as much earlier as
-        the bound allows. Raises `NumericError` where the mean is not finite, naming a rank that
-        pushed such a gradient.
+        With staleness it may be of any later step, or lead by as many steps as the bound allows.
+        Raises `NumericError` where the mean is not finite, naming a rank that pushed such a
+        gradient.
         """
         self._check_step(step, "a call for the parameters after")
-        part = self.row.chunk(chunk)
         if self.step > step:
-            if self.step == step + 1 and chunk in self._left:
-                return OutgoingChunk(False, self._left[chunk])
-            return OutgoingChunk(True, self._held(self.now)[part].clone())
+            return self._committed_chunk(step, chunk)
         if self.rule.staleness:
-            may_go = self.step + self.rule.staleness > step and self._ledger(step).has(
-                replica, chunk
-            )
-            return OutgoingChunk(True, self._ahead(step, chunk)) if may_go else None
+            may_lead = self.step + self.rule.staleness > step
+            if not may_lead or not self._gradient(step).has(replica, chunk):
+                return None
+            return OutgoingChunk(True, self._look_ahead(step, chunk))
         if not self._can_step(step, chunk):
             return None
         if chunk not in self._stepped:
@@ -205,162 +209,168 @@ class StageState:
         return OutgoingChunk(whole, self._stepped[chunk])
 
     def step_rest(self, step: int) -> None:
-        """Step what can be of `step` and nobody has asked for: its chunks reached the workers
-        before a restart.
+        """Step the chunks of `step` that nobody has asked for: they reached the workers before a
+        restart.
         """
-        if step == self.step and not self.rule.staleness:
-            for chunk in range(self.row.num_chunks):
-                if chunk not in self._stepped and self._can_step(step, chunk):
-                    self._stepped[chunk] = self._step_chunk(step, chunk)
+        if step != self.step or self.rule.staleness:
+            return
+        for chunk in range(self.spec.num_chunks):
+            if chunk not in self._stepped and self._can_step(step, chunk):
+                self._stepped[chunk] = self._step_chunk(step, chunk)
 
     @property
     def complete(self) -> bool:
-        """Whether `commit` may come: every replica wants it, and every chunk has been stepped."""
+        """Whether `commit` may come: every replica wants it, and every chunk can be replaced."""
         if len(self._decided.get(self.step, ())) < self.rule.num_replicas:
             return False
-        if self._verdicts[self.step].factor is None:
+        if self._decisions[self.step].factor is None:
             return True
-        return (
-            self._ledger(self.step).final
-            if self.rule.staleness
-            else len(self._stepped) == self.row.num_chunks
-        )
+        if self.rule.staleness:
+            return self._gradient(self.step).final
+        return len(self._stepped) == self.spec.num_chunks
 
-    def due(self) -> tuple[StepDecision, torch.Tensor]:
-        """The verdict and the mean gradient [N] of the step that `complete` speaks of: what a
-        journal writes down.
+    def completed_step(self) -> tuple[StepDecision, torch.Tensor]:
+        """The decision and the mean gradient [N] of the step that is `complete`: what a journal
+        writes down.
 
         Raises `NumericError` as `give` does.
         """
-        for chunk in range(
-            self.row.num_chunks if self._verdicts[self.step].factor is not None else 0
-        ):
-            self._check_finite(self.step, chunk)
-        return self._verdicts[self.step], self._ledger(self.step).average
+        decision = self._decisions[self.step]
+        if decision.factor is not None:
+            for chunk in range(self.spec.num_chunks):
+                self._check_finite(self.step, chunk)
+        return decision, self._gradient(self.step).average
 
     def commit(self) -> None:
-        """End the step under way. With staleness it is stepped here, for nobody has asked for its
-        chunks before.
+        """End the step in progress. With staleness it is stepped here: nobody has asked for its
+        chunks.
         """
-        verdict = self._verdicts[self.step]
-        if verdict.factor is not None:
-            for chunk in range(self.row.num_chunks):
+        decision = self._decisions[self.step]
+        if decision.factor is not None:
+            for chunk in range(self.spec.num_chunks):
                 if chunk not in self._stepped:
                     self._stepped[chunk] = self._step_chunk(self.step, chunk)
-            self.now, self._next = self._next, self.now
+            stepped = self._next
+            self._next = self.now
+            self.now = stepped
             self.num_updates += 1
-        self._left = self._stepped if self.rule.lossy_parameters else {}
+        self._last_sent = self._stepped if self.rule.lossy_parameters else {}
         self._stepped = {}
         self._forget(self.step)
         self.step += 1
 
-    def replay(self, verdict: StepDecision, average: torch.Tensor) -> None:
+    def replay(self, decision: StepDecision, average: torch.Tensor) -> None:
         """Take a step again from what a journal wrote down: the same bits."""
-        if verdict.factor is not None:
-            self._ledger(self.step).settle(average)
-        self._verdicts[self.step] = verdict
+        if decision.factor is not None:
+            self._gradient(self.step).set_average(average)
+        self._decisions[self.step] = decision
         self.commit()
 
     def _check_step(self, step: int, what: str) -> None:
-        """A worker is at the step under way, or takes what the last one left; with staleness,
+        """A worker is at the step in progress, or takes what the last one left; with staleness,
         within its bound.
         """
-        ahead = self.rule.staleness
-        if not self.step - 1 - ahead <= step <= self.step + ahead:
-            bound = f" and data_parallel.staleness is {ahead}" if ahead else ""
-            raise TransferError(
-                f"{what} step {step} came where step {self.step} is under way{bound}"
-            )
+        bound = self.rule.staleness
+        if self.step - 1 - bound <= step <= self.step + bound:
+            return
+        note = f" and data_parallel.staleness is {bound}" if bound else ""
+        raise TransferError(f"{what} step {step} came where step {self.step} is under way{note}")
 
     def _check_finite(self, step: int, chunk: int) -> None:
         if (step, chunk) in self._not_finite:
             raise NumericError(f"step {step}: {self._not_finite[step, chunk]} is not finite")
 
-    def _ledger(self, step: int) -> GradientSum:
-        if step not in self._ledgers:
-            average = self._spare.popleft() if self._spare else torch.zeros(self.row.length)
-            self._ledgers[step] = GradientSum(self.rule.num_replicas, self.row.num_chunks, average)
-        return self._ledgers[step]
+    def _gradient(self, step: int) -> GradientSum:
+        if step not in self._gradients:
+            average = self._spare.popleft() if self._spare else torch.zeros(self.spec.length)
+            gradient = GradientSum(self.rule.num_replicas, self.spec.num_chunks, average)
+            self._gradients[step] = gradient
+        return self._gradients[step]
 
     def _forget(self, step: int) -> None:
-        if step in self._ledgers:
-            self._spare.append(self._ledgers.pop(step).average)
-        self._verdicts.pop(step, None)
+        if step in self._gradients:
+            self._spare.append(self._gradients.pop(step).average)
+        self._decisions.pop(step, None)
         self._decided.pop(step, None)
-        self._not_finite = {key: who for key, who in self._not_finite.items() if key[0] > step}
+        later = {key: who for key, who in self._not_finite.items() if key[0] > step}
+        self._not_finite = later
+
+    def _committed_chunk(self, step: int, chunk: int) -> OutgoingChunk:
+        """As it went out to the others, if `step` was the last; else as it is now."""
+        if self.step == step + 1 and chunk in self._last_sent:
+            return OutgoingChunk(False, self._last_sent[chunk])
+        part = self.spec.chunk(chunk)
+        return OutgoingChunk(True, self.now.on_workers[part].clone())
 
     def _can_step(self, step: int, chunk: int) -> bool:
-        verdict = self._verdicts.get(step)
-        return (
-            verdict is not None
-            and verdict.factor is not None
-            and self._ledger(step).is_final(chunk)
-        )
+        decision = self._decisions.get(step)
+        if decision is None or decision.factor is None:
+            return False
+        return self._gradient(step).is_final(chunk)
 
     def _step_chunk(self, step: int, chunk: int) -> torch.Tensor:
         """Make the chunk's next values and moments; returns what goes out of it."""
-        verdict = self._verdicts[step]
-        part = self.row.chunk(chunk)
-        assert verdict.factor is not None
+        decision = self._decisions[step]
+        part = self.spec.chunk(chunk)
+        assert decision.factor is not None, "a skipped step changes no chunk"
         self._check_finite(step, chunk)
         self._next.copy(part, self.now)
-        gradient = self._ledger(step).average[part] * verdict.factor
-        self._adamw(self._next.of(part), part, gradient, verdict.learning_rate, self.num_updates)
+        gradient = self._gradient(step).average[part] * decision.factor
+        self._adamw(self._next.of(part), part, gradient, decision.learning_rate, self.num_updates)
         if not self.rule.lossy_parameters:
             return self._next.values[part]
-        held = self._held(self._next)[part]
+        # What rounding takes from this difference stays between `held` and `values`, and is in the
+        # next one.
+        held = self._next.on_workers[part]
         wire = self._codec.encode(self._next.values[part] - held)
         held += self._codec.decode(wire, TensorSpec.of(held))
         return wire
 
-    def _ahead(self, step: int, chunk: int) -> torch.Tensor:
-        """The chunk after `step` by what is in of the steps under way. All of them are a worker's
-        that asks for it.
+    def _look_ahead(self, step: int, chunk: int) -> torch.Tensor:
+        """The chunk after `step` by the gradients that are in of the steps in progress. The worker
+        that asks has pushed to all of them.
         """
-        part = self.row.chunk(chunk)
-        ahead = StageTensors(*(row.clone() for row in self.now.of(part).rows().values()))
+        part = self.spec.chunk(chunk)
+        vectors = self.now.of(part).by_name().values()
+        ahead = StageTensors(*(vector.clone() for vector in vectors))
         for later in range(self.step, step + 1):
             self._check_finite(later, chunk)
-            gradient = self._ledger(later).so_far(chunk, part)
-            rate = self._verdicts[later].learning_rate
-            self._adamw(ahead, part, gradient, rate, self.num_updates + later - self.step)
+            gradient = self._gradient(later).so_far(chunk, part)
+            rate = self._decisions[later].learning_rate
+            num_updates = self.num_updates + later - self.step
+            self._adamw(ahead, part, gradient, rate, num_updates)
         return ahead.values
 
     def _adamw(
         self,
-        state: StageTensors,
+        tensors: StageTensors,
         part: slice,
         gradient: torch.Tensor,
         learning_rate: float,
         num_updates: int,
     ) -> None:
-        """Step elements `part` of the row, which `state` and `gradient` hold."""
-        for elements, decay in self._decays(part):
+        """Step elements `part` of the stage, which `tensors` and `gradient` hold."""
+        for elements, weight_decay in self._decays(part):
             here = slice(elements.start - part.start, elements.stop - part.start)
-            values = state.values[here]
-            avg = state.exp_avg[here]
-            avg_sq = state.exp_avg_sq[here]
             adamw_step(
-                values,
+                tensors.values[here],
                 gradient[here],
-                avg,
-                avg_sq,
+                tensors.exp_avg[here],
+                tensors.exp_avg_sq[here],
                 num_updates,
                 self.rule.betas,
                 learning_rate,
-                decay,
+                weight_decay,
             )
 
     def _decays(self, part: slice) -> list[tuple[slice, float]]:
-        """Neighbours in the row that decay alike, together."""
+        """Runs of `part` that have one weight decay: elements and decay."""
         runs: list[tuple[slice, float]] = []
-        for index, elements in self.row.pieces(part):
-            decay = self.rule.weight_decay if self.row.parameters[index].decays else 0.0
-            if runs and runs[-1][1] == decay:
-                runs[-1] = slice(runs[-1][0].start, elements.stop), decay
-            else:
-                runs.append((elements, decay))
+        for index, elements in self.spec.pieces(part):
+            decays = self.spec.parameters[index].decays
+            weight_decay = self.rule.weight_decay if decays else 0.0
+            if runs and runs[-1][1] == weight_decay:
+                first, _ = runs.pop()
+                elements = slice(first.start, elements.stop)
+            runs.append((elements, weight_decay))
         return runs
-
-    def _held(self, state: StageTensors) -> torch.Tensor:
-        return state.values if state.held is None else state.held

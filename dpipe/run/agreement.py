@@ -1,6 +1,4 @@
-"""What keeps the replicas of a stage in agreement: the configured kind of data parallelism,
-built.
-"""
+"""Builds the configured kind of data parallelism for a rank, from `dataparallel/kinds.py`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,8 +30,10 @@ def data_parallel(
     servers: Servers | None = None,
     tied: Collection[str] = (),
 ) -> DataParallel:
-    """What the configuration asks for; `uncounted` names parameters that a norm counts on another
-    rank, `tied` the copies of a shared weight.
+    """The configured kind; with one replica, plain AdamW.
+
+    `uncounted` names parameters that another rank counts in the norm of the gradient, `tied` the
+    copies of a shared weight. `servers` is needed where the kind has a server.
     """
     train = config.train
     kind = config.data_parallel.active_kind
@@ -52,21 +52,21 @@ def data_parallel(
         tied=tied,
     )
     build = function_at(kind.builder)
-    agreement: DataParallel
+    built: DataParallel
     if kind.has_server:
         assert servers is not None, "the servers have been reached before a rank is built"
-        workers = {
-            stage: servers.worker(config, stage, here.dp_rank, here.rank) for stage in stages
+        accesses = {
+            stage: servers.access(config, stage, here.dp_rank, here.rank) for stage in stages
         }
-        agreement = build(setup, workers)
+        built = build(setup, accesses)
     else:
-        agreement = build(setup)
-    return agreement
+        built = build(setup)
+    return built
 
 
 @contextmanager
 def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[None]:
-    """`agreement` hears of an abort of the run, and leaves at its end."""
+    """Passes an abort of the run on to `agreement`, and lets it leave at the run's end."""
     coordinator.on_abort(agreement.fail)
     yield
     agreement.leave()
@@ -75,19 +75,19 @@ def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[Non
 def torch_group(
     config: Config, here: ParallelRanks, coordinator: Coordination, stages: Collection[Layers]
 ) -> TorchGroup:
-    """The group of this rank's column. Its first rank opens a store, and says where through the
-    coordinator.
+    """The torch.distributed group of this rank's DP group. Its first rank opens a store, and
+    shares the port through the coordinator. Raises `JoinError` where a rank has no address.
     """
     timeout_s = config.timeouts.transfer
     first = here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
-    store = open_store(host, 0, timeout_s, master=True) if here.dp_rank == 0 else None
-    port = 0 if store is None else store.port
-    ports = coordinator.share("torch group", port, timeout_s)
-    if store is None:
-        store = open_store(
-            _host(coordinator.addresses[first], first), ports[first], timeout_s, master=False
-        )
+    if here.dp_rank == 0:
+        store = open_store(host, 0, timeout_s, master=True)
+        coordinator.share("torch group", store.port, timeout_s)
+    else:
+        ports = coordinator.share("torch group", 0, timeout_s)
+        store_host = _host(coordinator.addresses[first], first)
+        store = open_store(store_host, ports[first], timeout_s, master=False)
     group = TorchGroup(
         store,
         here.dp_rank,
@@ -99,20 +99,25 @@ def torch_group(
         timeout_s=timeout_s,
     )
     coordinator.on_abort(group.fail)
-    if (
-        group.device.type == "cuda"
-    ):  # at its first use NCCL makes a communicator: not in a step, under other receives
-        most = max(sum(p.numel() for _, p in trained(stage)) for stage in stages)
-        piece = torch.zeros(min(most, config.data_parallel.chunk_bytes // 4), device=group.device)
-        group.average(piece, here.pp_rank, lambda piece: None)
+    if group.device.type == "cuda":
+        _warm_up(group, here.pp_rank, stages, config.data_parallel.chunk_bytes)
     return group
+
+
+def _warm_up(group: TorchGroup, pp_rank: int, stages: Collection[Layers], part_bytes: int) -> None:
+    """NCCL makes its communicator at its first use. In a step that would wait for receives in
+    progress, and they for it.
+    """
+    most = max(sum(p.numel() for _, p in trained(stage)) for stage in stages)
+    part = torch.zeros(min(most, part_bytes // 4), device=group.device)
+    group.average(part, pp_rank, lambda piece: None)
 
 
 def _host(address: str | None, rank: int) -> str:
     if address is None:
         raise JoinError(
             f'rank {rank} has node.advertise = "none": torch.distributed must reach it; set an '
-            "address, or leave "
-            "data_parallel.group out"
+            "address, or leave data_parallel.group out"
         )
-    return address.rpartition(":")[0]
+    host, _, _ = address.rpartition(":")
+    return host

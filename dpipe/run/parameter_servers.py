@@ -1,12 +1,12 @@
 """Where parameter servers live: embedded in ranks of replica 0, or processes of their own (`dpipe
 serve`).
 
-data_parallel.servers    embedded (no data_parallel.address)          by themselves
-one                      in rank 0, for all stages                    address = "host:port"
-per-stage                in each rank of replica 0, for its stages    address = ["host:port", ... one a stage]
+    data_parallel.servers   embedded (no data_parallel.address)        by themselves
+    one                     in rank 0, for all stages                  address = "host:port"
+    per-stage               in replica 0, each beside its stages       address = ["host:port", ...], by stage
 
-Where several ranks of a replica hold a stage together, each has its own part on the server, as a
-row of its own.
+With tensor parallelism each rank has its own part of a stage on the server; embedded, "per-stage",
+it hosts that part itself.
 """
 
 import logging
@@ -36,8 +36,9 @@ from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
-_LOOK_S = 1.0
-_MESSAGE_BYTES = 3 << 20  # of one chunk: it fits gRPC's limit whatever stands before it
+_POLL_S = 1.0
+# of one chunk: with its head it stays below gRPC's limit of 4 MiB
+_MESSAGE_BYTES = 3 << 20
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -47,21 +48,23 @@ class Servers:
     """Where the parameters of each stage are, and what this run is called there."""
 
     session: str
+    # HOST:PORT by stage
     addresses: tuple[str, ...]
     security: Security
-    part: int = 0  # which of a stage's parts this rank has
+    # this rank's tp_rank: which part of a stage it has
+    part: int = 0
 
-    def worker(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
+    def access(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
         return ServerAccess(
-            self.addresses[stage],
-            self.session,
-            replica,
-            rank,
-            self.security,
-            connections_of(config),
-            config.timeouts.connect,
-            config.timeouts.transfer,
-            self.part,
+            address=self.addresses[stage],
+            session=self.session,
+            replica=replica,
+            rank=rank,
+            security=self.security,
+            connections=connections_of(config),
+            connect_s=config.timeouts.connect,
+            timeout_s=config.timeouts.transfer,
+            part=self.part,
         )
 
 
@@ -79,54 +82,76 @@ def parameter_servers(
     Raises `JoinError` naming one that cannot be reached. One that is embedded here stays until all
     have left it.
     """
-    chosen = config.data_parallel
-    rank = coordinator.rank
-    if not chosen.active_kind.has_server:
+    if not config.data_parallel.active_kind.has_server:
         yield None
         return
-    embedded = not chosen.address
-    size = config.tensor_parallel.size
-    hosts = [
-        0 if chosen.servers == "one" else place * size + rank % size
-        for place in schedule.rank_of_stage
-    ]
-    server = ParameterServer(bind=bind, security=security) if embedded and rank in hosts else None
+    rank = coordinator.rank
+    hosts = _embedding_ranks(config, schedule, rank)
+    server = ParameterServer(bind=bind, security=security) if rank in hosts else None
     try:
-        told = {"session": secrets.token_hex(8), "port": None if server is None else server.port}
-        everybody = coordinator.share("parameter servers", told, config.timeouts.join)
-        if embedded:
-            addresses = tuple(
-                _beside(coordinator.addresses[host], everybody[host]["port"], host)
-                for host in hosts
-            )
-        else:
-            addresses = (
-                chosen.address if len(chosen.address) > 1 else chosen.address * schedule.num_stages
-            )
-        servers = Servers(everybody[0]["session"], addresses, security, rank % size)
-        for stage in {address: stage for stage, address in enumerate(addresses)}.values():
-            reach(servers.worker(config, stage, 0, rank))
+        servers = _exchange_addresses(config, schedule, coordinator, hosts, server, security)
+        # one call for each server, whatever stages it has
+        stages = {address: stage for stage, address in enumerate(servers.addresses)}
+        for stage in stages.values():
+            reach(servers.access(config, stage, 0, rank))
         yield servers
-        if server is not None and server.standing:  # nobody comes where no step was left to do
+        # Without a step nobody has come, and nobody will.
+        if server is not None and server.standing:
             server.wait_until_left(config.timeouts.transfer)
     finally:
         if server is not None:
             server.close()
 
 
-def _beside(links: str | None, port: int, rank: int) -> str:
-    """A server listens beside the links of its rank."""
-    if links is None:
+def _embedding_ranks(config: Config, schedule: Schedule, rank: int) -> list[int]:
+    """By stage, the rank that embeds the server of this rank's part of it; [] where servers are
+    processes of their own.
+    """
+    if config.data_parallel.address:
+        return []
+    if config.data_parallel.servers == "one":
+        return [0] * schedule.num_stages
+    size = config.tensor_parallel.size
+    tp_rank = rank % size
+    return [pp_rank * size + tp_rank for pp_rank in schedule.rank_of_stage]
+
+
+def _exchange_addresses(
+    config: Config,
+    schedule: Schedule,
+    coordinator: Coordination,
+    hosts: list[int],
+    server: ParameterServer | None,
+    security: Security,
+) -> Servers:
+    """All ranks say which server they embed; rank 0 names the run."""
+    port = None if server is None else server.port
+    mine = {"session": secrets.token_hex(8), "port": port}
+    everybody = coordinator.share("parameter servers", mine, config.timeouts.join)
+    addresses = config.data_parallel.address
+    if hosts:
+        listening = (coordinator.addresses[host] for host in hosts)
+        ports = (everybody[host]["port"] for host in hosts)
+        addresses = tuple(map(_beside, listening, ports, hosts))
+    elif len(addresses) == 1:
+        addresses *= schedule.num_stages
+    tp_rank = coordinator.rank % config.tensor_parallel.size
+    return Servers(everybody[0]["session"], addresses, security, tp_rank)
+
+
+def _beside(listening: str | None, port: int, rank: int) -> str:
+    """A server listens on the host where its rank does."""
+    if listening is None:
         raise ConfigError(
             f"rank {rank} would host a parameter server, but node.advertise is none there: nobody "
-            "can reach it; run "
-            "`dpipe serve` where all can, and set data_parallel.address"
+            "can reach it; run `dpipe serve` where all can, and set data_parallel.address"
         )
-    return f"{links.rpartition(':')[0]}:{port}"
+    host, _, _ = listening.rpartition(":")
+    return f"{host}:{port}"
 
 
 class FolderSnapshots:
-    """Checkpoints of one stage, in the engine's format."""
+    """`paramserver.journal.Snapshots`: checkpoints of one stage, as `store/checkpoint.py` has them."""
 
     def save(
         self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
@@ -146,8 +171,8 @@ class FolderSnapshots:
     def load(self, folder: Path) -> tuple[int, Tensors, Tensors, Mapping[str, Any]] | None:
         if checkpoint.latest(str(folder)) is None:
             return None
-        found = checkpoint.load(str(folder), lambda name: True)
-        return found.step, found.tensors, found.optimizer, found.state
+        loaded = checkpoint.load(str(folder), lambda name: True)
+        return loaded.step, loaded.tensors, loaded.optimizer, loaded.state
 
 
 def serve_parameters(
@@ -170,20 +195,18 @@ def serve_parameters(
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
     torch.set_num_threads(node.threads)
-    stopping = stop_on_signals("stopping; every step that workers were told of is kept")
+    stopping = stop_on_signals("stopping; every acknowledged step is kept")
     with _state_held(folder), stopping as wants_stop:
         server = ParameterServer(
             bind=host, port=port, security=security, folder=folder, snapshots=FolderSnapshots()
         )
         try:
-            kept = "".join(
-                f"; stage {stage} is at step {step}" for stage, step in server.standing.items()
-            )
-            say(f"parameter server at {host}:{server.port}, state in {folder}{kept}")
-            while not (wants_stop() or server.failure or server.wait_until_left(_LOOK_S)):
+            kept = [f"; stage {stage} is at step {step}" for stage, step in server.standing.items()]
+            say(f"parameter server at {host}:{server.port}, state in {folder}{''.join(kept)}")
+            while not (wants_stop() or server.failure or server.wait_until_left(_POLL_S)):
                 pass
         finally:
-            server.close()  # who waits for what failed has been told by then
+            server.close()
     if server.failure is not None:
         raise RunError(f"{server.failure}; start it again to go on") from server.failure
     say("stopped; start it again to go on" if wants_stop() else "all workers have left")
@@ -194,38 +217,40 @@ def _state_folder(config: Config, host: str, port: int) -> Path:
     the others' stages when it is started again, and wait for workers that never come to it.
     """
     folder = Path(config.run.folder) / "server"
-    return folder if config.data_parallel.servers == "one" else folder / f"{host}-{port}"
+    if config.data_parallel.servers == "one":
+        return folder
+    return folder / f"{host}-{port}"
 
 
 @contextmanager
 def _state_held(folder: Path) -> Iterator[None]:
-    """Two servers would remove each other's steps. What was made for one that cannot start is
-    removed again.
+    """Hold the lock of `folder`: two servers would remove each other's steps. The folders made for
+    one that cannot start are removed again.
     """
-    made = absent(folder)
+    created = absent(folder)
     lock = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; set another run.folder") from None
-    with held(
-        lock,
-        f"another parameter server has its state in {folder}; give this one a run.folder of its "
-        "own",
-    ):
+    taken = (
+        f"another parameter server has its state in {folder}; give this one a run.folder of its own"
+    )
+    with held(lock, taken):
         try:
             yield
         except InputError:
             lock.unlink(missing_ok=True)
-            for path in made:
-                with suppress(OSError):  # another server is in it
+            for path in created:
+                # It fails where another server has put something in it.
+                with suppress(OSError):
                     path.rmdir()
             raise
 
 
 def _bind(config: Config, bind: str | None) -> tuple[str, int]:
-    """Where to listen: as told, else on the port that workers look for."""
+    """Host and port to listen on: those of `bind`, else of the one address that workers call."""
     addresses = config.data_parallel.address
     if bind is None and len(addresses) != 1:
         raise ConfigError(

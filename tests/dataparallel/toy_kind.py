@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from dpipe.dataparallel.base import DataParallel, Moments, Report, Traffic
-from dpipe.dataparallel.kinds import KINDS, HeldRows, Kind
+from dpipe.dataparallel.kinds import KINDS, HeldVectors, Kind
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.dataparallel.single import Single
@@ -19,7 +19,7 @@ TOY = Kind(
     "toy",
     builder=f"{__name__}:build",
     pattern="all-reduce",
-    held=HeldRows(1),
+    held=HeldVectors(1),
     late_by=None,
 )
 

@@ -29,10 +29,10 @@ def in_order() -> torch.Tensor:
 
 
 def filled(order: list[tuple[int, int]]) -> GradientSum:
-    ledger, pushed = GradientSum(REPLICAS, ROW.num_chunks, torch.zeros(ROW.length)), gradients()
+    gradient, pushed = GradientSum(REPLICAS, ROW.num_chunks, torch.zeros(ROW.length)), gradients()
     for replica, chunk in order:
-        ledger.add(replica, chunk, ROW.chunk(chunk), pushed[replica][ROW.chunk(chunk)].clone())
-    return ledger
+        gradient.add(replica, chunk, ROW.chunk(chunk), pushed[replica][ROW.chunk(chunk)].clone())
+    return gradient
 
 
 def test_another_order_of_adding_would_show() -> None:
@@ -44,26 +44,26 @@ def test_another_order_of_adding_would_show() -> None:
 def test_mean_is_the_same_whatever_the_order_and_however_often(
     order: list[tuple[int, int]], again: list[tuple[int, int]]
 ) -> None:
-    ledger = filled([*order[:5], *again, *order[5:], *again])
-    assert ledger.final
-    assert torch.equal(ledger.average, in_order())
+    gradient = filled([*order[:5], *again, *order[5:], *again])
+    assert gradient.final
+    assert torch.equal(gradient.average, in_order())
 
 
 @given(st.sampled_from(PIECES))
 def test_chunk_is_final_only_when_every_replica_has_pushed_it(missing: tuple[int, int]) -> None:
-    ledger = filled([piece for piece in PIECES if piece != missing] * 2)
-    assert [ledger.is_final(chunk) for chunk in range(ROW.num_chunks)] == [
+    gradient = filled([piece for piece in PIECES if piece != missing] * 2)
+    assert [gradient.is_final(chunk) for chunk in range(ROW.num_chunks)] == [
         c != missing[1] for c in range(3)
     ]
-    assert not ledger.final
+    assert not gradient.final
 
 
 def test_settled_ledger_takes_no_more_pieces() -> None:
-    ledger = filled([])
-    ledger.settle(torch.ones(ROW.length))
-    ledger.add(0, 0, ROW.chunk(0), torch.zeros(4))
-    assert ledger.final
-    assert torch.equal(ledger.average, torch.ones(ROW.length))
+    gradient = filled([])
+    gradient.set_average(torch.ones(ROW.length))
+    gradient.add(0, 0, ROW.chunk(0), torch.zeros(4))
+    assert gradient.final
+    assert torch.equal(gradient.average, torch.ones(ROW.length))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,9 @@ def test_mean_so_far_is_of_the_pieces_that_are_in() -> None:
     """Early ones and those that were added alike, and all of them once the chunk is final."""
     here, pushed, order = ROW.chunk(1), gradients(), (2, 0, 1)
     for count in (1, 2, 3):
-        ledger = filled([(replica, 1) for replica in order[:count]])
-        assert [ledger.has(replica, 1) for replica in order] == [turn < count for turn in range(3)]
+        gradient = filled([(replica, 1) for replica in order[:count]])
+        assert [gradient.has(replica, 1) for replica in order] == [
+            turn < count for turn in range(3)
+        ]
         expected = torch.stack([pushed[replica][here] for replica in order[:count]]).mean(0)
-        torch.testing.assert_close(ledger.so_far(1, here), expected, rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(gradient.so_far(1, here), expected, rtol=1e-5, atol=1e-2)

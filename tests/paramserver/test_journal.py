@@ -43,7 +43,7 @@ class Memory:
 
 def begun(folder: Path, wire: str = "none") -> tuple[StageState, Journal, Memory]:
     rule = StepRule(ranks=(0,), weight_decay=0.1, betas=(0.9, 0.95), wire=wire)
-    master = StageState(
+    state = StageState(
         ROW,
         rule,
         StageTensors.zeros(ROW.length, lossy=rule.lossy_parameters),
@@ -52,27 +52,27 @@ def begun(folder: Path, wire: str = "none") -> tuple[StageState, Journal, Memory
     )
     snapshots = Memory()
     journal = Journal(folder, snapshots, "run 1")
-    journal.begin(master)
-    return master, journal, snapshots
+    journal.begin(state)
+    return state, journal, snapshots
 
 
-def step(master: StageState, journal: Journal | None, factor: float | None = 1.0) -> None:
-    number = master.step
+def step(state: StageState, journal: Journal | None, factor: float | None = 1.0) -> None:
+    number = state.step
     values = torch.randn(ROW.length, generator=torch.Generator().manual_seed(number))
     for chunk in range(ROW.num_chunks):
-        master.add(number, 0, chunk, values[ROW.chunk(chunk)])
-    master.decide(number, 0, StepDecision(1e-2, factor))
+        state.add(number, 0, chunk, values[ROW.chunk(chunk)])
+    state.decide(number, 0, StepDecision(1e-2, factor))
     for chunk in range(ROW.num_chunks if factor is not None else 0):
-        master.give(number, 0, chunk)
+        state.give(number, 0, chunk)
     if journal:
-        journal.settle()
-        journal.write(number, *master.due())
-        master.commit()
-        journal.committed(master)
+        journal.wait_for_snapshot()
+        journal.write(number, *state.completed_step())
+        state.commit()
+        journal.committed(state)
 
 
 def same(a: StageState, b: StageState) -> bool:
-    rows = zip(a.now.rows().values(), b.now.rows().values(), strict=True)
+    rows = zip(a.now.by_name().values(), b.now.by_name().values(), strict=True)
     return all(torch.equal(x, y) for x, y in rows) and (a.step, a.num_updates) == (
         b.step,
         b.num_updates,
@@ -84,29 +84,29 @@ def same(a: StageState, b: StageState) -> bool:
 def test_recovered_row_is_that_of_the_last_committed_step(
     steps: int, wire: str, tmp_path: Path
 ) -> None:
-    master, journal, snapshots = begun(tmp_path, wire)
+    state, journal, snapshots = begun(tmp_path, wire)
     for number in range(steps):
-        step(master, journal, None if number == 2 else 0.5)
-    journal.settle()
+        step(state, journal, None if number == 2 else 0.5)
+    journal.wait_for_snapshot()
     found = recover(tmp_path, snapshots)
     assert found is not None
-    assert same(found[0], master)
+    assert same(found[0], state)
     assert found[1].session == "run 1"
 
 
 def test_step_that_was_not_written_down_is_not_there_again(tmp_path: Path) -> None:
-    master, journal, snapshots = begun(tmp_path)
-    step(master, journal)
-    step(master, None)
+    state, journal, snapshots = begun(tmp_path)
+    step(state, journal)
+    step(state, None)
     found = recover(tmp_path, snapshots)
     assert found is not None
-    assert same(found[0], master)
-    assert master.step == 1
+    assert same(found[0], state)
+    assert state.step == 1
 
 
 def test_half_written_step_is_not_there_again(tmp_path: Path) -> None:
-    master, journal, snapshots = begun(tmp_path)
-    step(master, journal)
+    state, journal, snapshots = begun(tmp_path)
+    step(state, journal)
     (tmp_path / "average-00000001.tmp").write_bytes(b"half")
     found = recover(tmp_path, snapshots)
     assert found is not None
@@ -114,17 +114,17 @@ def test_half_written_step_is_not_there_again(tmp_path: Path) -> None:
 
 
 def test_snapshots_come_now_and_then_and_take_the_steps_before_them_away(tmp_path: Path) -> None:
-    master, journal, snapshots = begun(tmp_path)
+    state, journal, snapshots = begun(tmp_path)
     for _ in range(9):
-        step(master, journal)
-    journal.settle()
+        step(state, journal)
+    journal.wait_for_snapshot()
     assert snapshots.steps == [0, 8]
     assert [path.name for path in tmp_path.iterdir()] == ["average-00000008.safetensors"]
 
 
 def test_new_run_takes_the_folder_over(tmp_path: Path) -> None:
-    master, journal, _ = begun(tmp_path)
-    step(master, journal)
+    state, journal, _ = begun(tmp_path)
+    step(state, journal)
     second, _, snapshots = begun(tmp_path)
     found = recover(tmp_path, snapshots)
     assert found is not None
@@ -136,33 +136,33 @@ def test_empty_folder_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_damaged_step_is_named(tmp_path: Path) -> None:
-    master, journal, snapshots = begun(tmp_path)
-    step(master, journal)
+    state, journal, snapshots = begun(tmp_path)
+    step(state, journal)
     (tmp_path / "average-00000000.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"average-00000000\.safetensors is damaged"):
         recover(tmp_path, snapshots)
 
 
 def test_step_of_another_run_is_refused(tmp_path: Path) -> None:
-    master, journal, snapshots = begun(tmp_path)
-    step(master, journal)
+    state, journal, snapshots = begun(tmp_path)
+    step(state, journal)
     journal.session = "run 2"
-    journal.write(1, *two_steps_on(master))
+    journal.write(1, *two_steps_on(state))
     with pytest.raises(CheckpointError, match="another run"):
         recover(tmp_path, snapshots)
 
 
-def two_steps_on(master: StageState) -> tuple[StepDecision, torch.Tensor]:
-    step(master, None)
-    return master.due()
+def two_steps_on(state: StageState) -> tuple[StepDecision, torch.Tensor]:
+    step(state, None)
+    return state.completed_step()
 
 
 def test_step_without_room_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Started again, the server goes on behind the last step that it kept."""
-    master, kept, snapshots = begun(tmp_path)
-    step(master, kept)
+    state, kept, snapshots = begun(tmp_path)
+    step(state, kept)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -171,7 +171,7 @@ def test_step_without_room_is_named_with_what_to_do(
     with pytest.raises(
         RunError, match=r"cannot write .*average-00000001\S+: .*No space left .*server's machine"
     ):
-        step(master, kept)
+        step(state, kept)
     found = recover(tmp_path, snapshots)
     assert found is not None
     assert found[0].step == 1

@@ -10,10 +10,10 @@ from dpipe.paramserver.messages import (
     parse,
     piece,
     pieces_of,
-    row_and_rule,
-    rows_from,
+    spec_and_rule,
+    vectors_from,
     tensor_of,
-    values_spec,
+    chunk_spec,
 )
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.wire.message import framed
@@ -36,12 +36,12 @@ def test_piece_comes_out_as_it_went_in() -> None:
 
 def test_rows_come_out_as_they_went_in() -> None:
     rows = {"values": torch.randn(33), "exp_avg": torch.randn(33)}
-    again = rows_from(ROW, pieces_of(ROW, rows))
+    again = vectors_from(ROW, pieces_of(ROW, rows))
     assert all(torch.equal(rows[name], again[name]) for name in rows)
 
 
 def test_row_and_rule_come_out_as_they_went_in() -> None:
-    assert row_and_rule(attendance(ROW, RULE, 3, again=False)) == (ROW, RULE)
+    assert spec_and_rule(attendance(ROW, RULE, 3, again=False)) == (ROW, RULE)
 
 
 @pytest.mark.parametrize("body", [b"", b"123", b"12345"])
@@ -59,18 +59,18 @@ def test_bytes_that_are_no_piece_are_refused() -> None:
 
 def test_chunk_that_the_row_has_not_is_refused() -> None:
     with pytest.raises(TransferError, match="chunk 3 came of a row that has 3"):
-        values_spec(ROW, 3)
+        chunk_spec(ROW, 3)
 
 
 def test_row_of_another_name_is_refused() -> None:
     with pytest.raises(TransferError, match="a piece of a row 'secrets' came"):
-        rows_from(ROW, pieces_of(ROW, {"secrets": torch.zeros(33)}))
+        vectors_from(ROW, pieces_of(ROW, {"secrets": torch.zeros(33)}))
 
 
 def test_rows_that_end_too_early_are_refused() -> None:
     messages = list(pieces_of(ROW, {"values": torch.zeros(33)}))[:2]
     with pytest.raises(TransferError, match="missing, by row: {'values': 1}"):
-        rows_from(ROW, iter(messages))
+        vectors_from(ROW, iter(messages))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_rows_that_end_too_early_are_refused() -> None:
 )
 def test_text_that_describes_no_row_is_refused(told: Attendance) -> None:
     with pytest.raises(TransferError, match="describes no row"):
-        row_and_rule(told)
+        spec_and_rule(told)
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:

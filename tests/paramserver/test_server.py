@@ -130,7 +130,7 @@ def test_worker_that_dies_in_a_push_leaves_the_server_as_it_was(
     with pytest.raises(RunAborted, match="rank 1 was lost"):
         pull(survivor, 0)
     assert serving.standing == {0: 0}
-    after = serving._shelves[0, 0].master.now.rows()
+    after = serving._stages[0, 0].state.now.by_name()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -205,7 +205,7 @@ def test_rows_that_do_not_belong_are_refused(dial: Dial) -> None:
 
 def test_rows_of_somebody_who_has_not_attended_are_refused(dial: Dial) -> None:
     line = dial(0)
-    line._dial()
+    line._connect()
     with pytest.raises(TransferError, match="has not attended"):
         line._load(rows())
 
@@ -318,12 +318,12 @@ def test_failed_journal_ends_the_run_with_its_reason(
     lines = opened(dial)
 
     class Full:
-        def settle(self) -> None: ...
+        def wait_for_snapshot(self) -> None: ...
         def close(self) -> None: ...
         def write(self, step: int, verdict: StepDecision, average: torch.Tensor) -> None:
             raise RunError("No space left on device")
 
-    serving._shelves[0, 0]._journal = Full()  # type: ignore[assignment]
+    serving._stages[0, 0]._journal = Full()  # type: ignore[assignment]
     for replica, line in enumerate(lines):
         line.push(0, outbox(replica))
     with pytest.raises(
@@ -405,7 +405,7 @@ def test_row_without_values_is_kept_as_well(tmp_path: Path) -> None:
 
 def test_folder_needs_somebody_who_can_read_it(tmp_path: Path) -> None:
     (tmp_path / "stage-0").mkdir()
-    with pytest.raises(AssertionError, match="a folder needs"):
+    with pytest.raises(AssertionError, match="a folder goes with"):
         ParameterServer(folder=tmp_path)
 
 

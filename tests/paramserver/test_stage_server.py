@@ -25,7 +25,7 @@ class Caller:
 
 
 @pytest.fixture
-def shelf():
+def stage():
     rule = StepRule(ranks=(3,), weight_decay=0.1, betas=(0.9, 0.95))
     made = StageServer(
         Session("run", 0),
@@ -36,50 +36,50 @@ def shelf():
     made.close(RunAborted("the test is over"))
 
 
-def test_chunk_is_waited_for_until_it_is_final(shelf: StageServer) -> None:
+def test_chunk_is_waited_for_until_it_is_final(stage: StageServer) -> None:
     def push() -> None:
-        shelf.decide(0, 0, StepDecision(1e-2, 1.0))
-        shelf.add(0, 0, 0, torch.ones(4))
+        stage.decide(0, 0, StepDecision(1e-2, 1.0))
+        stage.add(0, 0, 0, torch.ones(4))
 
     threading.Timer(0.05, push).start()
-    assert (shelf.give(0, 0, 0, Caller(seconds=20)).wire < 0).all()
+    assert (stage.give(0, 0, 0, Caller(seconds=20)).wire < 0).all()
 
 
-def test_step_is_committed_when_all_of_it_has_gone_out(shelf: StageServer) -> None:
-    shelf.decide(0, 0, StepDecision(1e-2, 1.0))
+def test_step_is_committed_when_all_of_it_has_gone_out(stage: StageServer) -> None:
+    stage.decide(0, 0, StepDecision(1e-2, 1.0))
     for chunk in range(2):
-        shelf.add(0, 0, chunk, torch.ones(4))
-        shelf.give(0, 0, chunk, Caller())
-    assert shelf.committed(0, Caller(seconds=20)) == 1
+        stage.add(0, 0, chunk, torch.ones(4))
+        stage.give(0, 0, chunk, Caller())
+    assert stage.committed(0, Caller(seconds=20)) == 1
 
 
-def test_step_is_committed_when_its_chunks_went_out_before_a_restart(shelf: StageServer) -> None:
+def test_step_is_committed_when_its_chunks_went_out_before_a_restart(stage: StageServer) -> None:
     """A worker that has them all asks for none: it only waits for the commit, and must not wait for
     ever.
     """
-    shelf.decide(0, 0, StepDecision(1e-2, 1.0))
+    stage.decide(0, 0, StepDecision(1e-2, 1.0))
     for chunk in range(2):
-        shelf.add(0, 0, chunk, torch.ones(4))
-    assert shelf.committed(0, Caller(seconds=5)) == 1
-    assert (shelf.master.now.values < 0).all()
+        stage.add(0, 0, chunk, torch.ones(4))
+    assert stage.committed(0, Caller(seconds=5)) == 1
+    assert (stage.state.now.values < 0).all()
 
 
-def test_nobody_waits_for_a_caller_that_is_gone(shelf: StageServer) -> None:
+def test_nobody_waits_for_a_caller_that_is_gone(stage: StageServer) -> None:
     with pytest.raises(CallerGone):
-        shelf.give(0, 0, 0, Caller(active=False))
+        stage.give(0, 0, 0, Caller(active=False))
 
 
-def test_caller_hears_in_time_who_is_missing(shelf: StageServer) -> None:
+def test_caller_hears_in_time_who_is_missing(stage: StageServer) -> None:
     with pytest.raises(
         TransferTimeout,
         match="chunk 1 of step 0 of stage 0: nothing, or not all, has come from rank 3",
     ):
-        shelf.give(0, 0, 1, Caller(seconds=0.5))
+        stage.give(0, 0, 1, Caller(seconds=0.5))
 
 
-def test_closed_shelf_says_why_to_whoever_waits_or_comes(shelf: StageServer) -> None:
-    threading.Timer(0.05, lambda: shelf.close(RunAborted("taken over"))).start()
+def test_closed_shelf_says_why_to_whoever_waits_or_comes(stage: StageServer) -> None:
+    threading.Timer(0.05, lambda: stage.close(RunAborted("taken over"))).start()
     with pytest.raises(RunAborted, match="taken over"):
-        shelf.norms(0, Caller())
+        stage.norms(0, Caller())
     with pytest.raises(RunAborted, match="taken over"):
-        shelf.add(0, 0, 0, torch.ones(4))
+        stage.add(0, 0, 0, torch.ones(4))

@@ -30,7 +30,7 @@ def normal(seed: int, length: int = ROW.length) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed))
 
 
-def master(**rule: object) -> StageState:
+def state(**rule: object) -> StageState:
     made = replace(RULE, **rule)  # type: ignore[arg-type]
     state = StageTensors.zeros(ROW.length, lossy=made.lossy_parameters)
     state.values += normal(0)
@@ -69,7 +69,7 @@ def one_step(of: StageState, step: int, verdict: StepDecision = GO) -> list[torc
 
 
 def rows(of: StageState) -> list[torch.Tensor]:
-    return [row.clone() for row in of.now.rows().values()]
+    return [row.clone() for row in of.now.by_name().values()]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -102,7 +102,7 @@ def torch_adamw(steps: int, factor: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 def test_steps_are_those_of_torch_adamw_to_the_last_bit(factor: float) -> None:
-    served = master()
+    served = state()
     for step in range(3):
         one_step(served, step, StepDecision(1e-2, factor))
     assert torch.equal(served.now.values, torch_adamw(3, factor))
@@ -116,7 +116,7 @@ def test_steps_are_those_of_torch_adamw_to_the_last_bit(factor: float) -> None:
 def test_order_repetition_and_time_of_the_verdict_change_no_bit(
     order: list[tuple[int, int]], again: list[tuple[int, int]], decided_after: int
 ) -> None:
-    plain, shuffled = master(), master()
+    plain, shuffled = state(), state()
     one_step(plain, 0)
     for turn, (replica, chunk) in enumerate([*order, *again]):
         if turn == decided_after:
@@ -130,7 +130,7 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
 
 
 def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
-    served = master()
+    served = state()
     decide(served, 0, GO)
     push(served, 0, 0)
     push(served, 0, 1, range(1))
@@ -143,7 +143,7 @@ def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
 
 
 def test_push_that_ends_in_the_middle_changes_nothing() -> None:
-    served = master()
+    served = state()
     before = rows(served)
     decide(served, 0, GO)
     push(served, 0, 0)
@@ -154,7 +154,7 @@ def test_push_that_ends_in_the_middle_changes_nothing() -> None:
 
 
 def test_skipped_step_changes_no_parameter() -> None:
-    served = master()
+    served = state()
     before = rows(served)
     decide(served, 0, StepDecision(1e-2, None))
     assert served.complete
@@ -166,7 +166,7 @@ def test_skipped_step_changes_no_parameter() -> None:
 
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8"])
 def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
-    served, worker = master(wire=wire), normal(0)
+    served, worker = state(wire=wire), normal(0)
     for step in range(3):
         push(served, step, 0)
         push(served, step, 1)
@@ -185,7 +185,7 @@ def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
 
 
 def test_rounded_differences_do_not_add_up() -> None:
-    served = master(wire="int8")
+    served = state(wire="int8")
     for step in range(20):
         one_step(served, step)
     assert served.now.held is not None
@@ -196,14 +196,14 @@ def test_rounded_differences_do_not_add_up() -> None:
 
 
 def test_replayed_steps_are_the_same_to_the_last_bit() -> None:
-    lived, replayed = master(wire="int8"), master(wire="int8")
+    lived, replayed = state(wire="int8"), state(wire="int8")
     for step, verdict in enumerate([GO, StepDecision(1e-2, None), StepDecision(5e-3, 0.3)]):
         push(lived, step, 0)
         push(lived, step, 1)
         decide(lived, step, verdict)
         if verdict.factor is not None:
             take(lived, step)
-        written, average = lived.due()
+        written, average = lived.completed_step()
         average = average.clone()
         lived.commit()
         replayed.replay(written, average)
@@ -212,11 +212,11 @@ def test_replayed_steps_are_the_same_to_the_last_bit() -> None:
 
 
 def test_committed_chunks_go_out_again_and_whole_where_the_differences_are_gone() -> None:
-    lived = master(wire="bf16")
+    lived = state(wire="bf16")
     sent = one_step(lived, 0)
     assert equal(take(lived, 0), sent)
     restarted = StageState(
-        lived.row, lived.rule, lived.now, step=lived.step, num_updates=lived.num_updates
+        lived.spec, lived.rule, lived.now, step=lived.step, num_updates=lived.num_updates
     )
     again = restarted.give(0, 0, 1)
     assert again is not None
@@ -226,7 +226,7 @@ def test_committed_chunks_go_out_again_and_whole_where_the_differences_are_gone(
 
 
 def test_norms_are_the_mean_gradients_and_count_no_copy() -> None:
-    served = master()
+    served = state()
     push(served, 0, 0)
     push(served, 0, 1)
     mean = ((gradient(0, 0) + gradient(0, 1)) / 2).double()
@@ -234,14 +234,14 @@ def test_norms_are_the_mean_gradients_and_count_no_copy() -> None:
 
 
 def test_norms_of_a_step_that_is_not_final_are_refused() -> None:
-    served = master()
+    served = state()
     push(served, 0, 0)
     with pytest.raises(TransferError, match="norms of step 0"):
         served.norms(0)
 
 
 def test_infinite_gradient_stops_the_step_and_is_named() -> None:
-    served = master()
+    served = state()
     before = rows(served)
     bad = gradient(0, 1)
     bad[303] = float("inf")
@@ -261,18 +261,18 @@ def test_wrong_step_is_refused(step: int) -> None:
     with pytest.raises(
         TransferError, match=f"gradient of step {step} came where step 0 is under way"
     ):
-        push(master(), step, 1)
+        push(state(), step, 1)
 
 
 def test_replicas_that_disagree_are_told() -> None:
-    served = master()
+    served = state()
     served.decide(0, 0, GO)
     with pytest.raises(TransferError, match="replica 1 decided step 0 as"):
         served.decide(0, 1, StepDecision(1e-2, 0.5))
 
 
 def test_step_is_complete_only_when_every_replica_wants_it() -> None:
-    served = master()
+    served = state()
     push(served, 0, 0)
     push(served, 0, 1)
     served.decide(0, 1, GO)
@@ -284,7 +284,7 @@ def test_step_is_complete_only_when_every_replica_wants_it() -> None:
 
 
 def test_rank_that_has_not_pushed_all_of_it_is_missing() -> None:
-    served = master()
+    served = state()
     push(served, 0, 0)
     push(served, 0, 1, range(2))
     assert served.missing() == [4]
@@ -296,7 +296,7 @@ def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> Non
     replica 0   0 1 2 |         pushes ahead, and has parameters before the slowest has pushed anything
     replica 1   0               until the bound
     """
-    served = master(staleness=staleness)
+    served = state(staleness=staleness)
     for step in range(staleness + 1):
         push(served, step, 0)
         decide(served, step, GO)
@@ -310,7 +310,7 @@ def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> Non
 
 
 def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
-    served = master(staleness=2)
+    served = state(staleness=2)
     for step in range(3):
         push(served, step, 0)
         decide(served, step, GO)
@@ -322,7 +322,7 @@ def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
 
 def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
     """The other replica has pushed nothing: what is in of two steps under way is this one's."""
-    served, alone = master(staleness=2), master(ranks=(0,))
+    served, alone = state(staleness=2), state(ranks=(0,))
     for step in range(2):
         push(served, step, 0)
         served.decide(step, 0, GO)
@@ -331,11 +331,11 @@ def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
         expected = take(alone, step)
         alone.commit()
         assert equal(take(served, step), expected)
-    assert equal(rows(served), rows(master(staleness=2)))
+    assert equal(rows(served), rows(state(staleness=2)))
 
 
 def test_stale_worker_gets_the_mean_where_all_of_it_is_in() -> None:
-    served, prompt = master(staleness=1), master()
+    served, prompt = state(staleness=1), state()
     for of in (served, prompt):
         push(of, 0, 0)
         push(of, 0, 1)
@@ -344,7 +344,7 @@ def test_stale_worker_gets_the_mean_where_all_of_it_is_in() -> None:
 
 
 def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
-    served = master(staleness=1)
+    served = state(staleness=1)
     push(served, 0, 0, range(1))
     served.decide(0, 0, GO)
     assert [served.give(0, 0, chunk) is not None for chunk in range(ROW.num_chunks)] == [
@@ -355,7 +355,7 @@ def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
 
 
 def test_stale_worker_is_told_of_an_infinite_gradient() -> None:
-    served = master(staleness=1)
+    served = state(staleness=1)
     served.add(0, 0, 0, torch.full((128,), torch.inf))
     served.decide(0, 0, GO)
     with pytest.raises(NumericError, match="layers.0.weight on rank 0"):

@@ -291,11 +291,12 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
     """As one process learns; replicas to the last bit alike, and so what every rank of a stage has
     whole.
     """
-    rows: dict[tuple[int, int], _StageWorker] = {}
+    workers: dict[tuple[int, int], _StageWorker] = {}
 
-    def leave(column: _StageWorker) -> None:
-        rows[column.line._worker.replica, column.line._worker.part] = column
-        plain(column)
+    def leave(worker: _StageWorker) -> None:
+        access = worker.client._access
+        workers[access.replica, access.part] = worker
+        plain(worker)
 
     plain = _StageWorker.leave
     monkeypatch.setattr(_StageWorker, "leave", leave)
@@ -311,10 +312,14 @@ def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
         assert run.result(240) == pytest.approx(alone, rel=1e-5)
     assert second.standing == {0: 6}
     for part in (0, 1):
-        assert torch.equal(rows[0, part]._values, rows[1, part]._values)
+        assert torch.equal(workers[0, part]._values, workers[1, part]._values)
     norms = [
-        [row._row.view(row._values, i) for i, n in enumerate(row._row.names) if "norm" in n]
-        for row in rows.values()
+        [
+            worker._flat.view(worker._values, index)
+            for index, name in enumerate(worker._flat.names)
+            if "norm" in name
+        ]
+        for worker in workers.values()
     ]
     assert all(
         torch.equal(a, b) for of_rank in norms[1:] for a, b in zip(norms[0], of_rank, strict=True)
@@ -392,7 +397,7 @@ def test_worker_that_fails_in_the_middle_of_a_push_stops_the_others_and_is_named
 
     def chunks(line: StageClient, step: int, connection: int) -> Iterator[bytes]:
         for number, message in enumerate(plain(line, step, connection)):
-            if (line._worker.rank, step, number) == (1, 2, 1):
+            if (line._access.rank, step, number) == (1, 2, 1):
                 failed_at.append(time.monotonic())
                 raise OSError("the machine is gone")
             yield message
