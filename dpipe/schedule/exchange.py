@@ -1,21 +1,23 @@
-"""An `Exchange`: what the replicas of one stage send each other until they agree, in order, as
-data.
+"""An `Exchange`: what the replicas of one stage send each other in a step, in order, as data.
 
 A schedule is that of one pipeline; its REDUCE_GRAD and STEP stand for an exchange with the same
 stage of the other replicas. The gradient of a stage is cut by owner (who adds up that share of it)
 and each share into parts, so that parts follow each other through the exchange. Three replicas, one
 part, each sending in this order (`draw()`):
 
-    direct            0 | reduce 0 of 1 -> 1   reduce 0 of 2 -> 2   gather 0 of 0 -> 1   gather 0 of 0 -> 2
-                      1 | reduce 0 of 2 -> 2   reduce 0 of 0 -> 0   gather 0 of 1 -> 2   gather 0 of 1 -> 0
-                      2 | reduce 0 of 0 -> 0   reduce 0 of 1 -> 1   gather 0 of 2 -> 0   gather 0 of 2 -> 1
-    parameter_server  0 | reduce 0 of 3 -> 3
-                      1 | reduce 0 of 3 -> 3
-                      2 | reduce 0 of 3 -> 3
-                      3 | gather 0 of 3 -> 0   gather 0 of 3 -> 1   gather 0 of 3 -> 2
-    chain             0 | gather 0 of 0 -> 1
-                      1 | reduce 0 of 0 -> 0   gather 0 of 0 -> 2
-                      2 | reduce 0 of 0 -> 1
+    direct
+        0 | reduce 0 of 1 -> 1   reduce 0 of 2 -> 2   gather 0 of 0 -> 1   gather 0 of 0 -> 2
+        1 | reduce 0 of 2 -> 2   reduce 0 of 0 -> 0   gather 0 of 1 -> 2   gather 0 of 1 -> 0
+        2 | reduce 0 of 0 -> 0   reduce 0 of 1 -> 1   gather 0 of 2 -> 0   gather 0 of 2 -> 1
+    parameter_server
+        0 | reduce 0 of 3 -> 3
+        1 | reduce 0 of 3 -> 3
+        2 | reduce 0 of 3 -> 3
+        3 | gather 0 of 3 -> 0   gather 0 of 3 -> 1   gather 0 of 3 -> 2
+    chain
+        0 | gather 0 of 0 -> 1
+        1 | reduce 0 of 0 -> 0   gather 0 of 0 -> 2
+        2 | reduce 0 of 0 -> 1
 
 An end is a replica, or the server, which comes after the last one. It sends in its order, each
 message as soon as what it `requires()` has come: the one statement of dependence, for
@@ -105,8 +107,9 @@ class Exchange:
     def requires(self, message: Message) -> tuple[Message, ...]:
         """What must have come to the source of `message` before it may be sent:
 
-            REDUCE   the same part from those who passed it on to this end to add to (chain)
-            GATHER   the same part from those who contribute to it here, and from who has it whole (chain)
+            REDUCE   the same part from the end before, which passes it on to be added to (chain)
+            GATHER   the same part from those who contribute to it here, and from who has it whole
+                     (chain)
 
         With a `barrier` an owner waits for every part; a `stale` server for that of who gets the
         answer alone. What the source itself contributes is not a message.
