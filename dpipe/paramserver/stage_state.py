@@ -2,9 +2,9 @@
 the step in progress.
 
     add()      chunks of the gradient come in and are averaged, each by itself
-    decide()   the workers' decision: what the gradient is multiplied by, or that the step is skipped
+    decide()   the workers' decision: the factor of the gradient, or that the step is skipped
     give()     a chunk whose mean is final and decided is stepped, beside the old one, and goes out
-    commit()   all chunks have been stepped: the new ones replace the old ones, at once or not at all
+    commit()   all chunks have been stepped: the new ones replace the old ones, all or none
 
               step 7 in progress                       committed: step 8
     now   [ old | old | old | old ]     swap           [ new | new | new | new ]
@@ -98,7 +98,13 @@ class StageState:
     """See above. `step` is the one that comes next: all before it are committed."""
 
     def __init__(
-        self, spec: FlatSpec, rule: StepRule, tensors: StageTensors, *, step: int, num_updates: int
+        self,
+        spec: FlatSpec,
+        rule: StepRule,
+        tensors: StageTensors,
+        *,
+        step: int,
+        num_updates: int,
     ) -> None:
         self.spec = spec
         self.rule = rule
@@ -121,7 +127,13 @@ class StageState:
         # memory of gradients that are done with
         self._spare: deque[torch.Tensor] = deque()
 
-    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        values: torch.Tensor,
+    ) -> None:
         """Take a replica's chunk of the gradient. One of a committed step, or one that is in
         already, changes nothing.
 
@@ -171,7 +183,12 @@ class StageState:
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+    def decide(
+        self,
+        step: int,
+        replica: int,
+        decision: StepDecision,
+    ) -> None:
         """Take the decision as a worker brings it: all have the same. Raises `TransferError` where
         one differs.
         """
@@ -185,7 +202,12 @@ class StageState:
             )
         self._decided.setdefault(step, set()).add(replica)
 
-    def give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
+    def give(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+    ) -> OutgoingChunk | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing
         for it.
 
