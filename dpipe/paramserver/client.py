@@ -225,7 +225,9 @@ class StageClient:
 
     def close(self) -> None:
         self.fail(
-            RunAborted(f"rank {self._access.rank} has closed its line to the parameter server")
+            RunAborted(
+                f"rank {self._access.rank} has closed its connection to the parameter server"
+            )
         )
         for channel in self._channels:
             channel.close()

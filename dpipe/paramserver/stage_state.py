@@ -171,7 +171,7 @@ class StageState:
         """
         if step != self.step or not self.is_final(step):
             raise TransferError(
-                f"the norms of step {step} were asked for where step {self.step} is under way"
+                f"the norms of step {step} were asked for where step {self.step} is in progress"
             )
         average = self._gradient(step).average
         squares: dict[int, float] = {}
@@ -192,7 +192,7 @@ class StageState:
         """Take the decision as a worker brings it: all have the same. Raises `TransferError` where
         one differs.
         """
-        self._check_step(step, f"replica {replica}'s verdict on")
+        self._check_step(step, f"replica {replica}'s decision on")
         if step < self.step:
             return
         known = self._decisions.setdefault(step, decision)
@@ -296,7 +296,7 @@ class StageState:
         if self.step - 1 - bound <= step <= self.step + bound:
             return
         note = f" and data_parallel.staleness is {bound}" if bound else ""
-        raise TransferError(f"{what} step {step} came where step {self.step} is under way{note}")
+        raise TransferError(f"{what} step {step} came where step {self.step} is in progress{note}")
 
     def _check_finite(self, step: int, chunk: int) -> None:
         if (step, chunk) in self._not_finite:
