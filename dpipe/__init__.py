@@ -7,7 +7,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     composition   run            a configuration becomes ranks that train
     training      engine         the loop: executor, recorder, update, trainer
                   report         metrics, what a person sees, the trace of a run
-                  plan           before a run: what it takes and holds, where to cut the model
+                  plan           before a run: what it takes, where to cut the model
+                  memory         what each rank will hold
                   data           texts, tokens, batches
                   store          checkpoints and the folder of a run
     specialists   timeline       when a step's actions happen, predicted or measured

@@ -1,13 +1,15 @@
-"""The exception tree: what the user can mend before a run, and what ends a run.
+"""The exceptions: what the user can mend before a run, and what ends a run.
 
 DpipeError
-├── InputError            what was given cannot work; exit code 2, nothing was written
+├── InputError            the input cannot work; exit code 2, nothing was written
 │   ├── ConfigError       an unknown key, a value out of range, sizes that do not fit each other
-│   ├── ScheduleError     a plan that is incomplete, out of order, or cannot make progress
+│   ├── ScheduleError     a schedule that is incomplete, out of order, or cannot make progress
 │   ├── ProfileError      a network profile that cannot be read
-│   ├── DataError         text that is missing, too short or not UTF-8; a tokenizer that does not fit
+│   ├── DataError         text that is missing, too short or not UTF-8; a tokenizer that cannot be
+│   │                     used with it
 │   ├── CheckpointError   a checkpoint that is missing, partial or corrupt
-│   └── JoinError         the ranks cannot meet: port in use, nobody there, wrong token, other configuration
+│   └── JoinError         the ranks cannot connect: port in use, nobody there, wrong token, or
+│                         another configuration
 └── RunError              a run that had started cannot go on; exit code 1
     ├── PeerLost          the other end of a link is gone
     ├── TransferError     what arrived is not what this end expects: tag, shape, number of bytes
@@ -24,7 +26,7 @@ class DpipeError(Exception):
 
 
 class InputError(DpipeError):
-    """What the user gave cannot work; the message says what to change."""
+    """The user's input cannot work; the message says what to change."""
 
     exit_code = 2
 

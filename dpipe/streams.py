@@ -1,12 +1,11 @@
-"""Where work is queued on a device, and points in it that others wait for: CUDA streams and events,
-or stand-ins.
+"""CUDA streams and events, or their stand-ins on a CPU.
 
-    compute   --[1F4]--*--[1B2]------------------.--[1F5]--      the caller's own stream
-    send      ---------'--wait--[1SEND_F4]--*    |               encoding, and on the way to the host
-    receive   --[1RECV_F5]--*--------------------'--wait         from the host                     * a mark
+    compute   --[1F4]--*--[1B2]------------------.--[1F5]--   the caller's own stream
+    send      ---------'--wait--[1SEND_F4]--*    |            encoding, copies to the host
+    receive   --[1RECV_F5]--*--------------------'--wait      copies from the host          * a mark
 
-The host queues and moves on. `mark()` is a point in the current stream, behind all that was queued
-there; `wait(mark)` lets what the current stream is given next run behind it. Neither blocks the
+The host queues work and goes on. `mark()` is a point in the current stream, behind all that is
+queued there; `wait(mark)` lets work that is queued from then on run behind it. Neither blocks the
 host; `block` does, and has a deadline.
 
 On a CPU a stream is the program itself: what is queued has run, a mark is the time, and there is
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 LOG = logging.getLogger(__name__)
-_POLL_S = 20e-6
+_POLL_S = 20e-6  # of `block`: at first, then twice as long each time
 _POLL_MAX_S = 1e-3
 _NOTHING = nullcontext()
 
@@ -31,7 +30,7 @@ Mark = Any  # the time in nanoseconds on a CPU, an event on a GPU: `Streams` alo
 
 
 class Streams(Protocol):
-    """The streams of one device. What is not said to be safe from any thread is for one thread."""
+    """The streams of one device. Used by one thread, but for methods that say "from any thread"."""
 
     device: torch.device
 
@@ -39,48 +38,44 @@ class Streams(Protocol):
         """A point in the current stream. From any thread."""
 
     def wait(self, mark: Mark) -> None:
-        """Let what the current stream is given next run behind `mark`; the host goes on. From any
+        """Let work queued from here on, on the current stream, run behind `mark`. From any
         thread.
         """
 
     def done(self, mark: Mark) -> bool:
-        """Whether the device has come to `mark`. From any thread."""
+        """Whether the device has reached `mark`. From any thread."""
 
     def block(self, mark: Mark, timeout_s: float) -> None:
-        """Wait on the host for the device to come to `mark`; raises `TimeoutError`. From any
+        """Wait on the host for the device to reach `mark`; raises `TimeoutError`. From any
         thread.
         """
 
     def sending(
         self, after: Mark, tensors: Iterable[torch.Tensor]
     ) -> AbstractContextManager[object]:
-        """What is queued inside goes on the send stream, behind `after`, and may read `tensors`,
-        which may be freed.
+        """Inside, work goes to the send stream, behind `after`. It may read `tensors` even if the
+        caller frees them meanwhile.
         """
 
     def receiving(self) -> AbstractContextManager[object]:
-        """What is queued inside goes on the receive stream. From any thread."""
+        """Inside, work goes to the receive stream. From any thread."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses `tensor`, made on another: its memory is not reused before that
-        is over.
+        """The current stream uses `tensor`, made on another: do not reuse its memory before
+        then.
         """
 
     def catch_up(self) -> None:
-        """Wait on the host for the current stream: once a step, when all of it is queued."""
+        """Wait on the host for the current stream; once a step, when all of it is queued."""
 
     def ns(self, mark: Mark) -> int:
-        """When the device came to `mark`, on `time.perf_counter_ns`. It must have."""
+        """When the device reached `mark`, by `time.perf_counter_ns`; it must have reached it."""
 
     def peak_bytes(self) -> int | None:
-        """The most device memory that tensors have taken so far; None where that is the process's
-        own memory.
-        """
+        """The most device memory that tensors have taken so far; None on a CPU."""
 
     def use_percent(self) -> int | None:
-        """The share of the last second or less in which the GPU was busy, as nvidia-smi says; None
-        where unknown.
-        """
+        """How busy the GPU was in the last second or less, as in nvidia-smi; None if unknown."""
 
 
 class HostStreams:
@@ -124,16 +119,16 @@ class HostStreams:
 
 @dataclass(frozen=True)
 class _Anchor:
-    """An event and the time on the host at which it was seen to be over."""
+    """An event, and the host's time at which it was seen to have passed."""
 
     event: Any
     ns: int
 
 
 class CudaStreams:
-    """A GPU. Make it in the thread that computes: its current stream is the compute stream.
+    """A GPU. Construct it in the thread that computes: its current stream is the compute stream.
 
-    `cuda` is `torch.cuda`, or in tests what stands in for it.
+    `cuda` is `torch.cuda`, or a fake of it in tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -149,13 +144,13 @@ class CudaStreams:
     def catch_up(self) -> None:
         event = self.mark()
         event.synchronize()
-        # Anew each time, because between events far apart the device's clock is coarse: a float of
-        # milliseconds.
+        # A new anchor each step: the time between two events is a float of milliseconds, which is
+        # coarse between events far apart.
         self._anchor = _Anchor(event, time.perf_counter_ns())
 
     @property
     def gpu(self) -> str:
-        """What no other GPU in the world is called."""
+        """The GPU's UUID."""
         return str(self._cuda.get_device_properties(self.device).uuid)
 
     def stream(self) -> Any:
@@ -163,9 +158,7 @@ class CudaStreams:
         return self._cuda.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """What is queued inside goes on `stream`, and its device is current: threads begin on the
-        first one.
-        """
+        """Inside, work goes to `stream` and its device is current; a new thread starts on GPU 0."""
         context: AbstractContextManager[object] = self._cuda.stream(stream)
         return context
 
@@ -181,13 +174,13 @@ class CudaStreams:
         return bool(mark.query())
 
     def block(self, mark: Mark, timeout_s: float) -> None:
-        # Not `synchronize`, which no deadline ends. Sleeping leaves the interpreter to the threads
+        # Not `synchronize`, which has no deadline. Sleeping leaves the interpreter to the threads
         # that move bytes.
         deadline = time.monotonic() + timeout_s
         pause_s = _POLL_S
         while not mark.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the device has not come to an event within {timeout_s:g} s")
+                raise TimeoutError(f"the device has not reached an event within {timeout_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
 
@@ -207,9 +200,8 @@ class CudaStreams:
         tensor.record_stream(self._cuda.current_stream(self.device))
 
     def ns(self, mark: Mark) -> int:
-        # Asked both ways, because CUDA does not promise a negative time for an event that was
-        # first.
-        anchor = self._anchor  # once: the thread that computes may take another meanwhile
+        # Asked both ways: CUDA does not promise a negative time where `mark` came first.
+        anchor = self._anchor  # read once: the computing thread may replace it meanwhile
         since_ms = anchor.event.elapsed_time(mark)
         if since_ms <= 0:
             since_ms = -mark.elapsed_time(anchor.event)
@@ -222,9 +214,8 @@ class CudaStreams:
         if self._tells_use:
             try:
                 return int(self._cuda.utilization(self.device))
-            except (
-                Exception
-            ) as error:  # no nvidia-ml-py, or a driver that keeps it to itself: NVML's own kinds
+            # NVML raises kinds of its own: no nvidia-ml-py, or a driver that does not say.
+            except Exception as error:
                 self._tells_use = False
                 LOG.warning("the use of %s is not reported: %s", self.device, error)
         return None
@@ -240,7 +231,7 @@ def streams_of(device: torch.device | str) -> Streams:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`, for the current stream; the host does not wait for a GPU."""
+    """`tensor` on `device`, for use on the current stream; the host does not wait for a GPU."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

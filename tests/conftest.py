@@ -1,5 +1,6 @@
 """Fixtures and switches of all tests."""
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -29,6 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Accept what the tests see as the golden files.",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """scripts/test finds the files of these marks by their text, and collects no others for them."""
+    text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
+    for item in items:
+        for mark in ("alone", "lab", "gpu", "stand_in"):
+            if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
+                raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

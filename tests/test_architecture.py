@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
-    "plan": BELOW_MEETING | {"data", "store"},
+    "memory": BELOW_MEETING | {"data"},
+    "plan": BELOW_MEETING | {"data", "store", "memory"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "run": BELOW_MEETING | {"data", "store", "plan", "report", "engine"},
@@ -60,6 +61,7 @@ WITHOUT_TORCH = (
     "config/",
     "dataparallel/kinds.py",
     "errors.py",
+    "memory/",
     "network/",
     "ranks.py",
     "stage/families.py",

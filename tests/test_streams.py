@@ -49,7 +49,7 @@ def test_receive_stream_does_not_wait_for_the_send_stream() -> None:
 
 def test_waiting_on_the_host_ends_at_its_deadline() -> None:
     streams = ThreadedStreams(FakeCuda())
-    with pytest.raises(TimeoutError, match=r"not come to an event within 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"not reached an event within 0\.05 s"):
         streams.block(streams._cuda.Event(enable_timing=True), 0.05)
 
 

@@ -17,7 +17,7 @@ from dpipe.run.environment import set_up_grpc
 
 
 class _Commands(click.Group):
-    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for a
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can fix, 1 for a
     run that failed.
     """
 

@@ -34,7 +34,11 @@ from dpipe.ranks import ParallelRanks
 
 
 class Config(Section):
-    """Every setting of a run, by section; what the sections say fits together."""
+    """Every setting of a run, by section, such as `config.train.steps`.
+
+    It is frozen, and its sections fit together: making one raises `pydantic.ValidationError` where
+    they do not, `dpipe.load` a `ConfigError`.
+    """
 
     model: ModelConfig = ModelConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -64,6 +68,7 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.pipeline.ranks * self.tensor_parallel.size * self.data_parallel.replicas
 
     def ranks_of(self, rank: int) -> ParallelRanks:
@@ -83,6 +88,7 @@ class Config(Section):
 
     @property
     def microbatch_size(self) -> int:
+        """Sequences in a micro-batch."""
         return self.train.batch_size // self.data_parallel.replicas // self.train.num_microbatches
 
     @property
@@ -107,10 +113,13 @@ class Config(Section):
         }
 
     def digest(self) -> str:
+        """A hash of `shared()`."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
 
     def with_(self, **overrides: Any) -> "Config":
-        """A copy with `section__key=value` replaced and validated again."""
+        """A copy with some keys replaced, `config.with_(train__steps=5)`, and checked again. Raises
+        `ConfigError`.
+        """
         table = self.model_dump()
         for name, value in overrides.items():
             section, _, key = name.partition("__")

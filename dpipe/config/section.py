@@ -33,9 +33,9 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Choice = TypeVar("Choice")
-
 Seconds = Annotated[float, Field(gt=0, le=MAX_WAIT_S)]
+
+Choice = TypeVar("Choice")
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""`Alone`: the coordination of a run of one rank. No server, no threads, nothing to wait for."""
+"""`Alone`: the coordinator of a run of one rank, without server, threads and waits."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from dpipe.errors import RunAborted
 
 
 class Alone(Coordination):
-    """See `base.Coordination`. `on_upload` takes what `CoordinatorServer` would hand to its own."""
+    """See `base.Coordination`. `on_upload` is what `CoordinatorServer` calls `on_upload`."""
 
     rank = 0
     world_size = 1

@@ -1,4 +1,4 @@
-"""What a run asks of its coordinator. `client.Coordinator` and `alone.Alone` both answer."""
+"""What a run asks of its coordinator: the contract of `client.Coordinator` and `alone.Alone`."""
 
 import json
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from dpipe.errors import RunAborted, RunError, TransferError
 
-_ANSWER_S = 2.0  # how long the coordinator has to say who is missing, once a gather has timed out
+_ANSWER_S = 2.0  # for the coordinator to say who is missing, once a gather has timed out
 
 
 class Gathered:
-    """A gather under way: every rank's part of one key, once all have given theirs."""
+    """A gather under way: every rank's part of one key, once all ranks have given theirs."""
 
     def __init__(self, key: str, ask: Callable[[], None]) -> None:
         self.key = key
@@ -23,8 +23,8 @@ class Gathered:
         return self.parts.done()
 
     def wait(self, timeout_s: float) -> tuple[bytes, ...]:
-        """All parts, by rank. Raises `RunAborted`, or after `timeout_s` `RunError` naming who has
-        not arrived.
+        """All parts, by rank. Raises `RunAborted`, or after `timeout_s` `RunError` naming the ranks
+        that are missing.
         """
         try:
             return self.parts.result(timeout_s)
@@ -53,11 +53,12 @@ def _decoded(payload: bytes, key: str, rank: int) -> Any:
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    names = ", ".join(map(str, ranks))
+    return f"ranks {names}" if len(ranks) > 1 else f"rank {names}"
 
 
 class Coordination(Protocol):
-    """One rank's line to the coordinator. Safe to use from any thread."""
+    """One rank's connection to the coordinator. Safe to use from any thread."""
 
     rank: int
     world_size: int
@@ -65,45 +66,43 @@ class Coordination(Protocol):
 
     @property
     def clock_offset_ns(self) -> int:
-        """Add it to this process's `time.perf_counter_ns()` to be on the coordinator's clock."""
+        """What to add to this process's `time.perf_counter_ns()` for the coordinator's clock."""
 
     def gather(self, key: str, payload: bytes) -> Gathered:
-        """Give this rank's part of `key` and return at once. A key is used once by each rank."""
+        """Give this rank's part of `key` and return at once. Each rank uses a key once."""
 
     def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
         """Every rank's JSON value of `key`, by rank, once all have given theirs.
 
-        Raises as `Gathered.wait` does, and `TransferError` naming a rank that sent no JSON. What
-        returns went through JSON, this rank's own value too: tuples are lists.
+        Raises as `Gathered.wait` does, and `TransferError` naming a rank whose payload is not JSON.
+        All values went through JSON, this rank's own too: tuples become lists.
         """
         payloads = self.gather(key, json.dumps(value).encode()).wait(timeout_s)
         return [_decoded(payload, key, rank) for rank, payload in enumerate(payloads)]
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        """Wait until all ranks are here; raises as `Gathered.wait` does."""
+        """Wait until all ranks have called it; raises as `Gathered.wait` does."""
         self.gather(f"barrier/{name}", b"").wait(timeout_s)
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
-        """End the run for all ranks; returns what all of them are told, which names the first
+        """End the run for all ranks. Returns the error that all of them get; it names the first
         cause.
 
-        `symptom` marks a report that only noticed somebody else's end (`PeerLost`,
-        `TransferTimeout`): the coordinator waits a moment for the cause itself, a lost process or
-        its own report, and prefers that.
+        `symptom` marks a consequence of another rank's failure (`PeerLost`, `TransferTimeout`): the
+        coordinator waits a moment for the cause, a lost process or its own report, and prefers
+        that.
         """
 
     def on_abort(self, callback: Callable[[RunAborted], None]) -> None:
         """Call `callback` once, from some thread, when the run aborts; at once if it has."""
 
     def upload(self, kind: str, payload: bytes) -> None:
-        """Queue `payload` for the server's `on_upload`; all of it is there before `leave`
-        returns.
-        """
+        """Queue `payload` for the server's `on_upload`, which gets it before `leave` returns."""
 
     def leave(self) -> None:
-        """Say goodbye: from here on this rank is not missed. Closes."""
+        """Say that this rank is done, so that it is not taken for lost; then close."""
 
     def close(self) -> None:
-        """Stop all threads. Without `leave`, the coordinator takes this rank for lost. Safe to call
+        """Stop all threads. Without `leave` the coordinator takes this rank for lost. Safe to call
         twice.
         """

@@ -1,7 +1,7 @@
-"""`Coordinator`: one rank's line to the `CoordinatorServer` in rank 0.
+"""`Coordinator`: one rank's connection to the `CoordinatorServer` in rank 0.
 
 caller ──▶ outbox ──▶ _outgoing (gRPC's thread; pings in between) ══stream══▶ server
-caller ◀── futures, callbacks ◀── _read (this class's thread)      ◀══stream══ server
+caller ◀── futures, callbacks ◀── _read (this class's thread)     ◀══stream══ server
 """
 
 import json
@@ -27,16 +27,16 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 T = TypeVar("T")
 
-_OPEN = Security()
+_NO_SECURITY = Security()
 
 _CLOCK_SAMPLES = 16
 _FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
-_RETRY_S = 0.5
-_AGAIN_S = 30.0
-_SLACK_S = 2.0  # the coordinator's own deadline names who is missing: let it speak first
+_RETRY_S = 0.5  # between attempts to reach a coordinator that is not up
+_AGAIN_S = 30.0  # before the same text is reported again
+_SLACK_S = 2.0  # beyond the coordinator's own deadline, whose message names who is missing
 _STOP_S = 5.0
-_VERDICT_S = 5.0  # above the coordinator's grace for a symptom
-_LEAVE_S = 60.0  # uploads that are under way arrive first
+_VERDICT_S = 5.0  # for the cause of an abort; above the coordinator's grace for a symptom
+_LEAVE_S = 60.0  # for uploads under way to arrive
 
 
 class _NotThere(Exception):  # noqa: N818 - not an error yet: the coordinator may still come up
@@ -60,22 +60,24 @@ class Coordinator(Coordination):
         self._address = address
         self._heartbeat_s = heartbeat_s
         self._say = say
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the end of the run against gathers and callbacks
         self._over: RunAborted | None = None
         self._leaving = False
-        self._missing: tuple[int, ...] = ()  # while joining
-        self._reached = False
+        self._missing: tuple[int, ...] = ()  # ranks that have not joined, while joining
+        self._reached = False  # the coordinator has answered
         self._welcome: Future[pb.Welcome] = Future()
         self._verdict: Future[RunAborted] = Future()
         self._gathers: dict[str, Gathered] = {}
         self._callbacks: list[Callable[[RunAborted], None]] = []
-        self._clock: deque[tuple[int, int]] = deque(
-            maxlen=_CLOCK_SAMPLES
-        )  # (round trip, offset), ns
+        # Round trip and offset in ns.
+        self._clock: deque[tuple[int, int]] = deque(maxlen=_CLOCK_SAMPLES)
         self._ponged = threading.Event()
         self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
         self._outbox.put(pb.ToCoordinator(join=join))
         self._heard_at = time.monotonic()
+        self._open(address, security)
+
+    def _open(self, address: str, security: Security) -> None:
         self._channel = open_channel(address, security, own_connection=True)
         dial: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             METHOD, request_serializer=None, response_deserializer=None
@@ -95,18 +97,16 @@ class Coordinator(Coordination):
         *,
         shared: dict[str, object],
         advertised: str | None = None,
-        security: Security = _OPEN,
+        security: Security = _NO_SECURITY,
         join_s: float = 120.0,
         heartbeat_s: float = 8.0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> "Coordinator":
-        """Meet the other ranks at `address` (`host:port`): wait for the coordinator to come up,
-        then for all ranks.
+        """Wait for the coordinator at `address` (`host:port`) to come up, then for all ranks.
 
-        `shared` is what all ranks must agree on; `advertised` is where others reach this one;
-        `on_wait` hears, from some thread, for what this rank waits. Raises `JoinError` when the
-        ranks are not together after `join_s`, and at once when this rank, or another one, is
-        refused.
+        `shared` must be equal on all ranks; `advertised` is where others reach this one; `on_wait`
+        is told, from some thread, what this rank waits for. Raises `JoinError` where some rank is
+        missing after `join_s`, and at once where this rank or another one is refused.
         """
         text = json.dumps(shared, sort_keys=True)
         join = pb.Join(
@@ -142,23 +142,19 @@ class Coordinator(Coordination):
             raise JoinError(
                 f"gave up waiting at {self._address} for {name_ranks(self._missing)} to join"
             ) from None
-        listed = [a.advertised if a.HasField("advertised") else None for a in welcome.addresses]
-        self.addresses = dict(enumerate(listed))
+        for rank, address in enumerate(welcome.addresses):
+            self.addresses[rank] = address.advertised if address.HasField("advertised") else None
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
             if not self._ponged.wait(self._heartbeat_s) or self._over:
-                raise JoinError(
-                    str(
-                        self._over
-                        or f"the coordinator at {self._address} let us in and fell silent"
-                    )
-                )
+                silent = f"the coordinator at {self._address} let us in and fell silent"
+                raise JoinError(str(self._over or silent))
 
     @property
     def clock_offset_ns(self) -> int:
-        """As the fastest of the last round trips saw it (Mills 1991); heartbeats keep it fresh, for
-        clocks drift.
+        """By the fastest of the last round trips (Mills 1991); pings keep it current as clocks
+        drift.
         """
         return min(self._clock.copy())[1]
 
@@ -228,8 +224,8 @@ class Coordinator(Coordination):
         self._outbox.put(message)
 
     def _outgoing(self) -> Iterator[bytes]:
-        """What this rank says, and a ping a few times a heartbeat: also the watch over a
-        coordinator that is silent.
+        """The frames to send, and a ping a few times a heartbeat. Gives up on a coordinator that is
+        silent.
         """
         interval_s = self._heartbeat_s / 4
         ping_at = time.monotonic() + interval_s
@@ -238,9 +234,8 @@ class Coordinator(Coordination):
                 message = self._outbox.get(timeout=max(0.0, ping_at - time.monotonic()))
             except queue.Empty:
                 now = time.monotonic()
-                if (
-                    now - ping_at > interval_s
-                ):  # this process was stopped: what came meanwhile is still unread
+                # A late ping: this process was stopped, and what came meanwhile is unread.
+                if now - ping_at > interval_s:
                     self._heard_at = now
                 if now - self._heard_at > self._heartbeat_s:
                     self._call.cancel()
@@ -256,10 +251,8 @@ class Coordinator(Coordination):
                 self._take(message)
         self._call.cancel()
         if not self._reached:
-            _settle(
-                self._welcome,
-                error=_explain(self._call.code(), self._call.details() or "", self._address),
-            )
+            details = self._call.details() or ""
+            _settle(self._welcome, error=_explain(self._call.code(), details, self._address))
         if not self._leaving:
             self._end(self._lost())
 
@@ -306,9 +299,7 @@ class Coordinator(Coordination):
         return RunAborted(f"lost the coordinator (rank 0 at {self._address})")
 
     def _end(self, error: RunAborted) -> None:
-        """The run is over for this rank; the first reason stays. Everything that waits raises
-        it.
-        """
+        """The run is over for this rank: every wait raises `error`. The first error stays."""
         with self._lock:
             if self._over:
                 return
@@ -326,7 +317,9 @@ class Coordinator(Coordination):
         for gathered in gathers:
             _settle(gathered.parts, error=error)
             _settle(gathered.missing, error=error)
-        for callback in callbacks if not self._leaving else ():
+        if self._leaving:
+            return
+        for callback in callbacks:
             callback(error)
 
 
@@ -335,7 +328,7 @@ def _ping() -> pb.ToCoordinator:
 
 
 def _settle(future: Future[T], result: T | None = None, *, error: Exception | None = None) -> None:
-    """Settle a future that may be settled already: the first one stays."""
+    """Settle a future, unless it is settled already."""
     with suppress(InvalidStateError):
         if error:
             future.set_exception(error)
@@ -344,9 +337,7 @@ def _settle(future: Future[T], result: T | None = None, *, error: Exception | No
 
 
 def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, for what is true for a while: the same text again after `_AGAIN_S`, whatever else is
-    said in between.
-    """
+    """`say`, which gets the same text again only after `_AGAIN_S`."""
     said_at: dict[str, float] = {}
 
     def say_news(text: str) -> None:
@@ -359,8 +350,8 @@ def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
-    """Why a stream ended before the coordinator said a word: for good, or because it is not there
-    yet.
+    """Why a stream ended before the coordinator answered: a `JoinError`, or `_NotThere` where it
+    may still come up.
     """
     reason = re.sub(r"^(?:[A-Z_]+: )?(?:ipv[46]:\S+: )?", "", details.rpartition("last error: ")[2])
     match code:
@@ -375,17 +366,14 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
         ):
             return JoinError(
                 f"no secure connection to the coordinator at {address}: {reason}; check that "
-                "node.tls_cert, "
-                "node.tls_key and node.tls_ca come from one authority on all ranks, or are set on "
-                "none"
+                "node.tls_cert, node.tls_key and node.tls_ca come from one authority on all ranks, "
+                "or are set on none"
             )
-        case grpc.StatusCode.UNAVAILABLE if (
-            "Socket closed" in reason
-        ):  # for good, or a tunnel that is up too early
+        case grpc.StatusCode.UNAVAILABLE if "Socket closed" in reason:
+            # Not for good, perhaps: a tunnel may be up before the coordinator is.
             return _NotThere(
                 "something listens there and hangs up; are node.tls_cert, node.tls_key and "
-                "node.tls_ca set on both "
-                "sides, from one authority?"
+                "node.tls_ca set on both sides, from one authority?"
             )
         case grpc.StatusCode.CANCELLED:
             return _NotThere("no answer")
@@ -396,6 +384,5 @@ def _explain(code: grpc.StatusCode, details: str, address: str) -> Exception:
 def _nobody(address: str, join_s: float, why: str) -> JoinError:
     return JoinError(
         f"no coordinator at {address} after {join_s:g} s ({why}); check the address, that rank 0 "
-        "is up, that its "
-        "node.bind can be reached from here, and the firewall"
+        "is up, that its node.bind can be reached from here, and the firewall"
     )

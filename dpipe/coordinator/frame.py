@@ -13,10 +13,9 @@ M = TypeVar("M", bound=Message)
 
 METHOD = "/dpipe.wire.v1.Coordinator/Attend"
 PROTOCOL = 1
-FRAME_BYTES = (
-    256 << 10
-)  # each is a sign of life: also at 1 Mbit/s they come oftener than heartbeats
-MAX_BYTES = 512 << 20  # bounds what a peer can make this process hold
+# Each frame is a sign of life: even at 1 Mbit/s they come more often than heartbeats.
+FRAME_BYTES = 256 << 10
+MAX_BYTES = 512 << 20  # of a message: bounds what a peer can make this process hold
 
 _LAST = b"\0"
 _MORE = b"\1"
@@ -27,11 +26,12 @@ def cut(message: Message) -> Iterator[bytes]:
     data = message.SerializeToString()
     for start in range(0, len(data) or 1, FRAME_BYTES):
         end = start + FRAME_BYTES
-        yield (_MORE if end < len(data) else _LAST) + data[start:end]
+        mark = _MORE if end < len(data) else _LAST
+        yield mark + data[start:end]
 
 
 def assemble(frames: Iterable[bytes], kind: type[M]) -> Iterator[M]:
-    """The messages that `cut` cut; raises protobuf's `DecodeError` on anything else."""
+    """The messages that `cut` has cut. Raises protobuf's `DecodeError` on anything else."""
     data = bytearray()
     for frame in frames:
         if frame[:1] not in (_LAST, _MORE) or len(data) + len(frame) > MAX_BYTES:

@@ -1,13 +1,13 @@
-"""What the coordinator decides: who may join, when a gather is whole, who is lost, which cause
+"""What the coordinator decides: who may join, when a gather is complete, who is lost, which cause
 wins.
 
     joining ──all are here──▶ running ──────all left──────▶ (empty)
        │                         │
-       └── refused, lost, late ──┴── failed, lost ──▶ over: everybody hears the same reason
+       └── refused, lost, late ──┴── failed, lost ──▶ over: all ranks get the same reason
 
 Policy only: the server brings the streams, the lock and the clock (`now` is `time.monotonic()`
-seconds), and calls one method at a time. Members are told by calling their `tell`; `None` ends
-their stream.
+seconds), and calls one method at a time. A message to a member goes through its `tell`; `None` ends
+its stream.
 """
 
 import json
@@ -23,18 +23,18 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 Tell = Callable[[pb.FromCoordinator | None], None]
 
-SYMPTOM_GRACE_S = (
-    1.0  # a killed process's stream breaks within milliseconds of what its neighbours notice
-)
-_FIELDS_SHOWN = 8
+# For the cause behind a symptom: the stream of a killed process breaks within milliseconds of what
+# its neighbours notice.
+SYMPTOM_GRACE_S = 1.0
+_FIELDS_SHOWN = 8  # of configurations that differ
 
 
 @dataclass(eq=False)
 class Member:
-    """A rank that has joined. `peer` is where its connection comes from, as gRPC writes it."""
+    """A rank that has joined."""
 
     join: pb.Join
-    peer: str
+    peer: str  # where its connection comes from, as gRPC writes it
     tell: Tell
     heard_at: float
 
@@ -78,14 +78,14 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """All ranks have joined, at some time."""
+        """Whether all ranks have joined; some may have left since."""
         return self._complete
 
     # Joining
 
     def join(self, join: pb.Join, peer: str, tell: Tell, now: float) -> Member | None:
-        """Admit a rank, or tell it why not. Whatever keeps one rank out while the others wait ends
-        the run for all.
+        """Admit a rank, or tell it why not. One that is refused while others wait for it ends the
+        run for all.
         """
         reason = self._over or self._objection(join)
         if reason is None:
@@ -101,16 +101,24 @@ class Membership:
 
     def _objection(self, join: pb.Join) -> str | None:
         if join.protocol != PROTOCOL:
-            return f"it speaks protocol {join.protocol}, the coordinator {PROTOCOL}; install one dpipe version everywhere"
+            return (
+                f"it speaks protocol {join.protocol}, the coordinator {PROTOCOL}; install one "
+                "dpipe version everywhere"
+            )
         if join.world_size != self._world_size:
-            return f"it was told of {join.world_size} ranks, the coordinator of {self._world_size}"
+            return f"it is one of {join.world_size} ranks, the coordinator has {self._world_size}"
         if not 0 <= join.rank < self._world_size:
             return f"rank {join.rank} is not one of 0..{self._world_size - 1}"
         if self._complete or join.rank in self.members:
             first = self.members.get(join.rank)
-            where = f" from {host_of(first.peer)}" if first else ""
-            return f"rank {join.rank} has already joined{where}; two processes were given the same rank"
-        return None if _is_json_object(join.shared) else "its configuration is not a JSON object"
+            where = "" if first is None else f" from {host_of(first.peer)}"
+            return (
+                f"rank {join.rank} has already joined{where}; two processes were given the same "
+                "rank"
+            )
+        if not _is_json_object(join.shared):
+            return "its configuration is not a JSON object"
+        return None
 
     def _welcome_or_wait(self) -> None:
         difference = self._difference()
@@ -128,13 +136,15 @@ class Membership:
             self._tell_all(pb.FromCoordinator(welcome=pb.Welcome(addresses=addresses)))
 
     def _difference(self) -> str | None:
-        """How members' configurations differ from rank 0's, once rank 0 is here. It does not matter
-        who came first.
-        """
+        """How configurations differ from rank 0's, once rank 0 is here, whoever came first."""
         if 0 not in self.members:
             return None
         reference = self.members[0].shared
-        lines = [_compare(m, reference) for m in self.members.values() if m.shared != reference]
+        lines = [
+            _compare(member, reference)
+            for member in self.members.values()
+            if member.shared != reference
+        ]
         return "\n".join(lines) or None
 
     def _absent(self, present: Iterable[int]) -> list[int]:
@@ -162,9 +172,7 @@ class Membership:
     # Ending
 
     def failure(self, member: Member, failure: pb.Failure, now: float) -> None:
-        """A cause ends the run at once; a symptom only if no cause shows up within
-        `SYMPTOM_GRACE_S`.
-        """
+        """A cause ends the run at once, a symptom where no cause follows in `SYMPTOM_GRACE_S`."""
         reason = f"rank {member.rank} failed: {failure.reason}"
         if not failure.symptom:
             self.end(reason)
@@ -172,25 +180,26 @@ class Membership:
             self._symptom = (now + SYMPTOM_GRACE_S, reason)
 
     def broken(self, member: Member, why: str) -> None:
-        """A member's stream is gone without a goodbye."""
+        """A member's stream has ended and it has not left."""
         if self.members.get(member.rank) is member:
             self.end(f"lost {member}: {why}")
 
     def tick(self, now: float) -> None:
-        """What time alone brings about. Call it a few times a heartbeat, and within
-        `SYMPTOM_GRACE_S`.
+        """End the run where a deadline has passed. Call it a few times a heartbeat, and more often
+        than `SYMPTOM_GRACE_S`.
         """
-        if (
-            now - self._ticked_at > self._heartbeat_s / 2
-        ):  # this process itself was stopped: their words wait unread
+        # A late tick: this process itself was stopped, and signs of life wait unread.
+        if now - self._ticked_at > self._heartbeat_s / 2:
             for member in self.members.values():
                 member.heard_at = now
         self._ticked_at = now
-        silent = [m for m in self.members.values() if now - m.heard_at > self._heartbeat_s]
+        silent = [
+            f"lost {member}: no sign of life for {self._heartbeat_s:g} s"
+            for member in self.members.values()
+            if now - member.heard_at > self._heartbeat_s
+        ]
         if silent:
-            self.end(
-                "\n".join(f"lost {m}: no sign of life for {self._heartbeat_s:g} s" for m in silent)
-            )
+            self.end("\n".join(silent))
         elif self._symptom and now >= self._symptom[0]:
             self.end(self._symptom[1])
         elif not self._complete and now >= self._join_by:
@@ -198,7 +207,7 @@ class Membership:
             self.end(f"{missing} of {self._world_size} did not join within {self._join_s:g} s")
 
     def end(self, reason: str) -> None:
-        """Tell all who are here, and all who still come. The first reason stays."""
+        """Tell all members, and all that join from here on. The first reason stays."""
         if self._over is None:
             self._over = reason
             self._tell_all(_abort(reason))
@@ -228,13 +237,16 @@ def _is_json_object(text: str) -> bool:
 def _compare(member: Member, ours: dict[str, Any]) -> str:
     theirs = member.shared
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    shown = [
+    parts = [
         f"{name} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
         for name in names[:_FIELDS_SHOWN]
     ]
-    more = f"; and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
-    return f"the configuration of {member} differs from rank 0's: {'; '.join(shown)}{more}"
+    if len(names) > _FIELDS_SHOWN:
+        parts.append(f"and {len(names) - _FIELDS_SHOWN} more")
+    return f"the configuration of {member} differs from rank 0's: {'; '.join(parts)}"
 
 
 def _show(shared: dict[str, Any], name: str) -> str:
-    return json.dumps(shared[name]) if name in shared else "absent"
+    if name not in shared:
+        return "absent"
+    return json.dumps(shared[name])

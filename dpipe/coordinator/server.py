@@ -1,9 +1,8 @@
-"""`CoordinatorServer`: the streams of all ranks around one `Membership`; it lives in rank 0's
-process.
+"""`CoordinatorServer`: the streams of all ranks around one `Membership`, in rank 0's process.
 
-rank 1 ══stream══ reader thread ──┐  one lock   ┌── outbox ── writer (gRPC's thread) ══stream══ rank 1
-rank 2 ══stream══ reader thread ──┼─▶ Membership ──┼── outbox ── writer                 ══stream══ rank 2
-                  clock thread  ──┘             └── ...
+rank 1 ══stream══ reader thread ──┐   one lock     ┌── outbox ── gRPC's thread ══stream══ rank 1
+rank 2 ══stream══ reader thread ──┼─▶ Membership ──┼── outbox ── gRPC's thread ══stream══ rank 2
+                  clock thread  ──┘                └── ...
 """
 
 import math
@@ -23,22 +22,20 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 MessageQueue = queue.SimpleQueue[pb.FromCoordinator | None]
 
-_OPEN = Security()
-_STRANGERS = 16  # streams beyond the world's own that may knock at once: a stream holds a thread
+_NO_SECURITY = Security()
+_STRANGERS = 16  # streams at once beyond one a rank; each holds a thread
 _STOP_S = 2.0
 
 
 class CoordinatorServer:
-    """Listens from the constructor on, at `port`, until `close()`. Raises `JoinError` where it
-    cannot bind.
+    """Listens at `port` from the constructor until `close()`, which must be called after an error
+    too: at its end Python waits for the threads of open streams.
 
-    It must be closed, also after an error: Python waits at its end for the threads of streams that
-    are still open.
-
-    `join_s` bounds the wait for all ranks, counted from here. A rank is lost when its stream
-    breaks, which a killed process's does at once, or when nothing came from it for `heartbeat_s`.
+    `join_s` bounds the wait for all ranks, counted from the constructor. A rank is lost when its
+    stream breaks, at once for a killed process, or when nothing came from it for `heartbeat_s`.
     `on_upload(rank, kind, payload)` is called from a thread of that rank, in the order of its
-    uploads; if it raises, the run ends and says so.
+    uploads; where it raises, the run ends with that reason. Raises `JoinError` where it cannot
+    bind.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class CoordinatorServer:
         *,
         bind: str = "127.0.0.1",
         port: int = 0,
-        security: Security = _OPEN,
+        security: Security = _NO_SECURITY,
         heartbeat_s: float = 8.0,
         join_s: float = 120.0,
         on_upload: Callable[[int, str, bytes], None] | None = None,
@@ -55,7 +52,7 @@ class CoordinatorServer:
         self._membership = Membership(
             world_size, heartbeat_s=heartbeat_s, join_s=join_s, now=time.monotonic()
         )
-        self._lock = threading.Condition()  # guards the meeting; notified when a stream has ended
+        self._lock = threading.Condition()  # guards the membership; notified when a stream ends
         self._num_streams = 0
         self._readers: set[threading.Thread] = set()
         self._on_upload = on_upload
@@ -76,9 +73,7 @@ class CoordinatorServer:
         self._clock.start()
 
     def close(self, wait_s: float = 5.0) -> None:
-        """Stop listening. Gives ranks that are about to leave, or to hear of an abort, `wait_s` to
-        do so first.
-        """
+        """Stop listening, after at most `wait_s` for ranks to leave or to hear of an abort."""
         with self._lock:
             if not self._membership.complete:
                 self._membership.end("the coordinator (rank 0) stopped before all ranks had joined")
@@ -97,10 +92,9 @@ class CoordinatorServer:
         while not self._stopped.wait(interval_s):
             with self._lock:
                 self._membership.tick(time.monotonic())
+                # A sign of life, also while an upload keeps the reader busy.
                 for member in self._membership.members.values():
-                    member.tell(
-                        pb.FromCoordinator()
-                    )  # a sign of life, also while an upload keeps the reader
+                    member.tell(pb.FromCoordinator())
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
@@ -116,8 +110,8 @@ class CoordinatorServer:
             self._readers = {other for other in self._readers if other.is_alive()} | {reader}
             reader.start()
         try:
-            # Without a timeout: the reader ends with the stream, by keep-alive at the latest, and
-            # says so here.
+            # No timeout: the reader ends with the stream, by keep-alive at the latest, and puts
+            # None.
             while (message := outbox.get()) is not None:
                 yield from cut(message)
         finally:
@@ -142,9 +136,7 @@ class CoordinatorServer:
             outbox.put(None)
 
     def _take(self, message: pb.ToCoordinator, guest: "_Guest") -> None:
-        """One message. Clock and uploads stay outside the lock: the one is in a hurry, the other
-        may be slow.
-        """
+        """One message. Outside the lock: pings, which measure time, and uploads, which take it."""
         kind = message.WhichOneof("kind")
         if kind == "ping":
             pong = pb.Pong(sent_ns=message.ping.sent_ns, clock_ns=time.perf_counter_ns())
@@ -177,11 +169,13 @@ class CoordinatorServer:
     def _store(self, member: Member, upload: pb.Upload) -> None:
         if self._on_upload is None:
             return
-        member.heard_at = math.inf  # nothing is read from it meanwhile
+        member.heard_at = math.inf  # not silent: nothing is read from it meanwhile
         try:
             self._on_upload(member.rank, upload.kind, upload.payload)
         except Exception as error:
-            what = str(error) if isinstance(error, DpipeError) else repr(error)
+            what = repr(error)
+            if isinstance(error, DpipeError):
+                what = str(error)
             with self._lock:
                 self._membership.end(
                     f"rank 0 failed: cannot take {upload.kind!r} from rank {member.rank}: {what}"
@@ -191,7 +185,7 @@ class CoordinatorServer:
 
 
 class _Guest:
-    """Who is at the other end of a stream; a member once it has joined."""
+    """The other end of a stream; `member` once it has joined."""
 
     def __init__(self, peer: str, outbox: MessageQueue) -> None:
         self.peer = peer
@@ -199,7 +193,7 @@ class _Guest:
         self.member: Member | None = None
 
     def listen(self, frames: Iterator[bytes]) -> Iterator[bytes]:
-        """The frames, each noted as a sign of life: a long upload is one, too."""
+        """The frames, each noted as a sign of life, so that a long upload is one too."""
         for frame in frames:
             if self.member:
                 self.member.heard_at = time.monotonic()

@@ -90,7 +90,9 @@ class Executor:
             with self.doing(action, schedule):
                 run.do(action)
         run.finish()
-        return StepResult(run.loss(), self._parts.recorder.take(), run.sent_bytes)
+        loss = run.loss()
+        spans = self._parts.recorder.take()
+        return StepResult(loss, spans, run.sent_bytes)
 
     @contextmanager
     def doing(self, action: Action, schedule: Schedule) -> Iterator[None]:
@@ -115,13 +117,13 @@ class Executor:
         return Executor(replace(self._parts, data_parallel=Single()))
 
     def clear(self) -> None:
-        """Forget a step that was aborted: what the stages stashed and the gradients."""
+        """Forget a step that was aborted: what the stages hold for backward, and the gradients."""
         for stage in self._parts.stages.values():
             stage.clear()
 
 
 class _Run:
-    """One run of a program: what has been made and not consumed, and what is under way."""
+    """One run of a program: outputs that nobody has taken yet, and messages under way."""
 
     def __init__(self, parts: Parts, schedule: Schedule, batch: Batch) -> None:
         self.sent_bytes: Counter[int] = Counter()
@@ -139,8 +141,7 @@ class _Run:
 
     def do(self, action: Action) -> None:
         """Start or do one action of the program."""
-        parts = self._parts
-        stage = parts.stages[action.stage]
+        stage = self._parts.stages[action.stage]
         match action.op:
             case Op.F:
                 self._forward(action, stage)
@@ -149,28 +150,26 @@ class _Run:
             case Op.I:
                 self._backward(action, stage.backward_input)
             case Op.W:
-                assert action.microbatch is not None
-                with parts.recorder.span(Lane.COMPUTE, action):
-                    stage.backward_weight(action.microbatch)
+                self._backward_weight(action, stage)
             case Op.SEND_F | Op.SEND_B:
                 (source,) = self._schedule.requires(action)
-                self._send(action, *self._made.pop(source), parts.codec.encode)
+                tensors, made = self._made.pop(source)
+                self._send(action, tensors, made, self._parts.codec.encode)
             case Op.RECV_F | Op.RECV_B:
-                self._post(action, [parts.codec.wire_spec(spec) for spec in self._specs(action)])
+                wire_spec = self._parts.codec.wire_spec
+                self._post(action, [wire_spec(spec) for spec in self._specs(action)])
             case Op.SEND_TIED:
-                self._send(action, (_gradient(parts.tied[action.stage]),), parts.streams.mark())
+                gradient = _gradient(self._parts.tied[action.stage])
+                self._send(action, (gradient,), self._parts.streams.mark())
             case Op.RECV_TIED:
-                self._post(action, [TensorSpec.of(parts.tied[action.stage])])
+                self._post(action, [TensorSpec.of(self._parts.tied[action.stage])])
             case Op.COMPLETE:
                 stage.complete()
                 self._add_tied(action.stage)
             case Op.REDUCE_GRAD:
                 self._due.append((action.stage, [pending for _, pending in self._leaving]))
             case Op.AGREE:
-                self._settle()
-                with parts.recorder.span(Lane.WAIT, action):
-                    self._start_exchanges(lambda pending: True)
-                    parts.data_parallel.wait()
+                self._agree(action)
             case Op.VOTE | Op.STEP:
                 pass  # the caller does them: they change what lasts
             case _:
@@ -178,20 +177,20 @@ class _Run:
         self._start_exchanges(lambda pending: pending.done())
 
     def finish(self) -> None:
-        """Wait until all has come and left."""
+        """Wait until all messages have come and left."""
         self._settle()
         for action, pending in self._leaving:
             pending.settle()
             self._parts.recorder.moved(Lane.SEND, action, pending.moved)
-        held = {index: stage.held for index, stage in self._parts.stages.items() if stage.held}
-        assert not held, (
-            f"rank {self._parts.pp_rank} ends a step with micro-batches stashed, by stage: {held}"
-        )
+        held = {index: stage.held for index, stage in self._parts.stages.items()}
+        rank = self._parts.pp_rank
+        assert not any(held.values()), f"rank {rank} still holds micro-batches, by stage: {held}"
 
     def loss(self) -> float | None:
         if not self._losses:
             return None
-        values = torch.stack(self._losses).flatten().tolist()  # together, for one wait
+        # Together: on a GPU the host waits once.
+        values = torch.stack(self._losses).flatten().tolist()
         mean: float = sum(values) / len(values)
         return mean
 
@@ -225,6 +224,11 @@ class _Run:
         if action.stage > 0:
             self._made[action] = input_grads, self._parts.streams.mark()
 
+    def _backward_weight(self, action: Action, stage: ComputingStage) -> None:
+        assert action.microbatch is not None
+        with self._parts.recorder.span(Lane.COMPUTE, action):
+            stage.backward_weight(action.microbatch)
+
     def _take(self, source: Action) -> Tensors:
         """What `source` made: here, or on another rank, then as soon as it has arrived."""
         if source in self._made:
@@ -257,9 +261,8 @@ class _Run:
         """
         if recv.op is Op.RECV_F:
             return self._parts.boundaries[recv.stage - 1]
-        return tuple(
-            spec for spec in self._parts.boundaries[recv.stage] if spec.dtype.is_floating_point
-        )
+        outputs = self._parts.boundaries[recv.stage]
+        return tuple(spec for spec in outputs if spec.dtype.is_floating_point)
 
     def _send(
         self,
@@ -299,12 +302,18 @@ class _Run:
             first.grad = _gradient(first) + _gradient(last)
             last.grad = first.grad.clone()
 
-    def _start_exchanges(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
-        """Begin exchanges between replicas whose rank has sent what it had for the pipeline's
-        neighbours before.
+    def _agree(self, action: Action) -> None:
+        self._settle()
+        with self._parts.recorder.span(Lane.WAIT, action):
+            self._start_exchanges(lambda pending: True)
+            self._parts.data_parallel.wait()
 
-        Those wait for it, whereas the gradients are wanted at the end of the step; the link is
-        shared by both.
+    def _start_exchanges(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
+        """Let the replicas of a stage begin their exchange once what this rank sent before has
+        left.
+
+        Both share the rank's bandwidth. The neighbours in the pipeline wait for their messages,
+        whereas the gradients are needed only at the end of the step.
         """
         while self._due and all(map(may_wait_for, self._due[0][1])):
             stage, before = self._due.popleft()

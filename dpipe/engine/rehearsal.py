@@ -1,14 +1,14 @@
-"""A step that moves nothing and leaves nothing, before the first that does: for links on which
-receives wait on a GPU.
+"""A step before the first one that exchanges no messages and leaves no trace, for NCCL.
 
-    rank 0   post recv B0 ======== waits on the device for rank 1 ========>
-             F0: its first kernel is loaded, for which CUDA may wait for all that runs     -> rank 1 never gets F0
+    rank 0   post recv B0 ======== runs on the device until rank 1 sends ========>
+             F0: its first kernel is loaded, for which CUDA may wait for all that runs
+    rank 1   never gets F0
 
-What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the first
-time while it runs (load a kernel, take memory) may wait for it, and the peer may wait for what
-comes behind that (CUDA programming guide, lazy loading; NCCL user guide, using multiple
-communicators concurrently). So each rank goes through the program of a step once by itself, where
-all that it receives is zeros.
+A receive that NCCL posts early is a kernel that runs until the peer sends. What CUDA does for the
+first time meanwhile (load a kernel, allocate memory) may wait for that kernel, and the peer may
+wait for what comes next here: a deadlock (CUDA programming guide, lazy loading; NCCL user guide,
+using multiple communicators concurrently). So each rank first runs the program of a step by itself,
+and receives zeros.
 """
 
 import logging
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 def rehearse(job: Job, step: int) -> None:
     """For `Transport.rehearse`: run what `step` runs, and an evaluation where there is one. Random
-    numbers are drawn as for any other step.
+    numbers, buffers and gradients are afterwards as if it had not run.
     """
     stages = job.stages.values()
     kept = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]

@@ -73,10 +73,11 @@ class Trainer:
         self.next_step = first_step
         self._traces: deque[StepSpans] = deque(maxlen=job.run.trace_steps)
         self._timers = Timers()
-        self._step_s: dict[int, float] = {}  # of steps whose verdict is still out
+        # How long each step took whose verdict is not known yet.
+        self._step_s: dict[int, float] = {}
 
     def run(self) -> bool:
-        """Train; returns whether it stopped before the end. Every rank returns after the same
+        """Train. Returns whether it stopped before the end; every rank stops after the same
         step.
         """
         job = self.job
@@ -86,13 +87,12 @@ class Trainer:
             stopped = self._one_step(self.next_step)
             self.next_step += 1
             ended = self.next_step == job.train.steps
-            # Whoever stops a run may not wait for long, and the run that goes on evaluates first.
+            # A run that is stopped has little time; the one that continues it evaluates first.
             if ended or (self._is_due(job.train.eval_every) and not stopped):
                 self._evaluate()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
-                stopped = (
-                    self._catch_up() or stopped
-                )  # first: a step that was not finite is not to be saved
+                # Verdicts first: a step that was not finite must not be saved.
+                stopped |= self._hear_verdicts()
                 self._save()
         if self._traces:
             job.coordinator.upload("trace", dump_steps(self._traces))
@@ -115,8 +115,10 @@ class Trainer:
         self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
-        self._tell(verdict)
-        return verdict is not None and verdict.stop
+        if verdict is None:
+            return False
+        self._log(verdict)
+        return verdict.stop
 
     def _vote_and_step(self, step: int, began: float, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""
@@ -136,13 +138,13 @@ class Trainer:
         job.update.num_updates += changed
         return decision.verdict
 
-    def _catch_up(self) -> bool:
-        """Hear the verdicts that nobody has waited for yet; returns whether the ranks have agreed
-        to stop.
+    def _hear_verdicts(self) -> bool:
+        """Wait for the verdicts that are still to come; returns whether the ranks have agreed to
+        stop.
         """
         verdicts = self.job.update.drain()
         for verdict in verdicts:
-            self._tell(verdict)
+            self._log(verdict)
         return any(verdict.stop for verdict in verdicts)
 
     def _record_exchange(self) -> Counter[int | str]:
@@ -181,10 +183,8 @@ class Trainer:
             "gpu_use_percent": streams.use_percent() if shown else None,
         }
 
-    def _tell(self, verdict: Verdict | None) -> None:
+    def _log(self, verdict: Verdict) -> None:
         """Log every `log_every`-th step, and the last, on every rank; on rank 0 write its row."""
-        if verdict is None:
-            return
         seconds = self._step_s.pop(verdict.step)
         if verdict.culprit is not None:
             LOG.warning(
@@ -199,9 +199,13 @@ class Trainer:
             self.job.metrics.write(self._row(verdict, seconds))
 
     def _row(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
+        """A row of metrics; what differs between ranks is by rank, or by link."""
         train = self.job.train
         reports = verdict.reports
-        return {
+        rates: dict[str, float] = {}
+        for report in reports:
+            rates |= report["mb_per_s"]
+        row = {
             "step": verdict.step,
             "loss": verdict.loss,
             "learning_rate": learning_rate(train, verdict.step),
@@ -210,53 +214,38 @@ class Trainer:
             "step_s": seconds,
             "ms_per_sample": seconds / train.batch_size * 1e3,
             "tokens_per_s": train.batch_size * self.job.context / seconds,
-            "bubble": sum(report["bubble"] for report in reports) / len(reports),
-            "mb_per_s": {
-                link: rate for report in reports for link, rate in report["mb_per_s"].items()
-            },
-            "memory_mb": {str(rank): report["memory_mb"] for rank, report in enumerate(reports)},
-            "optimizer_mb": {
-                str(rank): report["optimizer_mb"] for rank, report in enumerate(reports)
-            },
-            **self._of_gpus(verdict, seconds),
+            "bubble": _mean([report["bubble"] for report in reports]),
+            "mb_per_s": rates,
+            "memory_mb": _by_rank(reports, "memory_mb"),
+            "optimizer_mb": _by_rank(reports, "optimizer_mb"),
         }
-
-    def _of_gpus(self, verdict: Verdict, seconds: float) -> dict[str, Any]:
-        """Peak memory and use by rank, and the share of the GPUs' arithmetic that was used; nothing
-        on CPUs.
-        """
-        by_rank = {
-            name: {
-                str(r): report[name]
-                for r, report in enumerate(verdict.reports)
-                if report[name] is not None
-            }
-            for name in ("gpu_memory_mb", "gpu_use_percent")
-        }
-        used = self.job.utilisation(seconds)
-        return {name: told for name, told in by_rank.items() if told} | (
-            {} if used is None else {"mfu": used}
-        )
+        # On CPUs there is nothing of what follows.
+        for name in ("gpu_memory_mb", "gpu_use_percent"):
+            by_rank = _by_rank(reports, name)
+            if by_rank:
+                row[name] = by_rank
+        utilisation = self.job.utilisation(seconds)
+        if utilisation is not None:
+            row["mfu"] = utilisation
+        return row
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.next_step % every == 0
 
     def _evaluate(self) -> None:
-        """The held-out loss before `next_step`, on every rank; nothing where `eval_every` is not
-        set.
-        """
+        """Log the held-out loss before `next_step` on every rank; nothing without `eval_every`."""
         job = self.job
         step = self.next_step
         if job.train.eval_every is None:
             return
-        batches = range(job.train.eval_batches)
-        losses = [
-            job.executor.run(job.eval_schedule, job.feed.held_out(index)).loss for index in batches
-        ]
+        losses: list[float | None] = []
+        for index in range(job.train.eval_batches):
+            result = job.executor.run(job.eval_schedule, job.feed.held_out(index))
+            losses.append(result.loss)
         if job.here.tp_rank > 0:
-            losses = [None]  # the first rank of the group says it
+            losses = [None]  # the first rank of the group reports it
         by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s)
-        loss = _mean([_mean(known) for known in by_rank if None not in known])
+        loss = _mean([_mean(losses) for losses in by_rank if None not in losses])
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
             job.metrics.write({"step": step, "held_out_loss": loss})
@@ -287,3 +276,10 @@ class Trainer:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _by_rank(reports: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """What the ranks report under `name`, without those that do not know it."""
+    return {
+        str(rank): report[name] for rank, report in enumerate(reports) if report[name] is not None
+    }

@@ -88,18 +88,20 @@ class LossScale:
     def learn(self, overflow: bool) -> None:
         if not self.dynamic:
             return
-        self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.value = max(1.0, self.value / 2)
-        elif self.good_steps == GROWTH_INTERVAL:
-            self.value = self.value * 2
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value *= 2
             self.good_steps = 0
 
     def state(self) -> dict[str, Any]:
         return {"loss_scale": self.value if self.dynamic else None, "good_steps": self.good_steps}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """A run of another precision has had no scale, or has one that this run does not need."""
+        """A run of another precision may have had no scale, or one that this run does not need."""
         if self.dynamic and numbers["loss_scale"] is not None:
             self.value = numbers["loss_scale"]
             self.good_steps = numbers["good_steps"]
@@ -223,8 +225,7 @@ class Update:
         if verdict.culprit is not None and not self.loss_scale.dynamic:
             raise NumericError(
                 f"step {step}: {verdict.culprit} is not finite; lower train.learning_rate, clip "
-                "with train.clip_norm, "
-                "or resume from the last checkpoint"
+                "with train.clip_norm, or resume from the last checkpoint"
             )
         return verdict
 
@@ -238,46 +239,44 @@ def count(
 ) -> Verdict:
     """The verdict of a step's ballots, by rank.
 
-    Norms are added in layer order, so that no cut changes a bit, and of one layer in the order of
+    Norms are added in layer order, so that no cut changes a bit, and within a layer in the order of
     ranks. The norm is over all ranks, or, where replicas are `independent`, over the ranks of this
     one. The loss is the replicas' mean.
     """
     losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
-    assert len(losses) == here.dp_size, (
-        f"step {step}: {len(losses)} ranks report a loss, not {here.dp_size}"
-    )
+    replicas = here.dp_size
+    assert len(losses) == replicas, f"step {step}: {len(losses)} ranks report a loss"
     loss = sum(losses) / len(losses)
-    mine = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
-    squares = _add_up(ballot["norms"] for ballot in mine)
-    norm = math.sqrt(sum(squares[layer] for layer in sorted(squares))) if squares else None
-    stop = any(ballot["stop"] for ballot in ballots)
+    own = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
+    squares = _squares_by_layer(own)
+    norm = None
+    if squares:
+        norm = math.sqrt(sum(squares[layer] for layer in sorted(squares)))
     return Verdict(
-        step,
-        loss,
-        norm,
-        stop,
-        _culprit(ballots, loss),
-        tuple(ballot["report"] for ballot in ballots),
+        step=step,
+        loss=loss,
+        norm=norm,
+        stop=any(ballot["stop"] for ballot in ballots),
+        culprit=_culprit(ballots, loss),
+        reports=tuple(ballot["report"] for ballot in ballots),
     )
 
 
-def _add_up(norms: Iterable[Mapping[str, float]]) -> dict[int, float]:
+def _squares_by_layer(ballots: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     squares: dict[int, float] = {}
-    for of_rank in norms:
-        for layer, value in of_rank.items():
+    for ballot in ballots:
+        for layer, value in ballot["norms"].items():
             squares[int(layer)] = squares.get(int(layer), 0.0) + value
     return squares
 
 
-def _culprit(ballots: Sequence[dict[str, Any]], loss: float) -> str | None:
+def _culprit(ballots: Sequence[Mapping[str, Any]], loss: float) -> str | None:
     """What is not finite: a rank's own gradient, else an average that overflowed, else the loss."""
-    named = (
-        (rank, ballot["bad"]) for rank, ballot in enumerate(ballots) if ballot["bad"] is not None
-    )
-    for rank, name in named:
-        return f"the gradient of {name} on rank {rank}"
-    squares = _add_up(ballot["norms"] for ballot in ballots)
-    bad = [layer for layer in sorted(squares) if not math.isfinite(squares[layer])]
-    if bad:
-        return f"the gradient of layer {bad[0]}"
+    for rank, ballot in enumerate(ballots):
+        if ballot["bad"] is not None:
+            return f"the gradient of {ballot['bad']} on rank {rank}"
+    squares = _squares_by_layer(ballots)
+    for layer in sorted(squares):
+        if not math.isfinite(squares[layer]):
+            return f"the gradient of layer {layer}"
     return None if math.isfinite(loss) else "the loss"

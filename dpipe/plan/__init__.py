@@ -1,1 +1,20 @@
-"""Placeholder."""
+"""What a run will be, decided before it starts: which layers make a stage, in which order, and how
+long a step takes.
+
+forecast.py         cut, schedule, simulate: what `dpipe simulate` says and what a run does
+run_plan.py         the same for a run, with its model and its text; a user's own model
+costs.py            what layers and stages cost: seconds, and bytes on the wire
+tensor_parallel.py  what sharing a stage's layers among ranks costs
+partition.py        which layers make a stage
+probe.py            operations, shapes and time of each layer of any model
+assumed_network.py  the network that a prediction assumes
+measured.py         what a user's own layers hold: run on fake tensors
+allocations.py      what tensors take, from allocation to release
+text.py             what `dpipe simulate` prints
+
+forecast.py and what it imports need no torch, so that a step can be predicted anywhere.
+run_plan.py, probe.py and measured.py do.
+
+To change what is predicted: `forecast` puts it into `Forecast`, text.py prints it. What a family of
+models costs by formula is declared in `stage/families.py`.
+"""

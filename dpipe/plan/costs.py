@@ -13,9 +13,9 @@ from typing import TypeVar
 from dpipe.config.load import Config
 from dpipe.data.tokenizer import vocabulary_of
 from dpipe.errors import ConfigError
+from dpipe.memory.formulas import transformer_stages
+from dpipe.memory.layers import Stages
 from dpipe.network.link import Network
-from dpipe.plan.memory.formulas import transformer_stages
-from dpipe.plan.memory.layers import Stages
 from dpipe.plan.tensor_parallel import exchange_s, only_link, ring_us
 from dpipe.stage.flops import attention_core_flops
 from dpipe.timeline.cost import Cost

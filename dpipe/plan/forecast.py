@@ -1,9 +1,8 @@
-"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and its
-step simulated.
+"""What a run will take, before it starts: layers are cut into stages, a schedule is chosen, and a
+step is simulated. No torch.
 
-The same function feeds `dpipe simulate` and the run itself, so that the two cannot differ. No torch
-for the built-in models: their arithmetic is counted by formula, and turned into time by the assumed
-`predict.gflops`.
+`dpipe simulate` and the run itself call the same function, so the two cannot differ. The operations
+of a GPT or a BERT are counted by formula, and turned into time by the assumed `predict.gflops`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
+from dpipe.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
+from dpipe.memory.layers import Stages
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.costs import LayerCosts, on_ranks, replay_cost, stage_cost, transformer_costs
-from dpipe.plan.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
-from dpipe.plan.memory.layers import Stages
 from dpipe.plan.partition import split
 from dpipe.plan.tensor_parallel import at_boundaries, check_vocabulary
 from dpipe.schedule.check import check
@@ -36,6 +35,7 @@ from dpipe.wire.format import wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,8 @@ def forecast(
     order = choose(config, cost, network, replicas, stages)
     schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
     check(schedule)
-    memory = peak_memory(schedule, stages) if stages else ()
-    if stages and config.pipeline.memory_gb is not None:
-        unsearched = choose is without_search and config.pipeline.schedule == AUTO
-        least = peak_memory(leanest_of_auto(config), stages) if unsearched else memory
-        check_fits(config, least, held_by_transformer)
-    timeline = simulate(schedule, cost, network, hosts, replicas, ballots)
-    share = agreeing_share(config)
-    step_us = timeline.duration_us
-    if replicas is not None and share < 1:
-        silently = Replicas(silent(replicas.count))
-        apart = simulate(schedule, cost, network, hosts, silently, ballots)
-        step_us = share * step_us + (1 - share) * apart.duration_us
+    memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
+    timeline, step_us = _simulated(config, schedule, cost, network, hosts, replicas, ballots)
     return Forecast(
         split=cut,
         schedule=schedule,
@@ -163,10 +153,46 @@ def forecast(
         network=network,
         timeline=timeline,
         replicas=replicas,
-        agreeing_share=share,
+        agreeing_share=agreeing_share(config),
         step_us=step_us,
         memory=memory,
     )
+
+
+def _checked_memory(
+    config: Config, schedule: Schedule, stages: Stages, *, searched: bool
+) -> tuple[RankMemory, ...]:
+    """What each rank holds; raises `ConfigError` if that is more than `pipeline.memory_gb`.
+
+    If "auto" has not been searched yet, it is refused only if none of its schedules would fit.
+    """
+    if not stages:
+        return ()
+    memory = peak_memory(schedule, stages)
+    least = memory
+    if config.pipeline.schedule == AUTO and not searched:
+        least = peak_memory(leanest_of_auto(config), stages)
+    check_fits(config, least, held_by_transformer)
+    return memory
+
+
+def _simulated(
+    config: Config,
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host],
+    replicas: Replicas | None,
+    ballots: Network | None,
+) -> tuple[Timeline, float]:
+    """A step at which replicas exchange something, and the mean microseconds of all steps."""
+    timeline = simulate(schedule, cost, network, hosts, replicas, ballots)
+    share = agreeing_share(config)
+    if replicas is None or share == 1:
+        return timeline, timeline.duration_us
+    silently = Replicas(silent(replicas.count))
+    apart = simulate(schedule, cost, network, hosts, silently, ballots)
+    return timeline, share * timeline.duration_us + (1 - share) * apart.duration_us
 
 
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
@@ -204,32 +230,38 @@ def leanest_of_auto(config: Config) -> Schedule:
 
 
 def with_exchange(config: Config, cost: Cost) -> Cost:
-    """`cost` with what replicas exchange of each stage in place of its plain fp32 parameters:
-    rounded as configured, and where fragments take turns, as much as one of them. What a sharded
-    optimizer or a stale server gives back is not rounded.
+    """`cost` with what replicas send each other of a stage, in place of its parameters in fp32:
+    rounded as configured, and of one fragment if fragments take turns.
+
+    What comes back is not rounded if it is parameters: from a sharded optimizer or a stale server.
     """
-    chosen = config.data_parallel
-    plain = tuple(size // chosen.fragments for size in cost.reduce_bytes)
-    rounded = tuple(wire_bytes(chosen.wire, size // 4) for size in plain)
-    rounds_answer = KINDS[chosen.kind].rounds_answer and chosen.staleness == 0
+    settings = config.data_parallel
+    plain = tuple(size // settings.fragments for size in cost.reduce_bytes)
+    rounded = tuple(wire_bytes(settings.wire, size // _FLOAT_BYTES) for size in plain)
+    rounds_answer = KINDS[settings.kind].rounds_answer and settings.staleness == 0
     return replace(cost, reduce_bytes=rounded, gather_bytes=rounded if rounds_answer else plain)
 
 
 def replicas_of(config: Config, cost: Cost) -> Replicas | None:
-    """How replicas agree at a step at which they do, given the plain fp32 parameters; None where
-    there is one.
+    """How replicas exchange `cost.reduce_bytes`, still in fp32, at a step at which they do; None
+    for one replica.
     """
-    chosen = config.data_parallel
-    kind = chosen.active_kind
+    settings = config.data_parallel
+    kind = settings.active_kind
     if kind.pattern is None:
         return None
-    most = max(cost.reduce_bytes) // chosen.fragments
-    num_parts = max(1, min(_MOST_PARTS, -(-most // chosen.chunk_bytes)))
-    waits = config.train.waits_for_verdict  # for the norm, before anything goes back
-    delayed = chosen.delay or chosen.overlap
-    pattern = kind.late_pattern if delayed and kind.late_pattern is not None else kind.pattern
-    found = exchange(pattern, chosen.replicas, num_parts, barrier=waits, stale=chosen.staleness > 0)
-    return Replicas(found, server_ranks(config), delayed=delayed)
+    delayed = settings.delay or settings.overlap
+    pattern = kind.pattern
+    if delayed and kind.late_pattern is not None:
+        pattern = kind.late_pattern
+    most_bytes = max(cost.reduce_bytes) // settings.fragments
+    num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
+    # For the norm, before anything is sent back.
+    waits = config.train.waits_for_verdict
+    rounds = exchange(
+        pattern, settings.replicas, num_parts, barrier=waits, stale=settings.staleness > 0
+    )
+    return Replicas(rounds, server_ranks(config), delayed=delayed)
 
 
 def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
@@ -244,28 +276,25 @@ def ballots_over(config: Config, network: Network, shaped: str | None = None) ->
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:
-    """The rank of each stage's parameter server: of replica 0 where they are embedded, else behind
-    all others.
+    """The rank of each stage's parameter server: a rank of replica 0 if it is embedded, otherwise
+    one after all ranks of the run. Empty without servers.
     """
-    chosen = config.data_parallel
-    stages = range(config.pipeline.stages)
-    if not chosen.active_kind.has_server:
+    settings = config.data_parallel
+    if not settings.active_kind.has_server:
         return ()
-    if chosen.address:
-        return tuple(
-            config.num_machines + (0 if chosen.servers == "one" else stage) for stage in stages
-        )
-    return tuple(
-        0 if chosen.servers == "one" else stage % config.pipeline.ranks for stage in stages
-    )
+    stages = range(config.pipeline.stages)
+    servers = [0 if settings.servers == "one" else stage for stage in stages]
+    if settings.address:
+        return tuple(config.num_machines + server for server in servers)
+    return tuple(server % config.pipeline.ranks for server in servers)
 
 
 def agreeing_share(config: Config) -> float:
-    """At which share of the steps something is exchanged."""
-    chosen = config.data_parallel
-    if not chosen.active_kind.has_inner_steps:
+    """The share of the steps at which replicas exchange something."""
+    settings = config.data_parallel
+    if not settings.active_kind.has_inner_steps:
         return 1.0
-    return chosen.fragments / chosen.inner_steps
+    return settings.fragments / settings.inner_steps
 
 
 def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:

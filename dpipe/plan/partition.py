@@ -1,5 +1,5 @@
-"""Which layers make a stage: contiguous, at least one each, the dearest stage as cheap as can be.
-No torch.
+"""Which layers make a stage: contiguous ones, at least one, with the costliest stage as cheap as
+possible. No torch.
 """
 
 import math
@@ -11,14 +11,14 @@ from dpipe.errors import ConfigError
 
 
 def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Layers a stage, minimising the dearest stage; of those cuts, the one whose stages differ
-    least.
+    """Layers a stage, with the costliest stage as cheap as possible; of several such cuts, the one
+    whose stages differ least.
 
         costs         1 1 1 1 4 1 1
         num_stages 3  [ 4   ][4][2]   ->  (4, 1, 2)
 
-    Where two cuts differ as little the earlier stages get fewer layers: they hold more
-    micro-batches. Raises `ConfigError` for fewer layers than stages.
+    If two cuts differ as little, the earlier stages get fewer layers: they hold more micro-batches.
+    Raises `ConfigError` for fewer layers than stages.
     """
     if len(costs) < num_stages:
         raise ConfigError(
@@ -26,11 +26,11 @@ def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             f"lower pipeline.stages to {len(costs)} or give the model more layers"
         )
     ends = [0.0, *accumulate(costs)]
-    dearest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
+    costliest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
 
     def unevenness(start: int, end: int) -> float:
         cost = ends[end] - ends[start]
-        return cost**2 if cost <= dearest else math.inf
+        return cost**2 if cost <= costliest else math.inf
 
     _, cut = _best(len(costs), num_stages, unevenness, lambda a, b: a + b)
     return cut

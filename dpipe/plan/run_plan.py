@@ -19,11 +19,11 @@ from dpipe.data.corpus import Corpus, prepare
 from dpipe.data.feed import feed_of
 from dpipe.data.tokenizer import open_tokenizer, vocabulary_of
 from dpipe.errors import ConfigError, DataError
+from dpipe.memory.formulas import transformer_stages
 from dpipe.network.link import Network
 from dpipe.plan.costs import LayerCosts, tied_bytes, transformer_costs
 from dpipe.plan.forecast import Forecast, ScheduleChoice, choose_schedule, forecast
-from dpipe.plan.memory.formulas import transformer_stages
-from dpipe.plan.memory.measured import StageRunner, measured_stages
+from dpipe.plan.measured import StageRunner, measured_stages
 from dpipe.plan.probe import LayerCost, measure, probe
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
@@ -32,6 +32,7 @@ from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
 
+_FLOAT_BYTES = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,13 +67,8 @@ def draft(
     over it.
     """
     if not config.model.family.computes:
-        message = TensorSpec((config.replay.message_bytes // 4,), torch.float32)
-        messages = ((message,),) * (config.pipeline.stages - 1)
-        return RunPlan(config, None, None, messages, forecast(config, None, network, choose))
-    check_device(config.node.device)
-    if config.run.checkpoint_url is not None:
-        check_url(config.run.checkpoint_url)
-    TRANSPORTS[config.transport.kind].check()
+        return _replay_plan(config, forecast(config, None, network, choose))
+    _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
     probed = probe(model, _inputs(config), config.train.seed, stored)
@@ -88,6 +84,20 @@ def draft(
     corpus = read_text(config)  # last, because the first time it writes a cache
     sent = boundaries(config, [probed[end].outputs for end in ends])
     return RunPlan(config, model, corpus, sent, predicted)
+
+
+def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
+    message = TensorSpec((config.replay.message_bytes // _FLOAT_BYTES,), torch.float32)
+    messages = ((message,),) * (config.pipeline.stages - 1)
+    return RunPlan(config, None, None, messages, predicted)
+
+
+def _check_surroundings(config: Config) -> None:
+    """The device, the place for checkpoints, and the transport. Raises what they raise."""
+    check_device(config.node.device)
+    if config.run.checkpoint_url is not None:
+        check_url(config.run.checkpoint_url)
+    TRANSPORTS[config.transport.kind].check()
 
 
 def check_device(device: str) -> None:

@@ -1,17 +1,16 @@
-"""What it takes the T ranks of a stage to be one: their arithmetic shared out, and what they
-exchange. No torch.
+"""What tensor parallelism costs: T ranks share a stage's arithmetic, and exchange activations. No
+torch.
 
-A micro-batch's activation [B, S, D] between matrices is u bytes. Of it a rank sends, for each
-layer, in units of (T - 1) / T u, an all-reduce being two of them (Korthikanti et al. 2022, section
-4.2):
+A micro-batch's activation [B, S, D] between matrices is u bytes. For each layer a rank sends, in
+units of (T - 1) / T u, of which an all-reduce is two (Korthikanti et al. 2022, section 4.2):
 
                        embedding         block             head
                        forward backward  forward backward  forward backward
     tensor parallel    2       0         4       4         0       2
-    sequence parallel  1       1         4       6         1       2        what enters a matrix is gathered again
+    sequence parallel  1       1         4       6         1       2
 
-That is time of the compute lane: nothing else can run meanwhile. Each exchange also waits out the
-machine's delay.
+Sequence parallelism gathers the input of a matrix once more in backward. All this is time of the
+compute lane: nothing else can run meanwhile. Each exchange also waits out the machine's delay.
 """
 
 from dataclasses import dataclass, replace
@@ -27,35 +26,44 @@ _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """Of one layer and micro-batch: (units of (T - 1) / T u, exchanges), forward and backward."""
+class LayerExchanges:
+    """Of one layer and micro-batch: (units of (T - 1) / T u, number of exchanges)."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
 
 
-_TENSOR = (Exchanges((2, 1), (0, 0)), Exchanges((4, 2), (4, 2)), Exchanges((0, 2), (2, 1)))
-_SEQUENCE = (Exchanges((1, 1), (1, 1)), Exchanges((4, 4), (6, 6)), Exchanges((1, 3), (2, 2)))
+# Embedding, block, head.
+_TENSOR = (
+    LayerExchanges((2, 1), (0, 0)),
+    LayerExchanges((4, 2), (4, 2)),
+    LayerExchanges((0, 2), (2, 1)),
+)
+_SEQUENCE = (
+    LayerExchanges((1, 1), (1, 1)),
+    LayerExchanges((4, 4), (6, 6)),
+    LayerExchanges((1, 3), (2, 2)),
+)
 
 
 def check_vocabulary(config: Config) -> None:
-    """Raises `ConfigError` where the tokenizer's words do not divide into equal parts."""
+    """Raises `ConfigError` if the tokenizer's vocabulary does not divide into equal parts."""
     size = config.tensor_parallel.size
     if size == 1 or config.model.vocab_size is not None:
         return
-    words = vocabulary(config.data.tokenizer)
-    if words % size:
+    entries = vocabulary(config.data.tokenizer)
+    if entries % size:
         raise ConfigError(
-            f"the tokenizer {config.data.tokenizer} has {words} entries, which "
-            f"tensor_parallel.size {size} does not "
-            f"divide; set model.vocab_size = {words + size - words % size}"
+            f"the tokenizer {config.data.tokenizer} has {entries} entries, which "
+            f"tensor_parallel.size {size} does not divide; "
+            f"set model.vocab_size = {entries + size - entries % size}"
         )
 
 
 def exchange_s(config: Config, num_layers: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each layer's exchanges, forward and backward: embedding, blocks, head."""
-    kinds = _SEQUENCE if config.tensor_parallel.sequence_parallel else _TENSOR
-    layers = (kinds[0], *(kinds[1] for _ in range(num_layers - 2)), kinds[2])
+    embedding, block, head = _SEQUENCE if config.tensor_parallel.sequence_parallel else _TENSOR
+    layers = (embedding, *[block] * (num_layers - 2), head)
     return (
         tuple(_seconds(config, *layer.forward) for layer in layers),
         tuple(_seconds(config, *layer.backward) for layer in layers),
@@ -63,33 +71,30 @@ def exchange_s(config: Config, num_layers: int) -> tuple[tuple[float, ...], tupl
 
 
 def at_boundaries(config: Config, cost: Cost) -> Cost:
-    """`cost` of whole activations, as the machines of T ranks send them: once, and put together
-    behind the link, or once by every rank.
+    """`cost` of whole activations as the machines of T ranks send them: each rank its part, put
+    together behind the link; without scatter and gather, each rank the whole.
     """
-    chosen = config.tensor_parallel
-    if chosen.size == 1 or chosen.sequence_parallel:
+    group = config.tensor_parallel
+    if group.size == 1 or group.sequence_parallel:
         return cost
-    if not chosen.scatter_gather:
-        times = chosen.size
+    if not group.scatter_gather:
         return replace(
             cost,
-            activation_bytes=tuple(times * size for size in cost.activation_bytes),
-            gradient_bytes=tuple(times * size for size in cost.gradient_bytes),
+            activation_bytes=tuple(group.size * size for size in cost.activation_bytes),
+            gradient_bytes=tuple(group.size * size for size in cost.gradient_bytes),
         )
     gather_us = _seconds(config, 1, 1) * 1e6
-    last = cost.num_stages - 1
-    there = [gather_us * (stage > 0) for stage in range(cost.num_stages)]
-    back = [gather_us * (stage < last) for stage in range(cost.num_stages)]
+    # The first stage receives no activation, the last no gradient.
     return replace(
         cost,
-        forward_us=_add(cost.forward_us, there),
-        backward_us=_add(cost.backward_us, back),
-        input_us=_add(cost.input_us, back),
+        forward_us=(cost.forward_us[0], *_later(cost.forward_us[1:], gather_us)),
+        backward_us=(*_later(cost.backward_us[:-1], gather_us), cost.backward_us[-1]),
+        input_us=(*_later(cost.input_us[:-1], gather_us), cost.input_us[-1]),
     )
 
 
 def ring_us(config: Config, network: Network) -> float:
-    """An all-reduce among the ranks of a replayed stage, in a ring (`replayed.py`). Raises as
+    """An all-reduce among the ranks of a replay stage, in a ring (`run/replay_ring.py`). Raises as
     `only_link` does.
     """
     size = config.tensor_parallel.size
@@ -99,29 +104,28 @@ def ring_us(config: Config, network: Network) -> float:
 
 
 def only_link(network: Network) -> Link:
-    """What every link between the hosts of replayed stages is: a simulated rank stands for all that
-    share its stage.
+    """The link between any two hosts of replay stages: a simulated rank stands for all ranks of its
+    tensor-parallel group.
 
-    Raises `ConfigError` for a network of unlike links.
+    Raises `ConfigError` for a network whose links differ.
     """
     if network.links or network.default is None:
         raise ConfigError(
-            "replayed stages of several ranks are predicted on a network whose links are alike, "
-            "and "
+            "replay stages of several ranks are predicted on a network whose links are alike, and "
             f"{network.name} lists some apart; take a profile of one delay and one bandwidth"
         )
     return network.default
 
 
-def _add(times_us: tuple[float, ...], more_us: list[float]) -> tuple[float, ...]:
-    return tuple(a + b for a, b in zip(times_us, more_us, strict=True))
+def _later(times_us: tuple[float, ...], more_us: float) -> tuple[float, ...]:
+    return tuple(time_us + more_us for time_us in times_us)
 
 
 def _seconds(config: Config, units: int, count: int) -> float:
+    """Of `count` exchanges between the ranks of a machine, which send `units` in all."""
     size = config.tensor_parallel.size
+    predict = config.predict
     value_bytes = _FLOAT_BYTES if config.train.precision == "fp32" else _HALF_BYTES
     u = config.microbatch_size * config.model.context * config.model.width * value_bytes
     bits = units * u * (size - 1) / size * 8
-    return (
-        bits / (config.predict.machine_gbps * 1e9) + count * config.predict.machine_delay_ms / 1e3
-    )
+    return bits / (predict.machine_gbps * 1e9) + count * predict.machine_delay_ms / 1e3

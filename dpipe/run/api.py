@@ -48,7 +48,7 @@ def train(
     run. With `show` rank 0 prints what `dpipe train` prints.
 
     In the main thread, Ctrl-C stops the run after the step with a checkpoint, and this returns.
-    Raises `InputError` for what can be mended before the run, and `RunError` where the run fails.
+    Raises `InputError` for what you can fix before the run, and `RunError` where the run fails.
     Sets the number of torch's threads to node.threads.
     """
     checked = _configuration(config, overrides, resume)
@@ -85,7 +85,7 @@ def launch(
     those of `train`. `on_row` is called in this thread; what it raises kills the ranks.
 
     In the main thread the first Ctrl-C stops the ranks after their step with a checkpoint, and
-    this returns; a second one kills them. Raises `InputError` for what can be mended before the
+    this returns; a second one kills them. Raises `InputError` for what you can fix before the
     run, and `RunError` where the run fails, with the last lines of the rank that failed first.
     """
     checked = _configuration(config, overrides, resume)

@@ -1,12 +1,15 @@
 """What runs where in which order. Pure Python, no torch.
 
 action.py    Op, Action and their text form "2F0"
-plan.py      Schedule: every rank's program; requires(), the one statement of dependence
-exchange.py  what the replicas of a stage send each other until they agree
-links.py     the two ends of a message, the order of messages on each directed link
-generate.py  gpipe, 1f1b, interleaved, zero-bubble, forward-only: integers in, a compute-only schedule out
+schedule.py  Schedule: every rank's program; requires(), the one statement of dependence
+generate.py  the table of generators: integers in, a schedule of computations out
 split.py     the rule by which a program with a split backward pass is made
-lower.py     adds send, receive, reduce and step
-check.py     complete, in order, the same order at both ends of a link, makes progress; what it holds
+lower.py     adds messages between stages and the end of the step: agreement, vote, optimizer
+links.py     the two ends of a message, the order of messages on each directed link
+exchange.py  what the replicas of a stage send each other
+check.py     complete, in order, alike at both ends of a link, makes progress; what a rank holds
 text.py      the grid, and the CSV that torch.distributed.pipelining loads
+
+To add a schedule: a function that makes it, and a `Generator` in `generate.GENERATORS` that says
+which parameters it takes. `tests/schedule/toy_schedule.py` is one.
 """

@@ -6,18 +6,19 @@ One value feeds the checker, the simulator, the executor, the viewer and the tor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import assert_never
 
-from dpipe.schedule.action import BACKWARD, Action, Op
+from dpipe.schedule.action import BACKWARD, COMPUTE, RECVS, SENDS, Action, Op
+
+Needs = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """`programs[rank]` in order; `rank_of_stage[stage]` says where a stage lives.
 
-    A generator's schedule holds F, B, I and W alone; `lower()` adds communication, reduction and
-    step and sets `lowered`. `tied` says that the first and the last stage share a weight, whose
-    gradient they exchange.
+    A generator's schedule holds F, B, I and W alone; `lower()` adds communication and the end of
+    the step, and sets `lowered`. `tied` says that the first and the last stage share a weight,
+    whose gradient they exchange.
     """
 
     num_microbatches: int
@@ -30,7 +31,11 @@ class Schedule:
     @cached_property
     def index(self) -> dict[Action, tuple[int, int]]:
         """Where each action is: the rank, and the position in its program."""
-        return {a: (r, i) for r, program in enumerate(self.programs) for i, a in enumerate(program)}
+        places = {}
+        for rank, program in enumerate(self.programs):
+            for position, action in enumerate(program):
+                places[action] = rank, position
+        return places
 
     @property
     def num_stages(self) -> int:
@@ -47,6 +52,11 @@ class Schedule:
         """Whether what goes from `stage` to `other` crosses a link."""
         return self.rank_of_stage[stage] != self.rank_of_stage[other]
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there is a backward pass; a schedule without one is for evaluation."""
+        return any(action.op in BACKWARD for action in self.index)
+
     @property
     def splits(self) -> bool:
         """Whether any backward pass is split into I and W."""
@@ -60,11 +70,6 @@ class Schedule:
         op = Op.I if self.splits_backward(stage, microbatch) else Op.B
         return Action(stage, op, microbatch)
 
-    @cached_property
-    def trains(self) -> bool:
-        """Whether there is a backward pass; a schedule without one is for evaluation."""
-        return any(action.op in BACKWARD for action in self.index)
-
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
 
@@ -73,8 +78,9 @@ class Schedule:
         return Action(self.rank_of_stage.index(rank), op)
 
     def vote_and_steps(self, rank: int) -> tuple[Action, ...]:
-        """The end of the program of `rank`: VOTE, then all that changes what lasts, its STEPs."""
-        return tuple(a for a in self.programs[rank] if a.op in (Op.VOTE, Op.STEP))
+        """The end of the program of `rank`: VOTE, then its STEPs, which alone change what lasts."""
+        ops = (Op.VOTE, Op.STEP)
+        return tuple(action for action in self.programs[rank] if action.op in ops)
 
     @property
     def tied_within_rank(self) -> bool:
@@ -85,12 +91,12 @@ class Schedule:
         """The other end of a tied weight, where it lives on another rank; None where there is
         nothing to exchange.
         """
-        ends = (0, self.num_stages - 1)
-        if not self.tied or stage not in ends or not self.hops(*ends):
+        last = self.num_stages - 1
+        if not self.tied or not self.hops(0, last):
             return None
-        return ends[1] if stage == ends[0] else ends[0]
+        return {0: last, last: 0}.get(stage)
 
-    def requires(self, action: Action) -> tuple[Action, ...]:
+    def requires(self, action: Action) -> Needs:
         """What must be done before `action` may start, here or on another rank: the one statement
         of dependence.
 
@@ -99,6 +105,7 @@ class Schedule:
             B, I         F of the same micro-batch, and the output's gradient: B or I of the next
                          stage, through SEND_B and RECV_B
             W            I of the same micro-batch
+            SEND, RECV   what makes the message; its send
             COMPLETE     all gradients of the stage; of a tied weight the other end's, too
             REDUCE_GRAD  COMPLETE of the stage
             AGREE        REDUCE_GRAD of each stage of the rank
@@ -108,90 +115,98 @@ class Schedule:
         Messages are named whether or not `lower()` has put them in yet; COMPLETE, AGREE and VOTE
         where they are in, else what they would wait for.
         """
-        stage = action.stage
-        microbatch = action.microbatch
-        match action.op:
-            case Op.F:
-                return (
-                    self._input(stage, Op.RECV_F, stage - 1, Op.F, microbatch) if stage > 0 else ()
-                )
-            case Op.B | Op.I:
-                forward = Action(stage, Op.F, microbatch)
-                if self.is_last(stage):
-                    return (forward,)
-                assert microbatch is not None
-                later = self.backward_of(stage + 1, microbatch).op
-                return (forward, *self._input(stage, Op.RECV_B, stage + 1, later, microbatch))
-            case Op.W:
-                return (Action(stage, Op.I, microbatch),)
-            case Op.SEND_F:
-                return (Action(stage, Op.F, microbatch),)
-            case Op.RECV_F:
-                return (Action(stage - 1, Op.SEND_F, microbatch),)
-            case Op.SEND_B:
-                assert microbatch is not None
-                return (self.backward_of(stage, microbatch),)
-            case Op.RECV_B:
-                return (Action(stage + 1, Op.SEND_B, microbatch),)
-            case Op.SEND_TIED:
-                return self.final_gradients(stage)
-            case Op.RECV_TIED:
-                return (Action(self.num_stages - 1 - stage, Op.SEND_TIED),)
-            case Op.COMPLETE:
-                return self._summed_gradients(stage)
-            case Op.REDUCE_GRAD:
-                return self._complete(stage)
-            case Op.AGREE:
-                return self._reduced(self.rank_of_stage[stage])
-            case Op.VOTE:
-                return self._agreed(self.rank_of_stage[stage])
-            case Op.STEP:
-                rank = self.rank_of_stage[stage]
-                return self._present(self.of_rank(rank, Op.VOTE)) or self._agreed(rank)
-        assert_never(action.op)
+        if action.op in COMPUTE:
+            return self._needs_of_compute(action)
+        if action.op in SENDS:
+            return self._needs_of_send(action)
+        if action.op in RECVS:
+            return (self._send_of(action),)
+        return self._needs_of_end(action)
 
-    def final_gradients(self, stage: int) -> tuple[Action, ...]:
+    def final_gradients(self, stage: int) -> Needs:
         """The actions after which the weight gradients of `stage` are complete: B or W of every
         micro-batch.
         """
-        return tuple(
-            Action(stage, Op.W if self.splits_backward(stage, m) else Op.B, m)
-            for m in range(self.num_microbatches)
-        )
+        needs = []
+        for microbatch in range(self.num_microbatches):
+            op = Op.W if self.splits_backward(stage, microbatch) else Op.B
+            needs.append(Action(stage, op, microbatch))
+        return tuple(needs)
 
-    def _input(
-        self, stage: int, recv: Op, source: int, made_by: Op, microbatch: int | None
-    ) -> tuple[Action, ...]:
-        if self.hops(source, stage):
-            return (Action(stage, recv, microbatch),)
-        return (Action(source, made_by, microbatch),)
+    def _needs_of_compute(self, action: Action) -> Needs:
+        stage, op, microbatch = action
+        assert microbatch is not None
+        if op is Op.W:
+            return (Action(stage, Op.I, microbatch),)
+        if op is Op.F:
+            if stage == 0:
+                return ()
+            before = Action(stage - 1, Op.F, microbatch)
+            return (self._through(before, Action(stage, Op.RECV_F, microbatch)),)
+        forward = Action(stage, Op.F, microbatch)
+        if self.is_last(stage):
+            return (forward,)
+        later = self.backward_of(stage + 1, microbatch)
+        return forward, self._through(later, Action(stage, Op.RECV_B, microbatch))
 
-    def _present(self, *actions: Action) -> tuple[Action, ...]:
+    def _needs_of_send(self, send: Action) -> Needs:
+        stage, op, microbatch = send
+        if op is Op.SEND_TIED:
+            return self.final_gradients(stage)
+        if op is Op.SEND_F:
+            return (Action(stage, Op.F, microbatch),)
+        assert microbatch is not None
+        return (self.backward_of(stage, microbatch),)
+
+    def _send_of(self, receive: Action) -> Action:
+        stage, op, microbatch = receive
+        if op is Op.RECV_TIED:
+            return Action(self.num_stages - 1 - stage, Op.SEND_TIED)
+        if op is Op.RECV_F:
+            return Action(stage - 1, Op.SEND_F, microbatch)
+        return Action(stage + 1, Op.SEND_B, microbatch)
+
+    def _needs_of_end(self, action: Action) -> Needs:
+        rank = self.rank_of_stage[action.stage]
+        if action.op is Op.COMPLETE:
+            return self._all_gradients(action.stage)
+        if action.op is Op.REDUCE_GRAD:
+            return self._completed(action.stage)
+        if action.op is Op.AGREE:
+            return self._reduced(rank)
+        if action.op is Op.VOTE:
+            return self._agreed(rank)
+        assert action.op is Op.STEP
+        return self._present([self.of_rank(rank, Op.VOTE)]) or self._agreed(rank)
+
+    def _through(self, source: Action, receive: Action) -> Action:
+        """`receive`, where a link lies between its stage and that of `source`."""
+        return receive if self.hops(source.stage, receive.stage) else source
+
+    def _present(self, actions: list[Action]) -> Needs:
         return tuple(action for action in actions if action in self.index)
 
-    def _agreed(self, rank: int) -> tuple[Action, ...]:
+    def _agreed(self, rank: int) -> Needs:
         """After these the gradients of all stages of `rank` are what its step will use."""
-        agree = self._present(self.of_rank(rank, Op.AGREE))
-        if agree:
-            return agree
+        agree = self._present([self.of_rank(rank, Op.AGREE)])
+        completed = chain(*(self._completed(stage) for stage in self.stages_of(rank)))
+        return agree or self._reduced(rank) or tuple(completed)
+
+    def _reduced(self, rank: int) -> Needs:
         stages = self.stages_of(rank)
-        return self._reduced(rank) or tuple(chain(*(self._complete(stage) for stage in stages)))
+        return self._present([Action(stage, Op.REDUCE_GRAD) for stage in stages])
 
-    def _reduced(self, rank: int) -> tuple[Action, ...]:
-        return self._present(*(Action(stage, Op.REDUCE_GRAD) for stage in self.stages_of(rank)))
-
-    def _complete(self, stage: int) -> tuple[Action, ...]:
+    def _completed(self, stage: int) -> Needs:
         """The gradients of a weight that is tied within the rank are added at COMPLETE of the last
         stage.
         """
-        last = self.num_stages - 1
-        end = last if self.tied_within_rank and stage == 0 else stage
-        return self._present(Action(end, Op.COMPLETE)) or self._summed_gradients(stage)
+        end = self.num_stages - 1 if self.tied_within_rank and stage == 0 else stage
+        return self._present([Action(end, Op.COMPLETE)]) or self._all_gradients(stage)
 
-    def _summed_gradients(self, stage: int) -> tuple[Action, ...]:
+    def _all_gradients(self, stage: int) -> Needs:
         gradients = self.final_gradients(stage)
         if self.tied_partner(stage) is not None:
             return (*gradients, Action(stage, Op.RECV_TIED))
-        if self.tied_within_rank and stage == self.num_stages - 1 and stage > 0:
-            return (*gradients, *self._present(Action(0, Op.COMPLETE)))
+        if self.tied_within_rank and self.is_last(stage) and stage > 0:
+            return (*gradients, *self._present([Action(0, Op.COMPLETE)]))
         return gradients

@@ -1,12 +1,18 @@
 """When things happen, predicted or measured, in one type. Pure Python, no torch.
 
-span.py      Span and Timeline
-simulate.py  Cost; simulate(): a schedule on a network, before there is a run
-replicas.py  Replicas of a pipeline, whose stages exchange gradients on the same network
-machine.py   the clock, the cores of a host and the egress of a rank, while a schedule unfolds
-greedy.py    a split backward pass that follows the clock of a network
-search.py    schedule "auto": what the simulator finds fastest under a memory limit
-timers.py    where a rank's time goes, in the words of Megatron-LM
-summary.py   bubble, overlap, bytes a link; predicted beside measured
-chrome.py    a trace for Perfetto and chrome://tracing
+span.py       Span and Timeline
+cost.py       what each stage takes, and what each hop carries
+simulate.py   a schedule on a network, before there is a run
+machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
+exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
+votes.py      the ballots before an optimizer step in a simulation
+greedy.py     a split backward pass that follows the clock of a network
+search.py     schedule "auto": what the simulator finds fastest under a memory limit
+memory.py     what a rank holds at the worst moment of a step
+timers.py     where a rank's time goes, by the names of Megatron-LM's timers
+summary.py    bubble, overlap, bytes a link; predicted beside measured
+chrome.py     a trace for Perfetto and chrome://tracing
+
+To change what a prediction knows of: the model is listed in `simulate.py`; each number that it
+needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures.
 """

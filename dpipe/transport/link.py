@@ -209,7 +209,9 @@ class LinkEnd:
                 self._unclaimed_bytes -= receiving.arrived.spec.num_bytes
             self.forget(receiving)
             self.changed.notify_all()
-        self._break_if(receiving.check())
+        error = receiving.check()
+        if error is not None:
+            self.break_off(error)
         return receiving
 
     def arrive(self, header: Header) -> Receiving | None:
@@ -266,9 +268,7 @@ class LinkEnd:
             self._raise_if_broken()
 
     def await_device(self, ready: Mark, tag: str) -> None:
-        """Wait until the device has reached `ready`. Where it does not, break the link, and
-        raise.
-        """
+        """Wait until the device has reached `ready`; a timeout breaks the link, and raises."""
         try:
             self.staging.block(ready, self._timeout_s)
         except TimeoutError as late:
@@ -279,9 +279,7 @@ class LinkEnd:
             raise error from None
 
     def break_off(self, error: Exception, *, failed: bool = False) -> None:
-        """End the link: waits raise `error` unless their transfer is done, and even then where this
-        rank has `failed`.
-        """
+        """End the link: waits raise `error`; if done, only where this rank has `failed`."""
         with self.changed:
             first = self.error is None
             if first or failed:
@@ -310,9 +308,7 @@ class LinkEnd:
             self.lose("it closed the link")
 
     def drain(self, timeout_s: float) -> None:
-        """Receive no more, and wait until all sends are handed over, the link breaks, or the time
-        is up.
-        """
+        """Receive no more, and wait for sends to be handed over while link and time allow."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -334,10 +330,6 @@ class LinkEnd:
             continue
         self._raise_if_broken()
         return not self.closing
-
-    def _break_if(self, error: Exception | None) -> None:
-        if error is not None:
-            self.break_off(error)
 
     def _raise_if_broken(self) -> None:
         if self.error is not None:

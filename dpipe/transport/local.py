@@ -1,6 +1,4 @@
-"""Ranks as threads of one process, for tests: no bytes leave it, everything else behaves as on a
-network.
-"""
+"""Ranks as threads of one process: no bytes leave it, all else is as on a network."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -15,9 +13,7 @@ from dpipe.wire.spec import TensorSpec
 
 
 class LocalHub:
-    """Both ends of the links between any two of `num_ranks` ranks; what breaks one end breaks the
-    other.
-    """
+    """Both ends of all links between `num_ranks` ranks. What breaks one end breaks the other."""
 
     def __init__(
         self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
@@ -37,7 +33,7 @@ class LocalHub:
 
 
 class LocalTransport:
-    """A send copies the tensor into its peer's end at once, so it is done when it returns."""
+    """`send` copies the tensor into the peer's end, and is done when it returns."""
 
     port = 0
 
@@ -47,10 +43,10 @@ class LocalTransport:
         self._peers = [peer for peer in range(hub.num_ranks) if peer != rank]
 
     def prepare(self, directory: Directory, peers: Collection[int]) -> None:
-        """The hub has made every link."""
+        """Nothing to do: the hub holds every link."""
 
     def rehearse(self, step: Callable[[], None]) -> None:
-        """Nothing here waits on a device."""
+        """Not needed: no receive waits on a device."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
         sending = self._hub.ends[self.rank, peer].send(tensor, tag, lambda _: None)
@@ -73,17 +69,13 @@ class LocalTransport:
 
 
 def _deliver(sending: Sending, end: LinkEnd) -> None:
-    """Bring the bytes to the other end; sends of several threads may come here in any order, they
-    are numbered.
-    """
+    """Copy the bytes to the other end. Threads may come in any order: sends are numbered."""
     sending.begin()
     assert sending.view is not None
     try:
         receiving = end.arrive(sending.header)
     except Exception as error:
-        end.break_off(
-            error
-        )  # what is wrong there is a lost peer here, once `on_broken` has come round
+        end.break_off(error)  # there this error, and by `on_broken` a lost peer here
         return
     if receiving is not None:
         assert receiving.tensor is not None

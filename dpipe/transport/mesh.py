@@ -187,9 +187,7 @@ class Mesh(ABC, Generic[ConnectionT]):
 
     @abstractmethod
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        """Let peers dial from now on, with `security` both ways. Returns the port, a free one for
-        0.
-        """
+        """Let peers dial from now on. Returns the port: `port`, or a free one for 0."""
 
     @abstractmethod
     def _dial(self, connection: ConnectionT, address: str, hello: Hello, deadline: float) -> None:
@@ -253,18 +251,14 @@ class Mesh(ABC, Generic[ConnectionT]):
         return sum(connection.bytes_sent for connection in self._links[peer].connections)
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`, `connect` too; peers get `PeerLost`. Close
-        all the same.
-        """
-        with self._failing:  # from here on there are all links, or there will be none
+        """As the contract says; `connect` raises `error` too. `close` is still needed."""
+        with self._failing:  # `connect` has made all links, or will make none
             self._failed = error
         for link in self._links.values():
             link.end.break_off(error, failed=True)
 
     def close(self) -> None:
-        """Let queued sends leave, for at most 5 s where the links are whole, then end every stream
-        and thread.
-        """
+        """Wait at most 5 s for queued sends to leave, then end every stream and thread."""
         with self._closing:
             if not self._closed:
                 self._closed = True

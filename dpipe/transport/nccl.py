@@ -1,19 +1,17 @@
-"""From GPU to GPU by NCCL (through cupy): for machines with a fast network between them, or one
-machine with NVLink.
+"""From GPU to GPU by NCCL (through cupy): for GPUs with a fast network or NVLink between them.
 
     rank 1                                              rank 2
     link 1->2   --wait(made)--[send]--*  ===========>   *--[recv]--    link 1->2
     link 2->1   --[recv]--*              <===========   --[send]--     link 2->1
 
-Each directed link is a communicator of two ranks and a stream of its own, so that one link never
-waits for another, and a receive that is posted early holds up nothing but its link. NCCL has no
-tags: what is sent and what is expected agree because both ends run one checked schedule. A pair of
-ranks needs two GPUs.
+Each directed link is a communicator of two ranks with a stream of its own: no link waits for
+another, and a receive that is posted early holds up its own link alone. NCCL has no tags; sends and
+receives match because both ends run one checked schedule. Each rank needs a GPU of its own.
 
-The host only queues. A thread looks around for what went wrong meanwhile: a peer that is gone or
-too late has its links aborted, so that what the device waits for there ends, and whoever settles or
-waits next gets the error. NCCL notices the death of a peer over a network; within a machine it may
-not, and the coordinator's word ends the wait.
+The host only queues. A watching thread looks for errors: it aborts the links with a peer that is
+gone or too late, which ends what the device waits for there, and the next `wait` or `settle` raises
+the error. Over a network NCCL notices the death of a peer. Within a machine it may not; then the
+coordinator's abort ends the wait.
 """
 
 import time
@@ -32,18 +30,17 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
 _CLOSE_S = 5.0  # for the last sends to leave
-_WATCH_S = 0.1
-_POLL_S = 20e-6
+_WATCH_S = 0.1  # poll interval of the watching thread
+_POLL_S = 20e-6  # of a host that waits for the device: at first, then twice as long each time
 _POLL_MAX_S = 1e-3
-# the ranks in a link's communicator
-_SOURCE = 0
+_SOURCE = 0  # the ranks within a link's communicator
 _TARGET = 1
 
-Offer = Mapping[int, Sequence[int]]
+Offer = Mapping[int, Sequence[int]]  # by target: the id of the link's communicator
 
 
 def load_nccl() -> Any:
-    """`cupy.cuda.nccl`; raises `ConfigError` that says what to install."""
+    """`cupy.cuda.nccl`. Raises `ConfigError` that says what to install."""
     try:
         from cupy.cuda import nccl
     except ImportError as error:
@@ -60,7 +57,7 @@ def load_nccl() -> Any:
 
 
 class _NcclTransfer:
-    """A send or a receive that is queued on its link's stream."""
+    """A send or a receive, queued on its link's stream."""
 
     def __init__(
         self, link: "_NcclLink", what: str, num_bytes: int, start: Mark, end: Mark
@@ -76,12 +73,12 @@ class _NcclTransfer:
     @property
     def moved(self) -> Moved | None:
         """From when this end was ready: NCCL does not say when the peer was."""
-        return self._moved if self.done() else None
+        self.done()
+        return self._moved
 
     def done(self) -> bool:
         streams = self.link.streams
-        # What is aborted comes to its end as well, so that after an error nothing more counts as
-        # done.
+        # An aborted transfer ends on the device as well: after an error no more become done.
         if self._moved is None and self.link.error is None and streams.done(self.end):
             self._moved = Moved(streams.ns(self._start), streams.ns(self.end), self._num_bytes)
         return self._moved is not None
@@ -89,7 +86,8 @@ class _NcclTransfer:
     def settle(self) -> None:
         self.waited_since = self.waited_since or time.monotonic()
         pause_s = _POLL_S
-        while not self.done():  # the watching thread ends it: it breaks the link when time is up
+        # Has no deadline of its own: the watching thread breaks the link when the time is up.
+        while not self.done():
             self.link.raise_if_broken()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
@@ -105,8 +103,8 @@ class _NcclReceiving(_NcclTransfer):
     tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """The current stream waits, not the host: what it is given next sees the tensor, if
-        `settle` says so.
+        """Let the current stream wait, not the host. Until `settle` has returned, the transfer may
+        still fail.
         """
         self.waited_since = time.monotonic()
         if self.link.failed or not self.done():
@@ -120,7 +118,7 @@ class _NcclReceiving(_NcclTransfer):
 
 
 class _NcclLink:
-    """One direction between this rank and `peer`. Both directions with a peer die together."""
+    """One direction between this rank and `peer`; both directions die together."""
 
     def __init__(
         self, rank: int, peer: int, streams: CudaStreams, byte: int, timeout_s: float
@@ -128,7 +126,7 @@ class _NcclLink:
         self.rank = rank
         self.peer = peer
         self.streams = streams
-        self._byte = byte  # NCCL's number for the type
+        self._byte = byte  # NCCL's number for uint8
         self.error: Exception | None = None
         self.failed = False
         self.communicator: Any = None
@@ -137,7 +135,7 @@ class _NcclLink:
         self._timeout_s = timeout_s
         self._head_since = 0.0
         self._lock = Lock()
-        self._calling = Lock()  # the communicator: NCCL must not be called with one that has ended
+        self._calling = Lock()  # NCCL must not be called with a communicator that was ended
 
     def launch(
         self,
@@ -147,7 +145,7 @@ class _NcclLink:
         other: int,
         tensor: torch.Tensor,
     ) -> _NcclTransfer:
-        """Queue the bytes of `tensor` on the current stream, which is this link's."""
+        """Queue `move` of the bytes of `tensor` on this link's stream, which is current."""
         start = self.streams.mark()
         with self._calling:
             self.raise_if_broken()
@@ -161,9 +159,7 @@ class _NcclLink:
             raise self.error
 
     def look(self) -> Exception | None:
-        """What has gone wrong since the last look: NCCL's word, or a transfer that is waited for in
-        vain.
-        """
+        """An error that NCCL reports, or of a transfer that is waited for too long; else None."""
         now = time.monotonic()
         while self.flying and self.flying[0].done():
             self.flying.popleft()
@@ -172,7 +168,7 @@ class _NcclLink:
             with self._calling:
                 if self.error is None:
                     self.communicator.check_async_error()
-        except Exception as error:  # cupy's NcclError, and a KeyError for what it has no name for
+        except Exception as error:  # NcclError, or KeyError for a code that cupy has no name for
             return PeerLost(f"rank {self.rank} lost rank {self.peer}: {error!r}")
         head = self.flying[0] if self.flying else None
         if head is None or head.waited_since is None:
@@ -181,12 +177,12 @@ class _NcclLink:
             return None
         return TransferTimeout(
             f"rank {self.rank} has waited {self._timeout_s:g} s {head.what} rank {self.peer}; the "
-            "peer is slower or "
-            "the network worse than timeouts.transfer allows, or the peer waits for something else"
+            "peer is slower or the network worse than timeouts.transfer allows, or the peer waits "
+            "for something else"
         )
 
     def break_off(self, error: Exception, *, failed: bool = False) -> None:
-        """End the link: what the device waits for on it ends."""
+        """End the link, and with it what the device waits for there."""
         with self._lock:
             first = self.error is None
             if first or failed:
@@ -196,7 +192,7 @@ class _NcclLink:
             self._end(self.communicator.abort)
 
     def close(self) -> None:
-        """May wait for the peer to do the same, and NCCL has no deadline for it."""
+        """May wait for the peer to close as well; NCCL has no deadline for that."""
         with self._lock:
             first = self.error is None
             self.error = self.error or PeerLost(
@@ -207,8 +203,8 @@ class _NcclLink:
             self._end(self.communicator.destroy if idle else self.communicator.abort)
 
     def _end(self, how: Callable[[], None]) -> None:
-        """Behind a call that is under way; not for ever, as one that the device's full queue holds
-        up ends by this.
+        """After a call that is under way; but a call that the device's full queue blocks ends only
+        by this, so that the wait is bounded.
         """
         waited = self._calling.acquire(timeout=_CLOSE_S)
         try:
@@ -226,7 +222,7 @@ def make(
     connect_timeout_s: float,
     **_of_sockets: object,
 ) -> "NcclTransport":
-    """For `kinds.TRANSPORTS`: NCCL has no use for ports, tokens and buffers."""
+    """For `kinds.TRANSPORTS`; ports, tokens and buffers are of sockets."""
     assert isinstance(streams, CudaStreams), "the configuration says that the device is a GPU"
     return NcclTransport(
         rank,
@@ -247,20 +243,20 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _nothing(pointer: int, num_bytes: int, byte: int, other: int, stream: int) -> None:
-    """In place of a communicator's call."""
+    """Takes the place of a communicator's call in a rehearsal."""
 
 
 class NcclTransport:
-    """Made in two steps, since a communicator's id is known to one end only:
+    """Opened in two steps, since one end makes the id of a link's communicator:
 
     transport = NcclTransport(rank, streams)
     transport.connect({rank: offer of every rank})     what `transport.offer(peers)` gave on each
 
-    The second step opens each link and sends a byte through it. All ranks take the links in the
-    same order, so that none waits for one that waits for another.
+    The second step opens each link and sends a byte through it. All ranks open links in the same
+    order, so that no two wait for each other.
     """
 
-    port = 0  # nothing listens: NCCL finds its own way
+    port = 0  # nothing listens: NCCL connects by itself
 
     def __init__(
         self,
@@ -277,9 +273,9 @@ class NcclTransport:
         self._connect_timeout_s = connect_timeout_s
         self._nccl = nccl or load_nccl()
         self._links: dict[tuple[int, int], _NcclLink] = {}  # by source and target
-        self._failing = Lock()  # an abort may come before there are links
+        self._failing = Lock()  # guards `_failed`: an abort may come before there are links
         self._failed: Exception | None = None
-        self._opened = Event()  # or given up
+        self._opened = Event()  # all links are open, or the attempt has failed
         self._stopping = Event()
         self._closing = Lock()
         self._rehearses = False
@@ -289,35 +285,30 @@ class NcclTransport:
 
     @property
     def gpu(self) -> str:
-        """What no other GPU is called."""
+        """The GPU's UUID."""
         return self._streams.gpu
 
     def prepare(self, directory: Directory, peers: Collection[int]) -> None:
-        """Tell all ranks which GPU this one has and the ids of the links from it, then connect.
-        Raises `ConfigError` where two ranks have one GPU.
+        """Share this rank's GPU and the ids of the links from it, then connect. Raises
+        `ConfigError` where two ranks have one GPU.
         """
-        own = [self.gpu, self.offer(peers)]
+        own = [self.gpu, list(self.offer(peers).items())]
         by_rank = directory.share("nccl", own, self._connect_timeout_s)
         refuse_shared_gpus([gpu for gpu, _ in by_rank])
-        # JSON turned the peers into text.
-        self.connect(
-            {
-                rank: {int(peer): unique_id for peer, unique_id in offer.items()}
-                for rank, (_, offer) in enumerate(by_rank)
-            }
-        )
+        self.connect({rank: dict(offer) for rank, (_, offer) in enumerate(by_rank)})
 
     def offer(self, peers: Collection[int]) -> dict[int, list[int]]:
         """The ids of the communicators of the links from this rank, by target."""
-        ids = {peer: self._nccl.get_unique_id() for peer in peers}
-        self._id_type = next(
-            (type(unique_id) for unique_id in ids.values()), bytes
-        )  # a tuple before cupy 14
-        return {peer: list(unique_id) for peer, unique_id in ids.items()}
+        offer = {}
+        for peer in peers:
+            unique_id = self._nccl.get_unique_id()
+            self._id_type = type(unique_id)  # bytes since cupy 14, a tuple before
+            offer[peer] = list(unique_id)
+        return offer
 
     def connect(self, offers: Mapping[int, Offer]) -> None:
         """Open and check every link from and to this rank. Raises `JoinError` naming the peer that
-        does not answer, or what this rank was told to `fail` with, before or meanwhile.
+        does not answer, or the error that this rank was told to `fail` with, before or meanwhile.
         """
         self._raise_if_failed()
         pairs = sorted((source, target) for source, offer in offers.items() for target in offer)
@@ -338,10 +329,9 @@ class NcclTransport:
             why = errors[0] if errors else f"no answer within {self._connect_timeout_s:g} s"
             raise JoinError(
                 f"rank {self.rank} cannot open its NCCL link with rank {peer}: {why}; each rank "
-                "needs a GPU of its own "
-                "and a network that NCCL can use (NCCL_SOCKET_IFNAME names the interface, "
-                "NCCL_DEBUG=INFO says more); "
-                'between regions take transport.kind = "tcp" or "grpc"'
+                "needs a GPU of its own and a network that NCCL can use (NCCL_SOCKET_IFNAME names "
+                "the interface, NCCL_DEBUG=INFO says more); between regions take "
+                'transport.kind = "tcp" or "grpc"'
             )
         self._watcher.start()
 
@@ -362,7 +352,7 @@ class NcclTransport:
     def recv(
         self, like: TensorSpec, peer: int, tag: str, into: torch.Tensor | None = None
     ) -> _NcclReceiving:
-        assert into is None, "NCCL fills the memory of a GPU"
+        assert into is None, "NCCL receives into the memory of a GPU"
         link = self._links[peer, self.rank]
         link.raise_if_broken()
         with self._streams.on(link.stream):
@@ -377,12 +367,12 @@ class NcclTransport:
         return receiving
 
     def rehearse(self, step: Callable[[], None]) -> None:
-        """Run `step`. Its sends and receives take their memory and their places on streams, but
-        move nothing: zeros arrive.
+        """Run `step` with sends and receives that allocate and queue as ever, but move nothing:
+        zeros arrive.
 
-        What NCCL receives early is a kernel that runs until its peer sends. What CUDA does for the
-        first time meanwhile (load a kernel, take memory) may wait for it, and the peer may wait for
-        what comes behind that.
+        An early receive of NCCL is a kernel that runs until the peer sends. What CUDA does for the
+        first time meanwhile (load a kernel, allocate memory) may wait for that kernel, and the peer
+        for what comes behind it.
         """
         self._rehearses = True
         try:
@@ -391,10 +381,8 @@ class NcclTransport:
             self._rehearses = False
 
     def fail(self, error: Exception) -> None:
-        """Every pending and later wait raises `error`, `connect` too; over a network NCCL lets the
-        peers know.
-        """
-        with self._failing:  # from here on there are no more links
+        """As the contract says; `connect` raises `error` too. Over a network NCCL tells peers."""
+        with self._failing:  # `_keep` takes no more links from here on
             self._failed = error
         self._opened.set()
         for link in self._links.values():
@@ -402,13 +390,7 @@ class NcclTransport:
 
     def close(self) -> None:
         with self._closing:
-            deadline = time.monotonic() + _CLOSE_S
-            for (source, _), link in self._links.items():
-                for transfer in (
-                    tuple(link.flying) if source == self.rank and link.error is None else ()
-                ):
-                    with suppress(TimeoutError):
-                        self._streams.block(transfer.end, max(0.0, deadline - time.monotonic()))
+            self._drain(time.monotonic() + _CLOSE_S)
             self._stopping.set()
             if self._watcher.is_alive():
                 self._watcher.join(_CLOSE_S)
@@ -418,6 +400,15 @@ class NcclTransport:
             closer.start()
             closer.join(_CLOSE_S)
 
+    def _drain(self, deadline: float) -> None:
+        """Wait until what was sent has left."""
+        for (source, _), link in self._links.items():
+            if source != self.rank or link.error is not None:
+                continue
+            for transfer in tuple(link.flying):
+                with suppress(TimeoutError):
+                    self._streams.block(transfer.end, max(0.0, deadline - time.monotonic()))
+
     def _close_links(self) -> None:
         """In the order in which all ranks opened them."""
         for link in self._links.values():
@@ -426,7 +417,7 @@ class NcclTransport:
     def _open_all(
         self, pairs: Sequence[tuple[int, int]], offers: Mapping[int, Offer], errors: list[Exception]
     ) -> None:
-        """Open the links one after the other. In a thread, because NCCL has no deadline for it."""
+        """Open the links one after another; in a thread, since NCCL has no deadline for it."""
         try:
             for source, target in pairs:
                 self._raise_if_failed()
@@ -447,9 +438,7 @@ class NcclTransport:
             self._opened.set()
 
     def _keep(self, source: int, target: int, link: _NcclLink) -> None:
-        """Take a link that is open among the others; end it and raise where this rank has failed
-        meanwhile.
-        """
+        """Keep a link that is open; where this rank has failed meanwhile, end it and raise."""
         with self._failing:
             if self._failed is None:
                 self._links[source, target] = link
@@ -462,9 +451,7 @@ class NcclTransport:
             raise self._failed
 
     def _check(self, link: _NcclLink, end: int) -> None:
-        """One byte through the link: NCCL opens the way at the first use, and that must not be in
-        the first step.
-        """
+        """Send one byte: NCCL connects at the first use, which must not be in the first step."""
         with self._streams.on(link.stream):
             byte = torch.zeros(1, dtype=torch.uint8, device=self._streams.device)
             move = link.communicator.send if end == _SOURCE else link.communicator.recv
@@ -474,8 +461,10 @@ class NcclTransport:
     def _watch(self) -> None:
         while not self._stopping.wait(_WATCH_S):
             for link in tuple(self._links.values()):
-                error = None if link.error is not None else link.look()
-                if error is not None:
-                    for other in self._links.values():
-                        if other.peer == link.peer:
-                            other.break_off(error)
+                if link.error is None and (error := link.look()) is not None:
+                    self._break_off_peer(link.peer, error)
+
+    def _break_off_peer(self, peer: int, error: Exception) -> None:
+        for link in self._links.values():
+            if link.peer == peer:
+                link.break_off(error)

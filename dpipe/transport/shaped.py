@@ -1,31 +1,27 @@
-"""Any transport, as slow and as far as a network profile says: for users without root, where `tc`
-cannot be had.
+"""Any transport behind the delay and the rate of a network profile: for users without root, who
+cannot have `tc`.
 
     send(a) send(b)
-       [  slot a  ][  slot b  ]              one at a time, on all links of the rank: they share its egress
+       [  slot a  ][  slot b  ]            one slot at a time: all links of a rank share its egress
                   `--- delay ----> inner.send(a)
                               `--- delay ----> inner.send(b)
 
-The sender holds a tensor for its slot and the delay, then hands it to the transport below, which
-must be faster than what is imitated: its own time comes on top. Slots follow one another on paper
-(`topology.Egress`, the simulator's), so a thread that wakes late makes one tensor late, and not all
-behind it. What a GPU makes is copied to the host as it is sent, and its slot begins when it is
-there: the caller's streams are not this thread's.
+The sender holds a tensor for its slot and the delay, then gives it to the transport below. That
+must be faster than the imitated network: its own time is added. Slots are computed, by the
+simulator's `network.Egress`, so that a thread that wakes late delays one tensor and not those
+behind it. A GPU's tensor is copied to the host when it is sent, and its slot begins when the copy
+is complete.
 """
 
-import heapq
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from threading import Condition, Thread
-from typing import Generic, TypeVar
 
 import torch
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.network.egress import Egress, Sent
+from dpipe.network.in_transit import InTransit
 from dpipe.network.link import Network
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.transport.base import Directory, Transport
@@ -33,58 +29,15 @@ from dpipe.transport.staging import Staging
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved, Pending
 
-_CLOSE_S = 5.0  # for what was sent before closing to be handed over
-_WAKE_S = 5.0  # an idle shaper looks around this often
-_LOOK_S = 0.5e-3  # and one that waits for a device, which wakes nobody
-
-
-Item = TypeVar("Item")
-
-
-class InTransit(Generic[Item]):
-    """What one rank has under way: first in its slot, then for the link's delay. It has no clock,
-    as `Egress` has none: called with the time, it says what has arrived by then, to the microsecond
-    that the simulator says.
-    """
-
-    def __init__(self, network: Network, rank: int) -> None:
-        self._network = network
-        self._rank = rank
-        self._egress = Egress[Item](network, rank)
-        self._flying: list[tuple[float, int, Sent[Item]]] = []  # a heap by arrival
-        self._numbers = count()
-
-    def offer(self, target: int, item: Item, num_bytes: int, now_us: float) -> None:
-        self._end_slots(now_us)
-        self._egress.offer(target, item, num_bytes, now_us)
-
-    def arrived(self, now_us: float) -> Sent[Item] | None:
-        """Take out the next that has arrived by now, with its slot; None where there is none."""
-        self._end_slots(now_us)
-        if self._flying and self._flying[0][0] <= now_us:
-            return heapq.heappop(self._flying)[-1]
-        return None
-
-    @property
-    def due_us(self) -> float:
-        """When something changes next: a slot ends or an item arrives. Infinity where nothing is
-        under way.
-        """
-        slot_us = math.inf if self._egress.due_us is None else self._egress.due_us
-        return min(slot_us, self._flying[0][0] if self._flying else math.inf)
-
-    def _end_slots(self, now_us: float) -> None:
-        """What has left the interface by now is on its way."""
-        while (due_us := self._egress.due_us) is not None and due_us <= now_us:
-            sent = self._egress.complete()
-            arrival_us = sent.end_us + self._network.link(self._rank, sent.target).delay_us
-            heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent))
+_CLOSE_S = 5.0  # for tensors sent before closing to be given to the transport below
+_WAKE_S = 5.0  # poll interval of an idle shaper
+_DEVICE_POLL_S = 0.5e-3  # and of one that waits for a device, which wakes nobody
 
 
 class ShapedTransport:
-    """`inner` behind the links of `network`. What breaks the inner link breaks the shaped one.
+    """`inner` behind the links of `network`. An error of an inner link breaks the shaped one.
 
-    Raises `ProfileError` for a profile with jitter or loss: they cannot be had without `tc`.
+    Raises `ProfileError` for a profile with jitter or loss, which need `tc`.
     """
 
     def __init__(
@@ -103,7 +56,7 @@ class ShapedTransport:
         self._inner = inner
         self._in_transit = InTransit[_Held](network, inner.rank)
         self._staging = Staging(streams)
-        self._unready: list[_Held] = []  # sent, and no slot asked for yet
+        self._unready: list[_Held] = []  # sent, but not on the host yet: without a slot
         self._num_held = 0
         self._broken: dict[int, Exception] = {}
         self._failed: Exception | None = None
@@ -142,7 +95,7 @@ class ShapedTransport:
         self._inner.fail(error)
 
     def close(self) -> None:
-        """Let what was sent arrive, for at most 5 s where the links are whole, then close the
+        """Wait at most 5 s for what was sent to arrive, unless a link is broken; then close the
         transport below.
         """
         with self.changed:
@@ -155,18 +108,16 @@ class ShapedTransport:
         self._inner.close()
 
     def error_of(self, peer: int) -> Exception | None:
-        """Why nothing can be sent to `peer` any more."""
-        closed = (
-            PeerLost(f"rank {self.rank} has closed its link with rank {peer}")
-            if self._stopped
-            else None
-        )
-        return self._failed or self._broken.get(peer) or closed
+        """Why nothing can be sent to `peer` any more; None if it can."""
+        error = self._failed or self._broken.get(peer)
+        if error is None and self._stopped:
+            error = PeerLost(f"rank {self.rank} has closed its link with rank {peer}")
+        return error
 
     @contextmanager
     def watching(self, peer: int) -> Iterator[None]:
-        """Remember an error of the link with `peer`: a tensor that is held must not wait for its
-        slot in vain.
+        """Keep an error that the block raises of the link with `peer`: tensors that wait for a slot
+        there fail at once.
         """
         try:
             yield
@@ -178,14 +129,14 @@ class ShapedTransport:
 
     def _run(self) -> None:
         while (held := self._next_arrival()) is not None:
-            with suppress(Exception), self.watching(held.peer):  # whoever waits for it is told
+            with suppress(Exception), self.watching(held.peer):  # `held.wait` raises it
                 held.hand_over(self._inner)
             with self.changed:
                 self._num_held -= 1
                 self.changed.notify_all()
 
     def _next_arrival(self) -> "_Held | None":
-        """Wait for the next tensor whose time has come; None once the transport is closed."""
+        """Wait for the next tensor that is due; None once the transport is closed."""
         with self.changed:
             while not self._stopped:
                 now_us = _now_us()
@@ -195,13 +146,13 @@ class ShapedTransport:
                         int(sent.start_us * 1e3), int(sent.end_us * 1e3), sent.item.num_bytes
                     )
                     return sent.item
-                most_s = _LOOK_S if self._unready else _WAKE_S
+                most_s = _DEVICE_POLL_S if self._unready else _WAKE_S
                 self.changed.wait(min(most_s, (self._in_transit.due_us - now_us) / 1e6))
         return None
 
     def _offer_ready(self, now_us: float) -> None:
-        """Let what is in host memory queue for its slot; a tensor that is not holds up its own
-        link, and no other.
+        """Queue for a slot what is in host memory. A tensor that is not delays those behind it on
+        its own link, and no others.
         """
         held_up: set[int] = set()
         for held in tuple(self._unready):
@@ -213,8 +164,8 @@ class ShapedTransport:
 
 
 class _Held:
-    """A tensor on its way out, in host memory from `ready` on: held by the shaper, then a transfer
-    of the transport below.
+    """A tensor on its way out, in host memory once `ready` has passed: held by the shaper, then a
+    transfer of the transport below.
     """
 
     def __init__(
@@ -232,9 +183,8 @@ class _Held:
     def hand_over(self, transport: Transport) -> None:
         assert self._tensor is not None
         self.inner = transport.send(self._tensor, self.peer, self.tag)
-        self._tensor = (
-            None  # a step's sends are waited for at its end: they must not keep all its tensors
-        )
+        # A step's sends are kept until its end; their tensors must not be.
+        self._tensor = None
 
     def wait(self) -> None:
         shaper = self._shaper
@@ -242,13 +192,14 @@ class _Held:
             in_time = shaper.changed.wait_for(
                 lambda: self.inner or shaper.error_of(self.peer), shaper.timeout_s
             )
-            error = None if self.inner else shaper.error_of(self.peer)
+            error = None
+            if self.inner is None:
+                error = shaper.error_of(self.peer)
         if not in_time:
             error = TransferTimeout(
                 f"rank {shaper.rank} has waited {shaper.timeout_s:g} s for its shaped network to "
-                f"take {self.tag} to "
-                f"rank {self.peer}; the profile's bandwidth is too low for timeouts.transfer, or "
-                "too much is sent"
+                f"take {self.tag} to rank {self.peer}; the profile's bandwidth is too low for "
+                "timeouts.transfer, or too much is sent"
             )
             shaper.fail(error)
         if error is not None:
@@ -264,12 +215,12 @@ class _Held:
 
     @property
     def moved(self) -> Moved | None:
-        """The slot in which it left, as the simulator has it; the delay is not in it."""
+        """Its slot, as in the simulator; without the delay."""
         return self.slot if self.done() else None
 
 
 class _Expected:
-    """A receive of the transport below, which also learns from it that the peer is lost."""
+    """A receive of the transport below, which tells the shaper of a lost peer."""
 
     def __init__(self, shaper: ShapedTransport, inner: Pending[torch.Tensor], peer: int) -> None:
         self._shaper = shaper
@@ -297,11 +248,12 @@ def _now_us() -> float:
 
 
 def _refuse_what_needs_tc(network: Network) -> None:
-    links = [*network.links.values(), *([network.default] if network.default else [])]
+    links = list(network.links.values())
+    if network.default is not None:
+        links.append(network.default)
     if any(link.jitter_ms or link.loss_percent for link in links):
         raise ProfileError(
             f"network {network.name!r} has jitter or loss, and the shaped transport imitates delay "
-            "and rate alone; "
-            "take them out of the profile, or shape the interface itself: python -m netem apply "
-            "(needs root)"
+            "and rate alone; take them out of the profile, or shape the interface itself: "
+            "python -m netem apply (needs root)"
         )

@@ -1,6 +1,4 @@
-"""A TCP connection that carries tensors, plain or TLS: one thread reads it while another writes
-it.
-"""
+"""One TCP or TLS connection that carries tensors: a thread reads it while another writes it."""
 
 import select
 import socket
@@ -13,43 +11,36 @@ from threading import Lock
 from dpipe.errors import JoinError
 from dpipe.wire.rpc import TLS_NAME, Security
 
-_WRITE_BYTES = (
-    512 << 10
-)  # for the kernel at once: it sends these while it copies the next, and the cache holds both
-_WAKE_BYTES = (
-    512 << 10
-)  # a thread that waits for a tensor is woken for so many: a wake interrupts the sender's core
-_FEW_BYTES = 64 << 10  # not worth telling the kernel
-_MORE = getattr(
-    socket, "MSG_MORE", 0
-)  # do not send this alone, where the system can wait for the rest
-_WAKE_MS = 5_000  # a thread that waits for bytes looks around this often
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 2,
-}  # seconds, seconds, probes; as gRPC's
+# Given to the kernel at once: it sends these while it copies the next, and the cache holds both.
+_WRITE_BYTES = 512 << 10
+# A thread that reads a tensor is woken for so many: each wake interrupts the sender's core.
+_WAKE_BYTES = 512 << 10
+_FEW_BYTES = 64 << 10  # of so few the kernel is not told
+_MORE = getattr(socket, "MSG_MORE", 0)  # more follows: do not send a packet for this alone
+_WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
+# Seconds, seconds, probes; the same as gRPC's keep-alive.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
 
 
 class Stream:
-    """Bytes over an open socket. What goes wrong is an `OSError`, also when the peer ends before it
-    is due.
-    """
+    """Bytes over an open socket. Every failure is an `OSError`, an early end too."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        sock.settimeout(None)  # `shut` ends every wait, and keep-alive finds a host that is gone
+        # `shut` ends every wait, and keep-alive notices a host that is gone.
+        sock.settimeout(None)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._wakes_at = 1
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Hand all `parts` to the kernel, in order and without a copy before its own."""
+        """Give all `parts` to the kernel, in order and without a copy before its own."""
         *leads, left = [memoryview(part) for part in parts if len(part)]
         for lead in leads:
             self._socket.sendall(lead, _MORE)
         while left:
-            left = left[self._socket.send(left[:_WRITE_BYTES]) :]
+            written = self._socket.send(left[:_WRITE_BYTES])
+            left = left[written:]
 
     def read(self, view: memoryview) -> None:
         """Fill `view`."""
@@ -58,44 +49,46 @@ class Stream:
             filled += self._read_some(view[filled:])
 
     def skip(self) -> None:
-        """Read, and drop, until the peer ends."""
+        """Read and drop bytes until the peer ends."""
         scratch = memoryview(bytearray(1 << 16))
         with suppress(OSError):
             while True:
                 self._read_some(scratch)
 
     def end(self) -> None:
-        """Nothing more will be written; the peer reads to the end of what was."""
+        """Write no more; the peer reads what was written, then the end."""
         _shutdown(self._socket, socket.SHUT_WR)
 
     def shut(self) -> None:
-        """End both directions at once: a thread that waits here or at the other end is woken. From
-        any thread.
-        """
+        """End both directions at once and wake threads at either end. From any thread."""
         shut(self._socket)
 
     def close(self) -> None:
-        """Give the socket back, once no thread uses it."""
+        """Close the socket, once no thread uses it."""
         self._socket.close()
 
     def _read_some(self, view: memoryview) -> int:
-        self._wake_at(min(len(view), _WAKE_BYTES) if len(view) > _FEW_BYTES else 1)
+        wake_bytes = 1
+        if len(view) > _FEW_BYTES:
+            wake_bytes = min(len(view), _WAKE_BYTES)
+        self._wake_at(wake_bytes)
         self._readable.poll(_WAKE_MS)
-        try:  # what has come; a recv that may wait would wait for as many bytes again
+        # Without waiting: a recv that waits would wait for `wake_bytes` again.
+        try:
             return _not_ended(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return 0
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Have `poll` wake for no less; the kernel sees to it that its buffer holds as much."""
+        """Let `poll` return for no less; the kernel makes its buffer large enough."""
         if num_bytes != self._wakes_at:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_at = num_bytes
 
 
 class TlsStream(Stream):
-    """TLS. OpenSSL allows one thread at a time in a connection, so neither may wait for the network
-    inside it.
+    """TLS. OpenSSL allows one thread at a time in a connection, so a thread must not wait for the
+    network while it is inside.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -109,7 +102,8 @@ class TlsStream(Stream):
             left = memoryview(part)
             while left:
                 rest = left
-                left = left[self._when_ready(lambda: self._tls.send(rest)) :]  # noqa: B023 - called at once
+                written = self._when_ready(lambda: self._tls.send(rest))  # noqa: B023 - called at once
+                left = left[written:]
 
     def _read_some(self, view: memoryview) -> int:
         return _not_ended(self._when_ready(lambda: self._tls.recv_into(view)))
@@ -129,9 +123,7 @@ class TlsStream(Stream):
 
 
 class Tls:
-    """What both ends of a TLS connection need, made once: each shows a certificate, and asks the
-    other for one.
-    """
+    """The two contexts of mutual TLS, made once: each end shows a certificate and asks for one."""
 
     def __init__(self, security: Security) -> None:
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, security)
@@ -148,13 +140,13 @@ class Tls:
 
 
 def stream_over(sock: socket.socket) -> Stream:
-    return TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
+    if isinstance(sock, ssl.SSLSocket):
+        return TlsStream(sock)
+    return Stream(sock)
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and find out when the other host is gone. The sizes of buffers are best left to
-    the kernel.
-    """
+    """Send small messages at once and notice a host that is gone; the kernel sizes buffers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -163,12 +155,12 @@ def tune(sock: socket.socket) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """Wake whoever waits on `sock`, here and at the other end; it stays to be closed."""
+    """Wake threads that wait on `sock`, here and at the other end; it is not closed yet."""
     _shutdown(sock, socket.SHUT_RDWR)
 
 
 def _shutdown(sock: socket.socket, how: int) -> None:
-    with suppress(OSError):  # the peer may have been first
+    with suppress(OSError):  # where the peer was first
         socket.socket.shutdown(sock, how)  # an SSLSocket's own would go on without TLS
 
 
@@ -186,9 +178,8 @@ def _context(protocol: int, security: Security) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_verify_locations(cadata=security.ca.decode())
-        with (
-            NamedTemporaryFile() as chain
-        ):  # readable by this user alone; Python's ssl takes keys from files only
+        # Python's ssl reads keys from files only; this one can be read by this user alone.
+        with NamedTemporaryFile() as chain:
             chain.write(security.key + b"\n" + security.cert)
             chain.flush()
             context.load_cert_chain(chain.name)

@@ -1,6 +1,4 @@
-"""How every `torch.distributed` group is opened: one of its own, beside whatever default group the
-process has.
-"""
+"""How every `torch.distributed` group is opened: beside the process's default group, if any."""
 
 from datetime import timedelta
 from typing import Any
@@ -12,8 +10,8 @@ import torch.distributed as dist
 def open_group(
     store: Any, rank: int, size: int, *, host: str, device: torch.device, timeout_s: float
 ) -> Any:
-    """This rank's end: gloo, talking from `host`, or NCCL for GPUs. `store` is where the ends
-    meet.
+    """This rank's end of a group: gloo, bound to `host`, or NCCL for a GPU. The ends find each
+    other by `store`.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -28,8 +26,8 @@ def open_group(
 
 
 def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
-    """Where a group meets: its `master` opens it at `host`, on a free port where `port` is 0; the
-    others find it.
+    """The store by which a group's ends find each other. The `master` opens it at `host`, on a free
+    port for 0; the others connect to it.
     """
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

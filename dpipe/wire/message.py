@@ -1,5 +1,5 @@
-"""A tensor as messages: a header, then raw bytes. Nothing is unpickled or allocated before it is
-checked.
+"""A tensor as messages: a header, then raw bytes. A header is checked before memory is allocated,
+and nothing is ever unpickled.
 """
 
 from typing import Any, NamedTuple, Self
@@ -11,30 +11,33 @@ from dpipe.errors import TransferError
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
-PREFIX_BYTES = 4  # before a message that stands in a stream of bytes: its size, big-endian
+PREFIX_BYTES = 4  # before each message in a stream of bytes: its size, big-endian
 MAX_FRAMED_BYTES = 64 << 10
 _MAX_DIMS = 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.complex64,
-            torch.complex128,
-        ),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Header(NamedTuple):
-    """What comes before a tensor's bytes: its number on the link, its tag, its shape and dtype."""
+    """What precedes a tensor's bytes."""
 
-    sequence: int
+    sequence: int  # the tensor's number on its link
     tag: str
     spec: TensorSpec
 
@@ -49,8 +52,8 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises `TransferError` on bytes that are no header, or one whose size does not fit its
-        shape.
+        """Raises `TransferError` where the bytes are not a header, or announce an impossible
+        tensor.
         """
         try:
             header = TensorHeader.FromString(message)
@@ -58,11 +61,8 @@ class Header(NamedTuple):
             raise TransferError(
                 f"a message of {len(message)} bytes stands where a tensor's header belongs"
             ) from None
-        if (
-            header.dtype not in _DTYPES
-            or len(header.shape) > _MAX_DIMS
-            or not all(0 <= size < 1 << 48 for size in header.shape)
-        ):
+        sizes_fit = all(0 <= size < 1 << 48 for size in header.shape)
+        if header.dtype not in _DTYPES or len(header.shape) > _MAX_DIMS or not sizes_fit:
             raise TransferError(
                 f"a header announces an impossible tensor: {header.dtype!r} "
                 f"{list(header.shape)[:16]}"
@@ -77,14 +77,12 @@ class Header(NamedTuple):
 
 
 def framed(message: bytes) -> bytes:
-    """`message` behind its size, as it stands where other bytes follow."""
+    """The size of `message`, then `message`."""
     return len(message).to_bytes(PREFIX_BYTES, "big") + message
 
 
 def framed_size(prefix: bytes) -> int:
-    """The size of the message behind `prefix`; raises `TransferError` for one that nobody here
-    would send.
-    """
+    """The size of the message behind `prefix`. Raises `TransferError` above `MAX_FRAMED_BYTES`."""
     size = int.from_bytes(prefix, "big")
     if size > MAX_FRAMED_BYTES:
         raise TransferError(
@@ -94,8 +92,8 @@ def framed_size(prefix: bytes) -> int:
 
 
 def unframed(data: bytes) -> tuple[bytes, memoryview]:
-    """The message at the start of `data`, and what follows it; raises `TransferError` where there
-    is none.
+    """The framed message at the start of `data`, and the bytes behind it. Raises `TransferError`
+    where `data` is too short.
     """
     end = PREFIX_BYTES + framed_size(data[:PREFIX_BYTES])
     if len(data) < end:
@@ -106,7 +104,7 @@ def unframed(data: bytes) -> tuple[bytes, memoryview]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of `dtype` on the wire; raises `TransferError` for one that cannot be sent, such as
+    """The name of `dtype` on the wire. Raises `TransferError` for one that cannot be sent, such as
     a quantized one.
     """
     if dtype not in _NAMES:
@@ -115,9 +113,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared and not copied; the view keeps the memory
-    alive.
-    """
+    """The bytes of a contiguous CPU tensor, not copied; the view keeps its memory alive."""
     assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

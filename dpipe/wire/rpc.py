@@ -1,9 +1,9 @@
 """How every gRPC server and channel of a run is opened: token, mutual TLS, keep-alive, bounded
 messages.
 
-A run shares one token and, where TLS is on, one authority: each process shows a certificate that
-the authority signed for the name `dpipe` (instances come and go, their addresses with them), and
-asks the other side for one.
+All processes of a run share one token and, with TLS, one authority. Each shows a certificate that
+the authority signed for the name `dpipe`, not for an address, since addresses come and go; and asks
+the other side for one.
 """
 
 import hmac
@@ -20,7 +20,7 @@ import grpc
 from dpipe.errors import JoinError
 
 TLS_NAME = "dpipe"
-MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own default; tensors are sent in chunks below it
+MAX_MESSAGE_BYTES = 4 << 20  # gRPC's default; tensors are sent in smaller chunks
 _TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
 
 _OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
@@ -34,7 +34,8 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
-_BULK_OPTIONS = [  # fewer and longer calls of the kernel
+# For fewer and larger system calls.
+_BULK_OPTIONS = [
     ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.experimental.tcp_min_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_read_chunk_size", 4 << 20),
@@ -44,7 +45,7 @@ _BULK_OPTIONS = [  # fewer and longer calls of the kernel
 
 @dataclass(frozen=True)
 class Security:
-    """The token, and the PEM bytes of certificate, key and authority where TLS is on."""
+    """The token and, with TLS, the PEM bytes of certificate, key and authority."""
 
     token: str = ""
     cert: bytes | None = None
@@ -53,8 +54,8 @@ class Security:
 
     @classmethod
     def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
-        """Read the PEM files; raises `JoinError` naming one that cannot be read, or does not go
-        with the others.
+        """Read the PEM files. Raises `JoinError` naming one that cannot be read, or does not match
+        the others.
         """
         loaded = cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
         if cert and key and ca:
@@ -76,20 +77,18 @@ def _read(path: str) -> bytes:
 
 
 def _check(cert: str, key: str, ca: str) -> None:
-    """What others would refuse, or what gRPC takes for a port in use: said here, where the files
-    are known.
+    """Check here, where the file names are known. Else the other side refuses the certificate, or
+    gRPC fails to bind as if the port were in use.
     """
     own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     other = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        own.load_cert_chain(cert, key, password="")  # else it would ask at the terminal
+        # Without `password` it would ask at the terminal.
+        own.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
-        mismatch = error.reason == "KEY_VALUES_MISMATCH"
-        wrong = (
-            "does not belong to"
-            if mismatch
-            else f"cannot be used ({error.reason or 'no PEM'}) with"
-        )
+        wrong = f"cannot be used ({error.reason or 'no PEM'}) with"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            wrong = "does not belong to"
         raise JoinError(
             f"node.tls_key {key} {wrong} node.tls_cert {cert}; give the two of one pair, in PEM"
         ) from None
@@ -106,19 +105,17 @@ def _check(cert: str, key: str, ca: str) -> None:
                 f"node.tls_cert {cert}, or node.tls_ca {ca}: {error.verify_message}"
             ) from None
     except ssl.SSLError:
-        # whatever else is between them, gRPC has to judge: it is stricter here, and laxer there
+        # Left to gRPC, which is stricter in some points and laxer in others.
         pass
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """In memory, as far as the client's judgement of the server."""
+    """A handshake in memory, until the client has judged the server's certificate."""
     to_server = ssl.MemoryBIO()
     to_client = ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
-    for end in (ends[0], ends[1], ends[0]):
+    client_end = client.wrap_bio(to_client, to_server)
+    server_end = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client_end, server_end, client_end):
         with suppress(ssl.SSLWantReadError):
             end.do_handshake()
 
@@ -127,9 +124,7 @@ def open_channel(
     address: str, security: Security, *, own_connection: bool = False, bulk: bool = False
 ) -> grpc.Channel:
     """A channel to `host:port`. Channels to one address share a TCP connection unless
-    `own_connection`.
-
-    `bulk`: for tensors, at the price of megabytes a connection.
+    `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection.
     """
     options: list[tuple[str, Any]] = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
     if own_connection:
@@ -142,17 +137,16 @@ def open_channel(
 
 
 def token_metadata(security: Security) -> tuple[tuple[str, str], ...]:
-    """What a client sends along with every call: `stub(..., metadata=token_metadata(security))`."""
+    """The metadata of a client's every call: `stub(..., metadata=token_metadata(security))`."""
     return ((_TOKEN_KEY, security.token),)
 
 
 class _CheckToken(grpc.ServerInterceptor):
-    """Refuses a call without the run's token, whatever its kind, before its handler sees a byte."""
+    """Refuses a call without the run's token before its handler sees a byte."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        # A handler of single requests would wait for a first message, which a stream may never
-        # send.
+        # As a stream: a handler of single requests would wait for a message that may never come.
         self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             _refuse
         )
@@ -179,16 +173,15 @@ def serve(
     *,
     bulk: bool = False,
 ) -> tuple[grpc.Server, int]:
-    """Start a server; returns it with its port (a free one for port 0). Raises `JoinError` where it
-    cannot bind.
+    """Start a server. Returns it and its port, a free one for 0. Raises `JoinError` where it cannot
+    bind.
 
-    A streaming call holds one of `max_workers` threads for as long as it lives. `bulk`: as
+    A streaming call holds one of `max_workers` threads as long as it lives. `bulk` as in
     `open_channel`.
     """
     options = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
-    options.append(
-        ("grpc.so_reuseport", 0)
-    )  # else two servers share a port and each gets half the calls
+    # Else two servers could share a port and each get half the calls.
+    options.append(("grpc.so_reuseport", 0))
     server = grpc.server(
         ThreadPoolExecutor(max_workers),
         list(handlers),

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 
 
-class TensorSpec(NamedTuple):  # cheap: several are made and compared for each message
+class TensorSpec(NamedTuple):
+    """A named tuple, because several are made and compared for each message."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -22,4 +24,5 @@ class TensorSpec(NamedTuple):  # cheap: several are made and compared for each m
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)}"

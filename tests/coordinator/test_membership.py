@@ -83,7 +83,7 @@ def test_join_makes_all_wait_for_the_last():
     [
         ({"rank": 3}, "rank 3 is not one of 0..2"),
         ({"rank": -1}, "rank -1 is not one of 0..2"),
-        ({"rank": 1, "world_size": 4}, "it was told of 4 ranks, the coordinator of 3"),
+        ({"rank": 1, "world_size": 4}, "it is one of 4 ranks, the coordinator has 3"),
         (
             {"rank": 1, "protocol": 0},
             "it speaks protocol 0, the coordinator 1; install one dpipe version everywhere",

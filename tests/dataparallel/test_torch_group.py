@@ -94,7 +94,7 @@ class Drawing(HostStreams):
     def block(self, mark: str, timeout_s: float) -> None:
         self.log.append(f"host: wait for {mark}")
         if self._late:
-            raise TimeoutError("the device has not come to an event within 8 s")
+            raise TimeoutError("the device has not reached an event within 8 s")
 
     @contextmanager
     def receiving(self):
@@ -123,5 +123,5 @@ def test_exchange_is_behind_its_gradients_and_compute_is_not_behind_the_exchange
 
 
 def test_exchange_that_the_device_does_not_end_is_a_lost_group() -> None:
-    with pytest.raises(PeerLost, match="stage 0: the device has not come"):
+    with pytest.raises(PeerLost, match="stage 0: the device has not reached"):
         averaged_alone(Drawing(late=True))

@@ -1,3 +1,4 @@
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from torch import nn
 
 from dpipe.errors import ConfigError, RunError
+from dpipe.plan import probe as probing
 from dpipe.plan.probe import measure, probe
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel
@@ -38,6 +40,71 @@ def test_parameters_in_half_precision_count_as_their_masters() -> None:
     )
     assert [cost.parameter_bytes for cost in half] == [cost.parameter_bytes for cost in whole]
     assert half[1].outputs[0].dtype is torch.bfloat16
+
+
+class Counted(nn.Linear):
+    """A layer that counts how often one is made."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self, width: int, out: int) -> None:
+        type(self).made += 1
+        super().__init__(width, out)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
+    monkeypatch.setattr(probing, "_KNOWN", {})
+    monkeypatch.setattr(Counted, "made", 0)
+    return Counted
+
+
+def test_layers_that_are_alike_are_followed_once(counted: type[Counted]) -> None:
+    same = [partial(counted, 8, 8) for _ in range(5)]
+    inputs = [TensorSpec((2, 8), torch.float32)]
+    costs = probe(LayeredModel((*same, partial(counted, 8, 3)), mean), inputs, seed=0)
+    assert counted.made == 2
+    assert len(set(costs[:5])) == 1
+    assert (costs[4].outputs[0].shape, costs[5].outputs[0].shape) == ((2, 8), (2, 3))
+    assert [cost.parameter_bytes for cost in costs[4:]] == [4 * 72, 4 * 27]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 8), torch.float32), ((2, 8), torch.float64)], ids=["shape", "dtype"]
+)
+def test_layer_is_followed_again_for_other_inputs(
+    counted: type[Counted], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    model = LayeredModel((partial(counted, 8, 8),), mean)
+    probe(model, [TensorSpec((2, 8), torch.float32)], seed=0)
+    (cost,) = probe(model, [TensorSpec(shape, dtype)], seed=0, dtype=dtype)
+    assert counted.made == 2
+    assert cost.outputs == (TensorSpec(shape, dtype),)
+
+
+def test_layer_is_followed_again_in_another_precision(counted: type[Counted]) -> None:
+    model = LayeredModel((partial(counted, 8, 8),), mean)
+    inputs = [TensorSpec((2, 8), torch.float32)]
+    probe(model, inputs, seed=0)
+    probe(model, inputs, seed=0, dtype=torch.bfloat16)
+    assert counted.made == 2
+
+
+def test_function_may_make_another_layer_each_time(counted: type[Counted]) -> None:
+    widths = iter((8, 3))
+    make = partial(lambda: counted(8, next(widths)))
+    costs = probe(LayeredModel((make, make), mean), [TensorSpec((2, 8), torch.float32)], seed=0)
+    assert [cost.outputs[0].shape[-1] for cost in costs] == [8, 3]
+
+
+def test_layer_with_arguments_that_cannot_be_compared_is_followed_each_time() -> None:
+    class Listed(nn.Linear):
+        def __init__(self, sizes: list[int]) -> None:
+            super().__init__(*sizes)
+
+    model = LayeredModel((partial(Listed, [8, 8]), partial(Listed, [8, 3])), mean)
+    costs = probe(model, [TensorSpec((2, 8), torch.float32)], seed=0)
+    assert [cost.outputs[0].shape[-1] for cost in costs] == [8, 3]
 
 
 def test_probe_needs_no_memory_for_a_model_that_would_not_fit() -> None:

@@ -72,7 +72,7 @@ def test_train_runs_ranks_that_meet(tiny: Make, tmp_path: Path) -> None:
     assert losses(folder) == alone
 
 
-def test_train_refuses_what_can_be_mended(tiny: Make, tmp_path: Path) -> None:
+def test_train_refuses_what_can_be_fixed(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps: Input should be"):
         dpipe.train(tiny(), overrides=["train.steps=0"])
     with pytest.raises(ConfigError, match="1 processes were started, but .* need 2"):
@@ -131,15 +131,7 @@ def test_launch_works_in_a_script_without_a_main_guard(tiny: Make, tmp_path: Pat
     assert done.stdout == "0\n1\n"
 
 
-def test_launch_works_outside_the_main_thread(tiny: Make, tmp_path: Path) -> None:
-    folders: list[Path] = []
-    thread = threading.Thread(target=lambda: folders.append(dpipe.launch(tiny())))
-    thread.start()
-    thread.join(100)
-    assert folders == [tmp_path / "run"]
-
-
-def test_launch_refuses_what_can_be_mended_before_a_rank_starts(tiny: Make, tmp_path: Path) -> None:
+def test_launch_refuses_what_can_be_fixed_before_a_rank_starts(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="do not divide 3 processes"):
         dpipe.launch(tiny(tensor_parallel__size=2), num_ranks=3)
     assert not (tmp_path / "run").exists()

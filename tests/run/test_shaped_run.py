@@ -16,6 +16,7 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.errors import ProfileError
+from dpipe.network.in_transit import InTransit
 from dpipe.network.link import Link, Network
 from dpipe.plan.forecast import forecast
 from dpipe.schedule.action import SENDS, Action
@@ -29,7 +30,7 @@ from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.transport.base import Transport
 from dpipe.transport.local import LocalHub
-from dpipe.transport.shaped import InTransit, ShapedTransport
+from dpipe.transport.shaped import ShapedTransport
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 

@@ -3,6 +3,7 @@
 certificates.py   an authority for tests of TLS
 layered.py        replicas as threads, on a stage of two small layers
 settled.py        looks again at what a busy machine may have made late
+tracked.py        what torch's memory tracker sees of a rank's program
 whole_runs.py     pytest plugin: fixtures that run a whole configuration, ranks as threads
 
 To add a file: two rooms' tests need it. Import it as `support.NAME`; `tests/` is on the path.

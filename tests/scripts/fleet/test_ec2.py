@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from fleet import aws, ec2
 from fleet.ec2 import AwsError, AwsRefused, Order
 from fleet.hosts import load_hosts
-from moto.server import ThreadedMotoServer
 
 from dpipe.errors import InputError
 
@@ -34,6 +33,10 @@ HERE = "203.0.113.7/32"
 @pytest.fixture(scope="module")
 def boto():
     """Makes the calls of all tests here: a client takes its time to be made."""
+    from moto.server import (
+        ThreadedMotoServer,
+    )  # 2 s, which workers without these tests need not take
+
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

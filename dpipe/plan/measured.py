@@ -8,7 +8,7 @@ no values, while every allocation is followed.
 
 The stage's code is that of a run, so recomputation, autocast and split backward passes need no
 formula. It takes torch, and some tenths of a second a layer: what a GPT or a BERT holds, which
-`dpipe simulate` says without torch, is in `formulas.py`.
+`dpipe simulate` says without torch, is in `memory/formulas.py`.
 """
 
 import warnings
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpipe.plan.memory.allocations import AllocatedBytes
-from dpipe.plan.memory.layers import of_parameters, with_ends, with_masters
+from dpipe.memory.layers import Peaks, of_parameters, with_ends, with_masters
+from dpipe.plan.allocations import AllocatedBytes
 from dpipe.plan.probe import LayerCost, on_meta
 from dpipe.stage.base import Tensors
 from dpipe.stage.master_weights import in_precision
@@ -117,12 +117,14 @@ def measured(runner: StageRunner, layers: range, inputs: Specs) -> StageMemory:
         sum(parameters) - early_bytes,
         largest=max(parameters, default=0),
         keeps_given=later_input.keeps_given,
+        peaks=Peaks(
+            forward=later.forward_bytes,
+            backward=later.backward_bytes,
+            first=first.backward_bytes,
+            input=backward_input.backward_bytes,
+        ),
         held_bytes=later.held_bytes,
         deferred_bytes=deferred_bytes,
-        forward_bytes=later.forward_bytes,
-        backward_bytes=later.backward_bytes,
-        first_bytes=first.backward_bytes - later.backward_bytes,
-        input_bytes=backward_input.backward_bytes,
         weight_bytes=weight_peak - gradients_and_deferred,
         first_weight_bytes=first_weight_peak - gradients_and_deferred,
     )
@@ -254,9 +256,7 @@ def _estimated(
                 largest=largest,
                 held_bytes=input_bytes if again else input_bytes + layer.kept_bytes,
                 deferred_bytes=input_bytes + layer.kept_bytes,
-                forward_bytes=layer.kept_bytes,
-                backward_bytes=working,
-                input_bytes=working,
+                peaks=Peaks(layer.kept_bytes, working, working, working),
                 weight_bytes=layer.largest_parameter_bytes,
             )
         )

@@ -1,4 +1,4 @@
-"""How large the tensors of a GPT or a BERT are, in bytes: what `formulas.py` counts with. No torch.
+"""How large the tensors of a GPT or a BERT are, in bytes: what the formulas count with. No torch.
 
 B micro-batch size · T context · D width · N heads · V vocabulary
 """
@@ -79,6 +79,13 @@ class TransformerSizes:
     def table(self) -> int:
         """One rank's part of the embedding table [V, D]."""
         return self.vocab_size * self.width * self.value_bytes // self.ranks
+
+    @property
+    def noise(self) -> int:
+        """What one dropout between layers keeps: on a GPU a byte a value, on a CPU a value."""
+        if not self.dropout:
+            return 0
+        return self.stream // self.value_bytes if self.masks else self.stream
 
     def tokens(self, value_bytes: int) -> int:
         """A value of `value_bytes` for each token of the micro-batch."""

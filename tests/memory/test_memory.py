@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tracked import tracked_peak
+from support.tracked import tracked_peak
 
-from dpipe.plan.memory.formulas import stage_memory, transformer_memory
-from dpipe.plan.memory.sizes import TransformerSizes
+from dpipe.memory.formulas import stage_memory, transformer_memory
+from dpipe.memory.sizes import TransformerSizes
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule

@@ -1,7 +1,7 @@
 """From what a layer's passes hold to what its stage does, of any model. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dpipe.timeline.memory import LayerMemory, StageMemory
 
@@ -10,16 +10,41 @@ Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for r
 _MOMENTS = 2  # of AdamW (Loshchilov & Hutter 2019), as large as the parameters
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """Working memory of a layer's passes in bytes, above what it holds when they begin."""
+
+    forward: int = 0
+    backward: int = 0
+    first: int = (
+        0  # as `backward`, of a step's first micro-batch: its gradients stay as they are made
+    )
+    input: int = 0  # of a backward pass that leaves the weight gradients
+
+    def remade(self, inside: int, making: int, forward: int) -> "Peaks":
+        """With `recompute="full"`: backward first makes what is `inside` again, with a peak of
+        `making`; `forward` is the peak of the pass that keeps no graph.
+        """
+        return Peaks(
+            forward=forward,
+            backward=inside + max(self.backward, making),
+            first=inside + max(self.first, making),
+            input=inside + max(self.input, making),
+        )
+
+
 def of_parameters(
     parameter_bytes: int,
     *,
     largest: int,
+    peaks: Peaks = Peaks(),
+    held_bytes: int = 0,
+    deferred_bytes: int = 0,
+    weight_bytes: int = 0,
+    first_weight_bytes: int = 0,
     keeps_given: bool = False,
-    within: LayerMemory | None = None,
-    **passes: int,
 ) -> LayerMemory:
-    """Adds what gradients and AdamW hold to the bytes of `passes`, which are fields of
-    `LayerMemory`.
+    """A layer with its gradients and AdamW's state. The other arguments are as in `LayerMemory`.
 
     AdamW works on one parameter at a time, with two copies of it: `largest` are the bytes of the
     largest.
@@ -29,9 +54,15 @@ def of_parameters(
         gradient_bytes=parameter_bytes,
         optimizer_bytes=_MOMENTS * parameter_bytes,
         update_bytes=2 * largest,
+        held_bytes=held_bytes,
+        deferred_bytes=deferred_bytes,
+        forward_bytes=peaks.forward,
+        backward_bytes=peaks.backward,
+        first_bytes=peaks.first - peaks.backward,
+        input_bytes=peaks.input,
+        weight_bytes=weight_bytes,
+        first_weight_bytes=first_weight_bytes,
         keeps_given=keeps_given,
-        within=within,
-        **passes,
     )
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.tracked import tracked_peak
 from torch import nn
-from tracked import tracked_peak
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
-from dpipe.plan.memory.allocations import AllocatedBytes
-from dpipe.plan.memory.measured import StageRunner, measured_stages
+from dpipe.plan.allocations import AllocatedBytes
+from dpipe.plan.measured import StageRunner, measured_stages
 from dpipe.plan.probe import probe
 from dpipe.plan.run_plan import draft
 from dpipe.schedule.action import Action, Op

@@ -14,10 +14,10 @@ from torch import nn
 from dpipe.config.load import Config, build
 from dpipe.dataparallel.base import DataParallel
 from dpipe.errors import ConfigError
+from dpipe.memory.exchange import exchange_bytes
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.plan.forecast import forecast
-from dpipe.plan.memory.exchange import exchange_bytes
 from dpipe.run.agreement import data_parallel
 from dpipe.transport.local import LocalHub, LocalTransport
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError, ScheduleError
-from dpipe.plan.memory.exchange import exchange_bytes, has_moments
-from dpipe.plan.memory.layers import Stages
+from dpipe.memory.exchange import exchange_bytes, has_moments
+from dpipe.memory.layers import Stages
 from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory

@@ -1,0 +1,16 @@
+"""How much each rank holds, in bytes, before it holds anything. No torch.
+
+layers.py    from what a layer's passes hold to what its stage does, of any model
+formulas.py  what the layers of a GPT or a BERT hold
+ends.py      the formulas of their embedding and head
+block.py     the formulas of their blocks
+sizes.py     how large a transformer's tensors are: what the formulas count with
+exchange.py  what keeping replicas in agreement holds
+fit.py       the stages of a run, whether they fit, and what would
+
+`timeline/memory.py` walks through a schedule with what is counted here. `plan/measured.py` measures
+a user's own layers, and takes torch.
+
+To change a layer of a GPT or a BERT: change its formula with it. tests/memory/test_memory.py says
+where a formula is off, and `plan.measured.measured` says by how many bytes.
+"""

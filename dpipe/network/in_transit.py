@@ -1,0 +1,55 @@
+"""What a rank has sent and has not arrived yet, on a given network, at a given time."""
+
+import heapq
+import math
+from itertools import count
+from typing import Generic, TypeVar
+
+from dpipe.network.egress import Egress, Sent
+from dpipe.network.link import Network
+
+Item = TypeVar("Item")
+
+
+class InTransit(Generic[Item]):
+    """What one rank has sent and has not arrived: first in its slot, then for the link's delay.
+
+    It has no clock of its own. Called with the time, it gives what has arrived by then, to the
+    microsecond as in the simulator.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._egress = Egress[Item](network, rank)
+        # A heap by arrival; the number keeps the order of equal times.
+        self._flying: list[tuple[float, int, Sent[Item]]] = []
+        self._numbers = count()
+
+    def offer(self, target: int, item: Item, num_bytes: int, now_us: float) -> None:
+        self._end_slots(now_us)
+        self._egress.offer(target, item, num_bytes, now_us)
+
+    def arrived(self, now_us: float) -> Sent[Item] | None:
+        """Remove and return the next item that has arrived by now; None where there is none."""
+        self._end_slots(now_us)
+        if self._flying and self._flying[0][0] <= now_us:
+            return heapq.heappop(self._flying)[-1]
+        return None
+
+    @property
+    def due_us(self) -> float:
+        """When the next slot ends or the next item arrives; infinite where there is none."""
+        due_us = math.inf
+        if self._egress.due_us is not None:
+            due_us = self._egress.due_us
+        if self._flying:
+            due_us = min(due_us, self._flying[0][0])
+        return due_us
+
+    def _end_slots(self, now_us: float) -> None:
+        """Items whose slot has ended by now begin their delay."""
+        while (due_us := self._egress.due_us) is not None and due_us <= now_us:
+            sent = self._egress.complete()
+            arrival_us = sent.end_us + self._network.link(self._rank, sent.target).delay_us
+            heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent))
