@@ -1,6 +1,8 @@
 """What a run leaves on disk, and reads again: checkpoints, and the run's folder.
 
 checkpoint.py     one step's parameters and optimizer state, on a disk or an object store
+load.py           values of a checkpoint copied into the tensors of a model
+storage.py        the folder or URL of checkpoints: its steps, and files written whole
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size
 run_folder.py     the folder of a run: opened by one process, never written over
 

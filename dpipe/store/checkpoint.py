@@ -14,33 +14,27 @@ several machines each may have a folder of its own; on one machine all write the
 Nothing is unpickled.
 """
 
-import hashlib
 import json
 import logging
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dpipe.errors import CheckpointError, NumericError, RunError
+from dpipe.errors import CheckpointError, NumericError
 from dpipe.stage.tensor_parallel import Shard
+from dpipe.store.storage import INDEX, Storage, digest_of
 
 LOG = logging.getLogger("dpipe")
 
-_INDEX = "index.json"
-_STEP = re.compile(r"step-(\d{8,})")
 # Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _KINDS = ("model", "optimizer")
@@ -98,7 +92,7 @@ def save(
     if something cannot be written, and `NumericError` if one of `tensors` is not finite, because no
     run could go on from it.
     """
-    store = _Store(url, remedy)
+    store = Storage(url, remedy)
     part = dict[str, Any]()
     part["bad"] = _first_not_finite(tensors)
     if part["bad"] is None:
@@ -109,7 +103,7 @@ def save(
     parts = share(part)
     _refuse(parts, step)
     text = json.dumps(_index_of(parts, step, state), indent=1)
-    store.write(step, _INDEX, rank, lambda path: path.write_text(text))
+    store.write(step, INDEX, rank, lambda path: path.write_text(text))
     _prune(store, step, keep)
 
 
@@ -147,7 +141,7 @@ def load(
     `CheckpointError` naming what is missing or damaged; with `fallback` it tries the checkpoint
     before first.
     """
-    store = _Store(url)
+    store = Storage(url)
     steps = store.steps() if step is None else [step]
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
@@ -171,7 +165,7 @@ def check_url(url: str) -> None:
     """Raises `CheckpointError` if checkpoints cannot be written to `url`, as far as that shows
     without writing.
     """
-    store = _Store(url)
+    store = Storage(url)
     if not store.is_local:
         return
     root = Path(store.root)
@@ -184,107 +178,11 @@ def check_url(url: str) -> None:
 
 def latest(url: str) -> int | None:
     """The step of the newest checkpoint; None if there is none."""
-    return max(_Store(url).steps(), default=None)
-
-
-class _Store:
-    """The folder of a run's checkpoints, on any file system that fsspec knows."""
-
-    def __init__(self, url: str, remedy: str = "") -> None:
-        self._remedy = remedy
-        try:
-            self._fs, self.root = fsspec.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {error}") from None
-        self.is_local = isinstance(self._fs, LocalFileSystem)
-
-    def path(self, step: int, name: str = "") -> str:
-        return f"{self.root}/step-{step:08d}/{name}".rstrip("/")
-
-    def steps(self) -> list[int]:
-        """Steps whose checkpoint is committed, in order."""
-        return [step for step in self.folders() if self._fs.exists(self.path(step, _INDEX))]
-
-    def folders(self) -> list[int]:
-        """Steps of which anything is there, in order."""
-        self._fs.invalidate_cache()
-        paths = self._fs.ls(self.root, detail=False) if self._fs.isdir(self.root) else []
-        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
-        matches = [_STEP.fullmatch(name) for name in names]
-        return sorted(int(match[1]) for match in matches if match)
-
-    def write(
-        self, step: int, name: str, rank: int, fill: Callable[[Path], object]
-    ) -> tuple[str, dict[str, Any]]:
-        """Fill a temporary file, sync it, and rename it to `name`, where `{}` becomes the digest.
-
-        Returns the name, and the file's size and digest. Raises `RunError` if that fails.
-        """
-        try:
-            self._fs.makedirs(self.path(step), exist_ok=True)
-            with self._scratch(step) as folder:
-                temporary = folder / f".{rank}.tmp"
-                temporary.unlink(missing_ok=True)
-                temporary.touch()
-                # As the user's umask says; safetensors makes its own files private.
-                mode = temporary.stat().st_mode
-                fill(temporary)
-                temporary.chmod(mode)
-                digest = _digest(temporary)
-                facts = {"size": temporary.stat().st_size, "sha256": digest}
-                name = name.format(digest[:16])
-                self._place(temporary, self.path(step, name))
-        except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
-            path = self.path(step, name.replace("{}", "*"))
-            raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
-        return name, facts
-
-    @contextmanager
-    def fetched(self, path: str) -> Iterator[str]:
-        """`path` as a local file."""
-        if self.is_local:
-            yield path
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            self._fs.get_file(path, f"{folder}/file")
-            yield f"{folder}/file"
-
-    def read(self, path: str) -> bytes:
-        return bytes(self._fs.cat_file(path))
-
-    def remove(self, step: int) -> None:
-        """Remove the index first, so that what is left is no checkpoint. Other ranks may do the
-        same at the same time.
-        """
-        for path in (self.path(step, _INDEX), self.path(step)):
-            try:
-                self._fs.rm(path, recursive=True)
-            except FileNotFoundError:
-                continue
-
-    @contextmanager
-    def _scratch(self, step: int) -> Iterator[Path]:
-        if self.is_local:
-            yield Path(self.path(step))
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
-
-    def _place(self, temporary: Path, path: str) -> None:
-        """An object store shows a file only when it is complete; a local file is synced, then
-        renamed.
-        """
-        if not self.is_local:
-            self._fs.put_file(str(temporary), path)
-            return
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(temporary.parent)
-        _sync(temporary.parent.parent)
+    return max(Storage(url).steps(), default=None)
 
 
 def _write_part(
-    store: _Store, step: int, rank: int, kind: str, tensors: Mapping[str, torch.Tensor]
+    store: Storage, step: int, rank: int, kind: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
     if not tensors:
         return {"names": {}, "files": {}}
@@ -310,7 +208,7 @@ def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, A
     return {name: value for part in parts for name, value in part[kind][key].items()}
 
 
-def _prune(store: _Store, step: int, keep: int) -> None:
+def _prune(store: Storage, step: int, keep: int) -> None:
     """Leave the newest `keep` steps. A later step without an index is left alone: a faster rank may
     be writing it.
     """
@@ -321,7 +219,7 @@ def _prune(store: _Store, step: int, keep: int) -> None:
         store.remove(old)
 
 
-def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]) -> Loaded:
+def _load_step(store: Storage, step: int, names: _Names, skipped: tuple[str, ...]) -> Loaded:
     index = _read_index(store, step)
     wanted = names if callable(names) else names.__contains__
     model = _read_tensors(store, step, index, _filtered(index["weight_map"], wanted))
@@ -365,8 +263,8 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
     return joined
 
 
-def _read_index(store: _Store, step: int) -> dict[str, Any]:
-    path = store.path(step, _INDEX)
+def _read_index(store: Storage, step: int) -> dict[str, Any]:
+    path = store.path(step, INDEX)
     try:
         index = json.loads(store.read(path))
     except FileNotFoundError:
@@ -394,7 +292,7 @@ def _is_index(content: object) -> bool:
 
 
 def _read_tensors(
-    store: _Store, step: int, index: Mapping[str, Any], names: Mapping[str, str]
+    store: Storage, step: int, index: Mapping[str, Any], names: Mapping[str, str]
 ) -> Tensors:
     """The tensors of `names`, each in the file that it names."""
     tensors = Tensors(f"the checkpoint {store.path(step)}")
@@ -420,20 +318,7 @@ def _verify(path: str, local: str, facts: Mapping[str, Any]) -> None:
     size = os.path.getsize(local)
     if size != facts["size"]:
         raise CheckpointError(f"{path} is truncated: {size} of {facts['size']} bytes")
-    if _digest(Path(local)) != facts["sha256"]:
+    if digest_of(Path(local)) != facts["sha256"]:
         raise CheckpointError(
-            f"{path} is damaged: its content does not have the digest that {_INDEX} gives"
+            f"{path} is damaged: its content does not have the digest that {INDEX} gives"
         )
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dpipe.errors import CheckpointError, NumericError, RunError
-from dpipe.store import checkpoint
+from dpipe.store import checkpoint, storage
 from dpipe.store.checkpoint import latest, load, save
 
 LAYERS = 4
@@ -182,7 +182,7 @@ def test_newest_is_taken_unless_a_step_is_named(url: str) -> None:
 def test_newest_checkpoints_stay(url: str) -> None:
     for step in (1, 2, 3, 4):
         save_alone(url, step, keep=2)
-    assert checkpoint._Store(url).folders() == [3, 4]
+    assert storage.Storage(url).folders() == [3, 4]
 
 
 def test_course_that_was_given_up_goes(url: str) -> None:
@@ -190,7 +190,7 @@ def test_course_that_was_given_up_goes(url: str) -> None:
     for step in (10, 20, 30):
         save_alone(url, step, keep=3)
     save_alone(url, 15, keep=3)
-    assert checkpoint._Store(url).steps() == [10, 15]
+    assert storage.Storage(url).steps() == [10, 15]
 
 
 def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
@@ -262,8 +262,8 @@ def _after(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
 # synced with its two folders, and renamed between.
 POINTS = [
     *(("save_file", "checkpoint", n) for n in (0, 1)),
-    *(("_digest", "checkpoint", n) for n in (0, 1, 2)),
-    *(("_sync", "checkpoint", n) for n in range(9)),
+    *(("digest_of", "storage", n) for n in (0, 1, 2)),
+    *(("_sync", "storage", n) for n in range(9)),
     *(("replace", "os", n) for n in (0, 1, 2)),
 ]
 
@@ -275,7 +275,7 @@ def test_crash_anywhere_leaves_a_whole_checkpoint(
 ) -> None:
     """Whether the step is new or written a second time."""
     save_alone(folder, 5)
-    target = {"checkpoint": checkpoint, "os": checkpoint.os}[where]
+    target = {"checkpoint": checkpoint, "storage": storage, "os": os}[where]
     with monkeypatch.context() as faulty:
         faulty.setattr(target, function, _after(calls, getattr(target, function)))
         with pytest.raises(Crash):
@@ -302,12 +302,12 @@ def test_crash_while_old_steps_are_removed_leaves_the_new_one(
         faulty.setattr(shutil, "rmtree", _crash)
         with pytest.raises(Crash):
             save_alone(folder, 6, keep=1)
-    assert checkpoint._Store(folder).steps() == [6]
+    assert storage.Storage(folder).steps() == [6]
 
 
 def test_two_ranks_may_remove_one_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_alone(folder, 5)
-    store = checkpoint._Store(folder)
+    store = storage.Storage(folder)
     real = shutil.rmtree
 
     def somebody_was_first(path: str) -> None:
@@ -419,7 +419,7 @@ def test_file_that_is_no_safetensors_is_named(folder: str) -> None:
     path.write_bytes(b"not tensors")
     index_path = path.with_name("index.json")
     index = json.loads(index_path.read_text())
-    index["files"][path.name] = {"size": 11, "sha256": checkpoint._digest(path)}
+    index["files"][path.name] = {"size": 11, "sha256": storage.digest_of(path)}
     index_path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=rf"{path.name} is damaged"):
         load(folder, everything)

@@ -1,0 +1,135 @@
+"""The folder or URL in which checkpoints are: its steps, its files, and how one is written whole.
+
+    URL/step-00000100/index.json    exists only when every file of the step does
+    URL/step-00000100/...
+
+A local file is written under a temporary name, synced, and renamed. An object store shows a file
+only when it is complete.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from safetensors import SafetensorError
+
+from dpipe.errors import CheckpointError, RunError
+
+INDEX = "index.json"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Storage:
+    """The folder of a run's checkpoints, on any file system that fsspec knows."""
+
+    def __init__(self, url: str, remedy: str = "") -> None:
+        self._remedy = remedy
+        try:
+            self._fs, self.root = fsspec.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {error}") from None
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+
+    def path(self, step: int, name: str = "") -> str:
+        return f"{self.root}/step-{step:08d}/{name}".rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoint is committed, in order."""
+        return [step for step in self.folders() if self._fs.exists(self.path(step, INDEX))]
+
+    def folders(self) -> list[int]:
+        """Steps of which anything is there, in order."""
+        self._fs.invalidate_cache()
+        paths = self._fs.ls(self.root, detail=False) if self._fs.isdir(self.root) else []
+        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
+        matches = [_STEP.fullmatch(name) for name in names]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def write(
+        self, step: int, name: str, rank: int, fill: Callable[[Path], object]
+    ) -> tuple[str, dict[str, Any]]:
+        """Fill a temporary file, sync it, and rename it to `name`, where `{}` becomes the digest.
+
+        Returns the name, and the file's size and digest. Raises `RunError` if that fails.
+        """
+        try:
+            self._fs.makedirs(self.path(step), exist_ok=True)
+            with self._scratch(step) as folder:
+                temporary = folder / f".{rank}.tmp"
+                temporary.unlink(missing_ok=True)
+                temporary.touch()
+                # As the user's umask says; safetensors makes its own files private.
+                mode = temporary.stat().st_mode
+                fill(temporary)
+                temporary.chmod(mode)
+                digest = digest_of(temporary)
+                facts = {"size": temporary.stat().st_size, "sha256": digest}
+                name = name.format(digest[:16])
+                self._place(temporary, self.path(step, name))
+        except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
+            path = self.path(step, name.replace("{}", "*"))
+            raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
+        return name, facts
+
+    @contextmanager
+    def fetched(self, path: str) -> Iterator[str]:
+        """`path` as a local file."""
+        if self.is_local:
+            yield path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._fs.get_file(path, f"{folder}/file")
+            yield f"{folder}/file"
+
+    def read(self, path: str) -> bytes:
+        return bytes(self._fs.cat_file(path))
+
+    def remove(self, step: int) -> None:
+        """Remove the index first, so that what is left is no checkpoint. Other ranks may do the
+        same at the same time.
+        """
+        for path in (self.path(step, INDEX), self.path(step)):
+            try:
+                self._fs.rm(path, recursive=True)
+            except FileNotFoundError:
+                continue
+
+    @contextmanager
+    def _scratch(self, step: int) -> Iterator[Path]:
+        if self.is_local:
+            yield Path(self.path(step))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+
+    def _place(self, temporary: Path, path: str) -> None:
+        """An object store shows a file only when it is complete; a local file is synced, then
+        renamed.
+        """
+        if not self.is_local:
+            self._fs.put_file(str(temporary), path)
+            return
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(temporary.parent)
+        _sync(temporary.parent.parent)
+
+
+def digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
