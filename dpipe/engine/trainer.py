@@ -28,6 +28,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
+from dpipe.store.identity import RunIdentity
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
@@ -57,6 +58,7 @@ class Job:
     timeout_s: float  # of every wait for the other ranks
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]
+    identity: RunIdentity | None = None  # kept in each checkpoint
     metrics: Metrics | None = None  # rank 0
     streams: Streams = HOST
     # MFU of a step of so many seconds; None where it is not known
@@ -270,6 +272,7 @@ class Trainer:
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),
+            run=job.identity,
         )
         LOG.info("checkpoint before step %d in %s", step, job.checkpoint_url)
 

@@ -37,7 +37,7 @@ from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
-from dpipe.run.resume import agreed_start, find_start, restore, stages_at
+from dpipe.run.resume import agreed_identity, agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
@@ -46,6 +46,7 @@ from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.tensor_group import TensorGroup
+from dpipe.store.identity import RunIdentity, claim, release
 from dpipe.store.run_folder import (
     checkpoint_url,
     logging_to,
@@ -87,14 +88,16 @@ def run_rank(
         joined(config, process, peers, join_s, streams) as (coordinator, transport),
     ):
         run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
+        identity = agreed_identity(config, coordinator)
         if resume:
-            start = agreed_start(config, run_plan, start, coordinator, fallback)
+            start = agreed_start(config, run_plan, start, coordinator, fallback, identity)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
             resources = _resources(run_plan, process, coordinator, transport, streams, stack)
             job = assemble(run_plan, resources, stack)
             restore(start, job.stages, job.update, job.here)
             start = None  # as large as the model and its moments
+            job = _with_claim(job, identity, resume, stack)
             job = _with_metrics(job, config, folder, first_step, console, on_row, stack)
             outcome = _train(job, resources, config, first_step)
         if rank == 0:
@@ -198,6 +201,19 @@ def _resources(
     )
 
 
+def _with_claim(job: Job, identity: RunIdentity, resume: bool, stack: ExitStack) -> Job:
+    """`job` with the place of its checkpoints, on each machine, marked as this run's; `stack`
+    unmarks it if none was written.
+
+    All ranks call it when they have been assembled: none has refused then.
+    """
+    job.coordinator.barrier("assembled", job.timeout_s)
+    if job.checkpoint_url is not None:
+        claim(job.checkpoint_url, identity, takes_unmarked=resume)
+        stack.callback(release, job.checkpoint_url, identity)
+    return replace(job, identity=identity)
+
+
 def _with_metrics(
     job: Job,
     config: Config,
@@ -209,10 +225,10 @@ def _with_metrics(
 ) -> Job:
     """On rank 0: `job` with metrics that are written, displayed and given to `on_row`.
 
-    All ranks call it when they have been assembled: none has refused then, and only now the folder
-    changes.
+    All ranks call it when they have claimed the place of the checkpoints: none has refused then,
+    and only now the folder changes.
     """
-    job.coordinator.barrier("assembled", job.timeout_s)
+    job.coordinator.barrier("claimed", job.timeout_s)
     if job.here.rank > 0:
         return job
     save_configuration(folder, config)

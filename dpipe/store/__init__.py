@@ -4,6 +4,7 @@ checkpoint.py     one step's parameters and optimizer state, on a disk or an obj
 load.py           values of a checkpoint copied into the tensors of a model
 storage.py        the folder or URL of checkpoints: its steps, and files written whole
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size
+identity.py       which run a folder of checkpoints is of: any other is refused
 run_folder.py     the folder of a run: opened by one process, never written over
 
 To add a format of checkpoints: a file with `save` and `load` of checkpoint.py, which give and take

@@ -31,7 +31,8 @@ from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError, NumericError
 from dpipe.stage.tensor_parallel import Shard
-from dpipe.store.storage import INDEX, Storage, digest_of
+from dpipe.store.identity import RunIdentity, from_table, writer_of
+from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
 
 LOG = logging.getLogger("dpipe")
 
@@ -65,6 +66,7 @@ class Loaded:
     tensors: Tensors
     optimizer: Tensors
     skipped: tuple[str, ...] = ()  # what was wrong with each newer checkpoint
+    run: RunIdentity | None = None  # that wrote it; None: before runs had an id
 
 
 def save(
@@ -79,6 +81,7 @@ def save(
     layouts: Mapping[str, Shard] = MappingProxyType({}),
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     remedy: str = "make room, or set run.checkpoint_url",
+    run: RunIdentity | None = None,
 ) -> None:
     """Write this rank's part of the checkpoint of `step`. Every rank calls it with its own part and
     the same `state`.
@@ -88,6 +91,7 @@ def save(
     `buffers` are saved with `tensors`.
 
     The newest `keep` checkpoints stay. Steps later than `step` are removed: the run went back.
+    Those of a run other than `run` are never removed.
     Whatever fails, earlier checkpoints stay whole. Raises `RunError`, which ends in the `remedy`,
     if something cannot be written, and `NumericError` if one of `tensors` is not finite, because no
     run could go on from it.
@@ -102,9 +106,9 @@ def save(
     part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
     parts = share(part)
     _refuse(parts, step)
-    text = json.dumps(_index_of(parts, step, state), indent=1)
+    text = json.dumps(_index_of(parts, step, state, run), indent=1)
     store.write(step, INDEX, rank, lambda path: path.write_text(text))
-    _prune(store, step, keep)
+    _prune(store, step, keep, run)
 
 
 def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -115,11 +119,12 @@ def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _index_of(
-    parts: Sequence[dict[str, Any]], step: int, state: Mapping[str, Any]
+    parts: Sequence[dict[str, Any]], step: int, state: Mapping[str, Any], run: RunIdentity | None
 ) -> dict[str, Any]:
     """`parts` by rank, as `save` shares them."""
     return {
         "step": step,
+        "run": None if run is None else run.as_table(),
         "state": dict(state),
         "weight_map": _merged(parts, "model", "names"),
         "optimizer_map": _merged(parts, "optimizer", "names"),
@@ -176,6 +181,18 @@ def check_url(url: str) -> None:
         )
 
 
+def saved_configuration(url: str) -> dict[str, Any]:
+    """The configuration, as `section.key` -> value, that the newest checkpoint holds; {} if none
+    does. Raises `CheckpointError` if its index is damaged.
+    """
+    store = Storage(url)
+    steps = store.steps()
+    if not steps:
+        return {}
+    saved = _read_index(store, steps[-1])["state"].get("configuration")
+    return dict(saved) if isinstance(saved, dict) else {}
+
+
 def latest(url: str) -> int | None:
     """The step of the newest checkpoint; None if there is none."""
     return max(Storage(url).steps(), default=None)
@@ -208,15 +225,20 @@ def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, A
     return {name: value for part in parts for name, value in part[kind][key].items()}
 
 
-def _prune(store: Storage, step: int, keep: int) -> None:
+def _prune(store: Storage, step: int, keep: int, run: RunIdentity | None) -> None:
     """Leave the newest `keep` steps. A later step without an index is left alone: a faster rank may
-    be writing it.
+    be writing it. So is what another run wrote.
     """
-    committed = store.steps()
+    committed = [s for s in store.steps() if not _is_of_another(store, s, run)]
     kept = [s for s in committed if s <= step][-keep:]
-    unfinished = {s for s in store.folders() if s < step} - set(committed)
+    unfinished = {s for s in store.folders() if s < step} - set(store.steps())
     for old in (set(committed) | unfinished) - set(kept):
         store.remove(old)
+
+
+def _is_of_another(store: Storage, step: int, run: RunIdentity | None) -> bool:
+    writer = writer_of(store, step)
+    return writer is not None and (run is None or writer.id != run.id)
 
 
 def _load_step(store: Storage, step: int, names: _Names, skipped: tuple[str, ...]) -> Loaded:
@@ -232,7 +254,10 @@ def _load_step(store: Storage, step: int, names: _Names, skipped: tuple[str, ...
         if name in joined:
             shard = Shard(**layout)
             joined[name] = shard.join(joined[name].chunk(shard.size))
-    return Loaded(step, index["state"], model, joined, skipped)
+    run = None
+    if index.get("run") is not None:
+        run = from_table(index["run"], store.path(step, INDEX))
+    return Loaded(step, index["state"], model, joined, skipped, run)
 
 
 def _filtered(names: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[str, str]:
@@ -266,11 +291,9 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
 def _read_index(store: Storage, step: int) -> dict[str, Any]:
     path = store.path(step, INDEX)
     try:
-        index = json.loads(store.read(path))
+        index = parsed_json(store.read(path), path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
     if not _is_index(index):
         raise CheckpointError(f"{path} is damaged: it is JSON, but not the index of a checkpoint")
     return dict(index)

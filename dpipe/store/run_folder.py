@@ -1,6 +1,7 @@
 """The folder of a run: opened by one process at a time, never written over.
 
-FOLDER/config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/  checkpoints/step-N/
+FOLDER/run.json  config.json  metrics.jsonl  tensorboard/  logs/rank-N.log  trace/
+       checkpoints/step-N/
 """
 
 import fcntl
@@ -14,14 +15,25 @@ from pathlib import Path
 
 from dpipe.config.load import Config, build
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
-from dpipe.store.checkpoint import latest
+from dpipe.store.checkpoint import latest, saved_configuration
+from dpipe.store.identity import (
+    RUN_FILE,
+    RunIdentity,
+    identity_of,
+    keep_identity,
+    of_another,
+    owner_of,
+    unmarked,
+)
 
 LOG = logging.getLogger("dpipe")
 
 
-def refuse_folder(config: Config, resume: bool) -> None:
-    """Raises `ConfigError` if the run's folder holds another run, `CheckpointError` if a run that
-    is to be resumed has no checkpoint.
+def refuse_folder(config: Config, resume: bool) -> RunIdentity | None:
+    """The run that is to go on; None for one that is new, or that began before runs had an id.
+
+    Raises `ConfigError` if the run's folder holds another run, `CheckpointError` if a run that is
+    to be resumed has no checkpoint, or if the checkpoints are another run's.
     """
     folder = Path(config.run.folder)
     url = checkpoint_url(config)
@@ -32,6 +44,47 @@ def refuse_folder(config: Config, resume: bool) -> None:
         if latest(url) is None:
             alternative = "or delete it: it saved nothing"
         raise ConfigError(f"{folder} already holds a run; choose another run.folder, {alternative}")
+    return _run_to_go_on(config, resume)
+
+
+def _run_to_go_on(config: Config, resume: bool) -> RunIdentity | None:
+    """An empty folder, such as that of a machine which replaces a lost one, takes up the run whose
+    checkpoints it is told to resume.
+    """
+    folder = Path(config.run.folder)
+    url = checkpoint_url(config)
+    identity = identity_of(folder)
+    owner = owner_of(url)
+    if owner is None:
+        if latest(url) is not None and not (resume and _has_written(config)):
+            raise unmarked(url)
+        return identity
+    holds_run = any((folder / name).exists() for name in (RUN_FILE, "config.json"))
+    if resume and not holds_run:
+        LOG.warning("%s holds no run yet: it takes up %s", folder, owner)
+        return owner
+    if identity is None or identity.id != owner.id:
+        raise of_another(url, owner, identity)
+    return identity
+
+
+def _has_written(config: Config) -> bool:
+    """Whether checkpoints without an id are of the run in the folder: they lie in it, or hold the
+    name of the folder, the model, the data and the seed that its config.json has.
+    """
+    if config.run.checkpoint_url is None:
+        return True
+    folder = Path(config.run.folder)
+    if not (folder / "config.json").exists():
+        return False
+    of_folder = load_configuration(folder).shared()
+    saved = saved_configuration(config.run.checkpoint_url)
+    keys = [
+        key
+        for key in saved.keys() & of_folder.keys()
+        if key in ("run.folder", "train.seed") or key.startswith(("model.", "data."))
+    ]
+    return "run.folder" in keys and all(saved[key] == of_folder[key] for key in keys)
 
 
 def open_folder(config: Config, resume: bool) -> Path:
@@ -41,12 +94,13 @@ def open_folder(config: Config, resume: bool) -> Path:
     Raises as `refuse_folder` does, and `ConfigError` if the run is under way or the folder cannot
     be written.
     """
-    refuse_folder(config, resume)
+    identity = refuse_folder(config, resume)
     folder = Path(config.run.folder)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
         with _run_held(folder):
+            keep_identity(folder, identity)
             return folder
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
@@ -90,7 +144,8 @@ def take_back(folder: Path, made: list[Path]) -> None:
     """
     if folder not in made or (folder / "config.json").exists():
         return
-    (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
+    for path in (folder / "logs" / "rank-0.log", folder / RUN_FILE):
+        path.unlink(missing_ok=True)
     for path in (folder / "logs", folder / "trace", *made):
         with suppress(OSError):  # something else is in it
             path.rmdir()

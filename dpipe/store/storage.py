@@ -8,11 +8,13 @@ only when it is complete.
 """
 
 import hashlib
+import json
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,25 @@ class Storage:
     def read(self, path: str) -> bytes:
         return bytes(self._fs.cat_file(path))
 
+    def create(self, name: str, content: bytes) -> None:
+        """Write `name` beside the steps, unless it exists. Raises `RunError` if that fails."""
+        path = f"{self.root}/{name}"
+        try:
+            self._fs.makedirs(self.root, exist_ok=True)
+            if self.is_local:
+                self._create_local(Path(path), content)
+            else:
+                self._fs.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
+
+    def remove_file(self, name: str) -> None:
+        """Other ranks may do the same at the same time."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self.root}/{name}")
+
     def remove(self, step: int) -> None:
         """Remove the index first, so that what is left is no checkpoint. Other ranks may do the
         same at the same time.
@@ -121,6 +142,29 @@ class Storage:
         _sync(temporary.parent)
         _sync(temporary.parent.parent)
 
+    def _create_local(self, path: Path, content: bytes) -> None:
+        """All of it or nothing, also for who reads it meanwhile. The first one wins."""
+        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+            _sync(temporary)
+            _link_or_copy(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync(path.parent)
+
+
+def _link_or_copy(temporary: Path, path: Path) -> None:
+    """Raises `FileExistsError` if there is a `path`. Some file systems have no hard links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        with path.open("xb") as file:
+            file.write(temporary.read_bytes())
+
 
 def digest_of(path: Path) -> str:
     with open(path, "rb") as file:
@@ -133,3 +177,11 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parsed_json(content: bytes, path: str) -> Any:
+    """Raises `CheckpointError` naming `path` if it is not JSON, or nested too deeply to be read."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None

@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from dpipe.config.load import Config
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
 from dpipe.run.start import launch_ranks
+from dpipe.store.identity import identity_of
 from dpipe.store.run_folder import (
     absent,
     keep_upload,
@@ -59,9 +61,11 @@ def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool
     """Such as one whose launcher was killed and whose ranks still write a checkpoint."""
     config = tiny()
     checkpoint = Path(config.run.folder) / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "index.json").touch()
-    with opened(config, False, 0), opened(config, False, 1):
+    with opened(config, False, 0) as folder, opened(config, False, 1):
+        identity = identity_of(folder)
+        assert identity is not None
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "index.json").write_text(json.dumps({"run": identity.as_table()}))
         with (
             pytest.raises(ConfigError, match="another process has the run in .* open"),
             opened(config, resume, 0),

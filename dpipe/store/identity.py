@@ -1,0 +1,140 @@
+"""Which run a checkpoint is of: a random id, made with the run's folder.
+
+FOLDER/run.json                 the run in this folder
+URL/run.json                    the run whose checkpoints are here: any other is refused
+URL/step-00000100/index.json    "run": the one that wrote this step
+
+Checkpoints from before runs had an id carry none. They are those of the folder that they are in;
+at a `run.checkpoint_url` elsewhere, of the run whose configuration they hold (`run_folder.py`).
+"""
+
+import json
+import os
+import re
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpipe.errors import CheckpointError
+from dpipe.store.storage import INDEX, Storage, parsed_json
+
+RUN_FILE = "run.json"
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A run, however its folder is called: the id decides, the rest is for people."""
+
+    id: str
+    folder: str  # where it was made
+    host: str
+
+    def __str__(self) -> str:
+        # From a file that somebody else may have written: no control characters.
+        where = repr(f"{self.host}:{self.folder}")[1:-1]
+        return f"run {self.id} ({where})"
+
+    def as_table(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def from_table(table: Any, path: str) -> RunIdentity:
+    """Raises `CheckpointError` naming `path` if `table` is not what `as_table` gives."""
+    if isinstance(table, dict) and table.keys() == {"id", "folder", "host"}:
+        is_text = all(isinstance(value, str) for value in table.values())
+        if is_text and _ID.fullmatch(table["id"]):
+            return RunIdentity(**table)
+    raise CheckpointError(f"{path} is damaged: it does not say which run it is of")
+
+
+def identity_of(folder: Path) -> RunIdentity | None:
+    """The run in `folder`; None if it was begun before runs had an id, or never."""
+    storage = Storage(str(folder))
+    path = f"{storage.root}/{RUN_FILE}"
+    try:
+        content = storage.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return from_table(parsed_json(content, path), path)
+
+
+def keep_identity(folder: Path, identity: RunIdentity | None) -> None:
+    """Write `identity`, or that of a new run, into `folder`, unless it has one."""
+    if identity_of(folder) is not None:
+        return
+    if identity is None:
+        identity = RunIdentity(secrets.token_hex(8), str(folder.absolute()), socket.gethostname())
+    temporary = folder / f"{RUN_FILE}.tmp"
+    temporary.write_text(json.dumps(identity.as_table(), indent=1), encoding="utf-8")
+    os.replace(temporary, folder / RUN_FILE)
+
+
+def owner_of(url: str) -> RunIdentity | None:
+    """The run whose checkpoints are at `url`; None if there is none, or nothing says whose."""
+    storage = Storage(url)
+    path = f"{storage.root}/{RUN_FILE}"
+    try:
+        return from_table(parsed_json(storage.read(path), path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    for step in reversed(storage.steps()):
+        owner = writer_of(storage, step)
+        if owner is not None:
+            return owner
+    return None
+
+
+def writer_of(storage: Storage, step: int) -> RunIdentity | None:
+    """The run that wrote `step`; None if its index does not say, or is damaged."""
+    path = storage.path(step, INDEX)
+    try:
+        index = parsed_json(storage.read(path), path)
+        return from_table(index.get("run"), path)
+    except (AttributeError, CheckpointError, FileNotFoundError):
+        return None
+
+
+def claim(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> None:
+    """Mark `url` as the place of this run's checkpoints. Every rank calls it before it trains.
+
+    Raises `CheckpointError` if they are another run's, also one that begins at the same moment; or
+    if nothing says whose they are, unless this run `takes_unmarked`.
+    """
+    storage = Storage(url)
+    owner = owner_of(url)
+    if owner is None:
+        if storage.steps() and not takes_unmarked:
+            raise unmarked(url)
+        storage.create(RUN_FILE, json.dumps(identity.as_table(), indent=1).encode())
+        # On an object store that cannot refuse to write over a file, the last one has it.
+        owner = owner_of(url)
+    if owner is None or owner.id != identity.id:
+        raise of_another(url, owner, identity)
+
+
+def release(url: str, identity: RunIdentity) -> None:
+    """Undo the claim of a run that has ended without a checkpoint."""
+    storage = Storage(url)
+    owner = owner_of(url)
+    if owner is not None and owner.id == identity.id and not storage.folders():
+        storage.remove_file(RUN_FILE)
+
+
+def of_another(
+    url: str, owner: RunIdentity | None, identity: RunIdentity | None
+) -> CheckpointError:
+    this = "this is a new run" if identity is None else f"this is {identity}"
+    return CheckpointError(
+        f"the checkpoints in {url} are of {owner or 'another run'}, and {this}; set another "
+        f"run.checkpoint_url, or, if that run is no longer needed, delete {url}"
+    )
+
+
+def unmarked(url: str) -> CheckpointError:
+    return CheckpointError(
+        f"{url} holds checkpoints that do not say of which run they are; set another "
+        "run.checkpoint_url, or go on with the run that wrote them: --resume FOLDER"
+    )
