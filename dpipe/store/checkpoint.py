@@ -39,6 +39,7 @@ LOG = logging.getLogger("dpipe")
 # Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _KINDS = ("model", "optimizer")
+_PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
 _TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
 
 _Names = Callable[[str], bool] | frozenset[str]
@@ -296,6 +297,12 @@ def _read_index(store: Storage, step: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     if not _is_index(index):
         raise CheckpointError(f"{path} is damaged: it is JSON, but not the index of a checkpoint")
+    for file in index["files"]:
+        if not _PLAIN.fullmatch(file):
+            raise CheckpointError(
+                f"{path} names the file {file!a:.200}: only plain names of files in its own folder "
+                "are read"
+            )
     return dict(index)
 
 
@@ -305,13 +312,20 @@ def _is_index(content: object) -> bool:
         return False
     if not all(isinstance(content.get(key), dict) for key in _TABLES):
         return False
+    if not isinstance(content.get("layouts", {}), dict):
+        return False
     files = content["files"]
     named = [*content["weight_map"].values(), *content["optimizer_map"].values()]
     if not all(isinstance(file, str) and file in files for file in named):
         return False
-    return all(
-        isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in files.values()
-    )
+    return all(_are_facts(facts) for facts in files.values())
+
+
+def _are_facts(facts: object) -> bool:
+    if not isinstance(facts, dict):
+        return False
+    size = facts.get("size")
+    return type(size) is int and size >= 0 and isinstance(facts.get("sha256"), str)
 
 
 def _read_tensors(
@@ -323,8 +337,12 @@ def _read_tensors(
         path = store.path(step, file)
         inside = [name for name, its_file in names.items() if its_file == file]
         try:
-            with store.fetched(path) as local:
-                _verify(path, local, index["files"][file])
+            with store.fetched(path, index["files"][file]["size"]) as local:
+                if digest_of(Path(local)) != index["files"][file]["sha256"]:
+                    raise CheckpointError(
+                        f"{path} is damaged: its content does not have the digest that {INDEX} "
+                        "gives"
+                    )
                 with safe_open(local, "pt") as content:
                     for name in inside:
                         tensors[name] = content.get_tensor(name)
@@ -335,13 +353,3 @@ def _read_tensors(
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from None
     return tensors
-
-
-def _verify(path: str, local: str, facts: Mapping[str, Any]) -> None:
-    size = os.path.getsize(local)
-    if size != facts["size"]:
-        raise CheckpointError(f"{path} is truncated: {size} of {facts['size']} bytes")
-    if digest_of(Path(local)) != facts["sha256"]:
-        raise CheckpointError(
-            f"{path} is damaged: its content does not have the digest that {INDEX} gives"
-        )

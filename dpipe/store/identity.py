@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpipe.errors import CheckpointError
-from dpipe.store.storage import INDEX, Storage, parsed_json
+from dpipe.store.storage import INDEX, Storage, parsed_json, regular_bytes
 
 RUN_FILE = "run.json"
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -52,13 +52,12 @@ def from_table(table: Any, path: str) -> RunIdentity:
 
 def identity_of(folder: Path) -> RunIdentity | None:
     """The run in `folder`; None if it was begun before runs had an id, or never."""
-    storage = Storage(str(folder))
-    path = f"{storage.root}/{RUN_FILE}"
+    path = folder / RUN_FILE
     try:
-        content = storage.read(path)
+        content = regular_bytes(path, folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return from_table(parsed_json(content, path), path)
+    return from_table(parsed_json(content, str(path)), str(path))
 
 
 def keep_identity(folder: Path, identity: RunIdentity | None) -> None:

@@ -5,6 +5,9 @@
 
 A local file is written under a temporary name, synced, and renamed. An object store shows a file
 only when it is complete.
+
+Who reads a checkpoint may have it from somebody else: only regular files are read, and only inside
+its folder, wherever links lead.
 """
 
 import hashlib
@@ -12,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +29,7 @@ from safetensors import SafetensorError
 from dpipe.errors import CheckpointError, RunError
 
 INDEX = "index.json"
+MAX_JSON_BYTES = 1 << 28  # an index has some 200 bytes for each tensor
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -63,6 +68,8 @@ class Storage:
         """
         try:
             self._fs.makedirs(self.path(step), exist_ok=True)
+            if self.is_local:
+                _refuse_way_out(Path(self.path(step)), Path(self.root))
             with self._scratch(step) as folder:
                 temporary = folder / f".{rank}.tmp"
                 temporary.unlink(missing_ok=True)
@@ -81,8 +88,13 @@ class Storage:
         return name, facts
 
     @contextmanager
-    def fetched(self, path: str) -> Iterator[str]:
-        """`path` as a local file."""
+    def fetched(self, path: str, num_bytes: int) -> Iterator[str]:
+        """`path` as a local file. Raises `CheckpointError` if it does not have `num_bytes`, or is
+        not a regular file in the folder that its name says.
+        """
+        size = self._checked_size(path)
+        if size != num_bytes:
+            raise CheckpointError(f"{path} is truncated: {size} of {num_bytes} bytes")
         if self.is_local:
             yield path
             return
@@ -91,7 +103,20 @@ class Storage:
             yield f"{folder}/file"
 
     def read(self, path: str) -> bytes:
+        """A small file. Raises as `fetched` does, and for one of more than `MAX_JSON_BYTES`."""
+        if self.is_local:
+            return regular_bytes(Path(path), Path(self.root))
+        _refuse_large(path, self._checked_size(path))
         return bytes(self._fs.cat_file(path))
+
+    def _checked_size(self, path: str) -> int:
+        """Raises `FileNotFoundError` if there is no `path`."""
+        if self.is_local:
+            return regular_size(Path(path), Path(self.root))
+        info = self._fs.info(path)
+        if info["type"] != "file":
+            raise CheckpointError(f"{path} is a {info['type']}, not a regular file")
+        return int(info["size"])
 
     def create(self, name: str, content: bytes) -> None:
         """Write `name` beside the steps, unless it exists. Raises `RunError` if that fails."""
@@ -116,11 +141,17 @@ class Storage:
         """Remove the index first, so that what is left is no checkpoint. Other ranks may do the
         same at the same time.
         """
+        if self.is_local and os.path.islink(self.path(step)):
+            raise RunError(
+                f"{self.path(step)} is a link: what it leads to is not removed; delete the link"
+            )
         for path in (self.path(step, INDEX), self.path(step)):
             try:
                 self._fs.rm(path, recursive=True)
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                raise RunError(f"cannot remove {path}: {error}; delete it") from error
 
     @contextmanager
     def _scratch(self, step: int) -> Iterator[Path]:
@@ -153,6 +184,46 @@ class Storage:
         finally:
             temporary.unlink(missing_ok=True)
         _sync(path.parent)
+
+
+def regular_size(path: Path, root: Path) -> int:
+    """The bytes of a file below `root`. Raises `CheckpointError` if it is not a regular file, or if
+    links lead out of its folder or of `root`.
+    """
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:  # such as a link to itself
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if path.parent != root:
+        _refuse_way_out(path.parent, root)
+    _refuse_way_out(path, path.parent)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file: nothing is read from it")
+    return status.st_size
+
+
+def regular_bytes(path: Path, root: Path) -> bytes:
+    """The content of a small file below `root`. Raises as `regular_size` does, and for one of more
+    than `MAX_JSON_BYTES`.
+    """
+    _refuse_large(path, regular_size(path, root))
+    return path.read_bytes()
+
+
+def _refuse_large(path: str | Path, size: int) -> None:
+    if size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes: a run writes no such file")
+
+
+def _refuse_way_out(path: Path, folder: Path) -> None:
+    real = path.resolve()
+    if not real.is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"{path} leads out of {folder}, to {real}: a checkpoint has all of its files inside; "
+            "put a copy in its place"
+        )
 
 
 def _link_or_copy(temporary: Path, path: Path) -> None:
