@@ -23,7 +23,12 @@ class Averaging(Protocol):
     def device(self) -> torch.device:
         """Where a vector must be."""
 
-    def average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]: ...
+    def average(
+        self,
+        vector: torch.Tensor,
+        stage: int,
+        ready: Ready,
+    ) -> list[Traffic]: ...
     def fail(self, error: Exception) -> None: ...
 
 
@@ -78,7 +83,12 @@ class AllReduce(DataParallel):
                 self._ahead[index] = LookAhead(optimizer, f"@{averaging.replica}")
         self._loss_scale = 1.0
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         self._loss_scale = loss_scale
         self._single.begin(step, learning_rate, 1.0)
         for ahead in self._ahead.values():

@@ -1,7 +1,9 @@
 """Exchanges beside the compute: one thread, one stage after the other.
 
-    start(1) --> [ exchange of stage 1 ][ exchange of stage 0 ]     in the order of start() on all replicas
+    start(1) --> [ exchange of stage 1 ][ exchange of stage 0 ]
     start(0) -----------'                                     `--> wait() report() step()
+
+The order is that of `start`, the same on every replica.
 
 With `lag` 1 a step uses the exchange that began one step earlier, which has had that long to come
 (one-step delay):
@@ -133,7 +135,13 @@ class BackgroundExchange:
             gradient.exchanged.result()
         return self._pending[stage]
 
-    def delayed_state(self, stage: int, piece: slice, *, whole: bool) -> dict[str, torch.Tensor]:
+    def delayed_state(
+        self,
+        stage: int,
+        piece: slice,
+        *,
+        whole: bool,
+    ) -> dict[str, torch.Tensor]:
         """`piece` of the mean gradients that no step has used yet, for a checkpoint.
 
         Names end in the range of the parameter's elements, unless they are `whole`.
@@ -168,7 +176,11 @@ class BackgroundExchange:
         return torch.empty(self._flat[stage].length, device=self._device)
 
     def _filling(
-        self, stage: int, pending: PendingGradient, gradients: Gradients, factor: float
+        self,
+        stage: int,
+        pending: PendingGradient,
+        gradients: Gradients,
+        factor: float,
     ) -> Ready:
         """Copies a piece of the gradients into the vector when its turn comes, and notes whether
         it is finite.

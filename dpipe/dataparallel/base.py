@@ -70,15 +70,15 @@ class DataParallel(Protocol):
 
     One step, on a rank with stages 0 and 1:
 
-        begin
-        ... 1F0 1B0 ...  1REDUCE_GRAD    start(1)            the exchange runs beside what follows
-        ... 0F0 0B0 ...  0REDUCE_GRAD    start(0)
-                         0AGREE          wait()
-                         0VOTE           report() ... verdict
-                         0STEP           step(0, factor)
-                         1STEP           step(1, factor)
-        next 0F0                         finish(0)           before the first use of its parameters
-        next 1F0                         finish(1)
+        begin()
+        ... 1F0 1B0 ...   1REDUCE_GRAD    start(1)           the exchange runs beside what follows
+        ... 0F0 0B0 ...   0REDUCE_GRAD    start(0)
+                          0AGREE          wait()
+                          0VOTE           report()
+                          0STEP           step(0, factor)    the factor is what the vote came to
+                          1STEP           step(1, factor)
+        next 0F0                          finish(0)          before the first use of its parameters
+        next 1F0                          finish(1)
 
     What goes wrong in the background is raised by the next call that waits, and fails the links so
     that nobody else waits in vain. Until `step` nothing that must last has changed.
@@ -90,7 +90,12 @@ class DataParallel(Protocol):
         alone.
         """
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         """A step begins. The gradients of its stages will be multiplied by `loss_scale`; norms and
         state are without it.
         """

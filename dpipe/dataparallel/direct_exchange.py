@@ -1,10 +1,10 @@
 """Runs the exchanges of `schedule/exchange.py` between replicas: part by part, each pair over its
 own link.
 
-    replica 0   a0 b0 c0        b0 -> 1, c0 -> 2      A = (a0 + a1 + a2) / 3     A -> 1, 2      A B C
-    replica 1   a1 b1 c1        a1 -> 0, c1 -> 2      B = (b0 + b1 + b2) / 3     B -> 0, 2      A B C
-    replica 2   a2 b2 c2        a2 -> 0, b2 -> 1      C = (c0 + c1 + c2) / 3     C -> 0, 1      A B C
-                                reduce-scatter                                   all-gather
+    replica 0   a0 b0 c0     b0 -> 1, c0 -> 2    A = (a0 + a1 + a2) / 3    A -> 1, 2     A B C
+    replica 1   a1 b1 c1     a1 -> 0, c1 -> 2    B = (b0 + b1 + b2) / 3    B -> 0, 2     A B C
+    replica 2   a2 b2 c2     a2 -> 0, b2 -> 1    C = (c0 + c1 + c2) / 3    C -> 0, 1     A B C
+                             reduce-scatter                                all-gather
 
 A ring (Patarasuk and Yuan 2009) moves the same bytes in 2 (R - 1) steps one behind the other, each
 of which waits out a link's delay; this takes two. A ring also adds in an order that differs from
@@ -59,13 +59,23 @@ class DirectExchange:
         # by stage and vector
         self._routes: dict[tuple[int, TensorSpec], Route] = {}
 
-    def average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+    def average(
+        self,
+        vector: torch.Tensor,
+        stage: int,
+        ready: Ready,
+    ) -> list[Traffic]:
         """Replace `vector` [N] by its mean over replicas."""
         route = self._route(vector, stage)
         exchange = _RunningExchange(self, route, vector, ready)
         return exchange.run(route.sends, route.arrivals)
 
-    def reduce_scatter(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+    def reduce_scatter(
+        self,
+        vector: torch.Tensor,
+        stage: int,
+        ready: Ready,
+    ) -> list[Traffic]:
         """Replace this replica's shard of `vector` by its mean over replicas."""
         route = self._route(vector, stage)
         exchange = _RunningExchange(self, route, vector, ready)
@@ -119,7 +129,12 @@ class Route:
     """
 
     def __init__(
-        self, exchange: Exchange, replica: int, stage: int, vector: TensorSpec, wire: Wire
+        self,
+        exchange: Exchange,
+        replica: int,
+        stage: int,
+        vector: TensorSpec,
+        wire: Wire,
     ) -> None:
         self.num_parts = exchange.num_parts
         self.stage = stage

@@ -1,7 +1,7 @@
 """A stage's parameters as one flat fp32 vector, and where each of them lies in it.
 
-    vector     [ layers.2.norm.weight | layers.2.qkv.weight ......... | layers.2.qkv.bias | layers.3 ... ]
-    shards     [ replica 0's ........ | replica 1's ........ | replica 2's ............................. ]
+    vector     [ layers.2.norm.weight | layers.2.qkv.weight ....... | layers.2.qkv.bias | ... ]
+    shards     [ replica 0's ....... | replica 1's ........ | replica 2's ................... ]
 
 Each replica owns one shard: it averages that (`schedule/exchange.py` says in which parts), and may
 hold the optimizer's state of it. Shards do not respect the borders of parameters.

@@ -39,7 +39,7 @@ class Kind:
     """What the rest of dpipe needs to know of a kind, without building one.
 
     `builder` is called with a `dataparallel.setup.ReplicaSetup`, and where there is a server also
-    with a `paramserver.client.ServerAccess` by stage; it returns a `dataparallel.base.DataParallel`.
+    with a `paramserver.client.ServerAccess` by stage. It returns a `base.DataParallel`.
     """
 
     name: str

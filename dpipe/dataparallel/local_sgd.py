@@ -98,7 +98,12 @@ class LocalSgd(DataParallel):
         self._background = BackgroundExchange({}, averaging[0].fail, lag=0, name=name)
         self._step = 0
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         self._step = step
         self._single.begin(step, learning_rate, loss_scale)
 
@@ -172,7 +177,12 @@ class LocalSgd(DataParallel):
             if kept is not None:
                 parameter.copy_(kept.view_as(parameter))
 
-    def _launch(self, stage: int, fragment: "Fragment", averaging: Averaging) -> None:
+    def _launch(
+        self,
+        stage: int,
+        fragment: "Fragment",
+        averaging: Averaging,
+    ) -> None:
         difference = fragment.take_off()
 
         def exchange() -> list[Traffic]:
@@ -263,7 +273,12 @@ class Fragment:
         whole = slice(0, self.flat.length)
         self.flat.fill(vector, whole, self.flat.parameters, 1.0)
 
-    def _restore(self, vector: torch.Tensor, moments: Moments, key: str) -> bool:
+    def _restore(
+        self,
+        vector: torch.Tensor,
+        moments: Moments,
+        key: str,
+    ) -> bool:
         """Fill `vector` where the checkpoint has `key` of every parameter; whether it has."""
         parts = [moments.get(f"{name}.{key}") for name in self.flat.names]
         if not parts or any(part is None for part in parts):

@@ -52,7 +52,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, slices: Sequence[Slice], settings: AdamSettings | None, *, whole: bool
+        self,
+        slices: Sequence[Slice],
+        settings: AdamSettings | None,
+        *,
+        whole: bool,
     ) -> None:
         self.slices = slices
         self._whole = whole

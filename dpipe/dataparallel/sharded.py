@@ -78,7 +78,12 @@ class Sharded(DataParallel):
         self._rate = 1.0
         self._loss_scale = 1.0
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         for stage, ahead in self._ahead.items():
             # It may still be away, from a step that was aborted.
             ahead.come_back()
@@ -192,7 +197,12 @@ class Sharded(DataParallel):
 class OwnedShard:
     """What one replica owns of a stage: `piece` of its vector, and the optimizer for it."""
 
-    def __init__(self, flat: FlatParameters, piece: slice, settings: AdamSettings | None) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        piece: slice,
+        settings: AdamSettings | None,
+    ) -> None:
         self.piece = piece
         self._flat = flat
         self._segments = list(flat.segments(piece))
@@ -225,7 +235,12 @@ class OwnedShard:
             gradients.append(None if whole is None else s.cut(whole).clone())
         return gradients
 
-    def step(self, gradient: torch.Tensor, factor: float, learning_rate: float) -> None:
+    def step(
+        self,
+        gradient: torch.Tensor,
+        factor: float,
+        learning_rate: float,
+    ) -> None:
         for segment, s in zip(self._segments, self._slices, strict=True):
             s.values.grad = (gradient[segment.here] * factor).to(s.values)
         self.optimizer.step(learning_rate)

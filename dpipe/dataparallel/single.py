@@ -39,7 +39,12 @@ class Single(DataParallel):
         self._rate = 0.0
         self._loss_scale = 1.0
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         self._rate = learning_rate
         self._loss_scale = loss_scale
 

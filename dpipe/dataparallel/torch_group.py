@@ -2,10 +2,10 @@
 
 For networks that these libraries are made for (NVLink, InfiniBand, a rack). Replicas stay equal to
 the last bit and a run repeats itself, but the library decides the order of the sum: not the bits of
-`DirectExchange`. From three replicas on the order differs along a vector, and so do the last bits of
-what the two copies of a tied weight step by. In fp32 that is accepted: both step by one sum, which
-does not depend on how far they are apart, and weight decay draws them together. They were 4e-8
-apart, relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the
+`DirectExchange`. From three replicas on the order differs along a vector, and so do the last bits
+of what the two copies of a tied weight step by. In fp32 that is accepted: both step by one sum,
+which does not depend on how far they are apart, and weight decay draws them together. They were
+4e-8 apart, relative, after 12 steps and 8e-8 after 400. In bf16 it was 1e4 times as much: the
 configuration refuses it.
 
     GPU   compute stream   --[3B7]--.--[2B7]------------[1B7]--       goes on: it never waits here
@@ -61,7 +61,12 @@ class TorchGroup:
             store, replica, num_replicas, host=host, device=self.device, timeout_s=timeout_s
         )
 
-    def average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+    def average(
+        self,
+        vector: torch.Tensor,
+        stage: int,
+        ready: Ready,
+    ) -> list[Traffic]:
         """Replace `vector` [N] by its mean over replicas; raises `PeerLost` where another replica
         is gone.
 
@@ -82,7 +87,12 @@ class TorchGroup:
             ) from error
         return traffic
 
-    def _average(self, vector: torch.Tensor, stage: int, ready: Ready) -> list[Traffic]:
+    def _average(
+        self,
+        vector: torch.Tensor,
+        stage: int,
+        ready: Ready,
+    ) -> list[Traffic]:
         length = vector.numel()
         in_progress: deque[_Part] = deque()
         traffic: list[Traffic] = []

@@ -1,6 +1,6 @@
 """A worker's calls to the parameter server, for one stage: each is repeated until it succeeds.
 
-    call --> fails because the server is away --> wait, attend again, push what it lacks --> call again
+    call --> fails, the server is away --> wait, attend again, push what it lacks --> call again
 
 Every call may be repeated (see server.py), and gradients are kept until the server says that their
 step is committed: a server that is killed and started again is a delay and nothing else. An error
@@ -106,7 +106,13 @@ class StageClient:
     away.
     """
 
-    def __init__(self, access: ServerAccess, stage: int, spec: FlatSpec, rule: StepRule) -> None:
+    def __init__(
+        self,
+        access: ServerAccess,
+        stage: int,
+        spec: FlatSpec,
+        rule: StepRule,
+    ) -> None:
         self.stage = stage
         self.spec = spec
         self.rule = rule
@@ -129,7 +135,10 @@ class StageClient:
         self._error: Exception | None = None
 
     def open(
-        self, step: int, num_updates: int, vectors: Callable[[], dict[str, torch.Tensor]]
+        self,
+        step: int,
+        num_updates: int,
+        vectors: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         """Attend before `step`; replica 0 brings `vectors` to begin with, the others wait for it.
 
@@ -165,7 +174,14 @@ class StageClient:
         answer = self._repeat(lambda: self._unary("Norms", b""), what)
         return dict(message_of(pb.Squares, answer).by_layer)
 
-    def pull(self, step: int, decision: StepDecision, put: Put, *, push: bool = False) -> None:
+    def pull(
+        self,
+        step: int,
+        decision: StepDecision,
+        put: Put,
+        *,
+        push: bool = False,
+    ) -> None:
         """Bring the decision, take every chunk as it comes, and wait until the step is committed.
 
         With `push` the gradient that `keep` was given goes out at the same time.
@@ -209,7 +225,9 @@ class StageClient:
 
     def close(self) -> None:
         self.fail(
-            RunAborted(f"rank {self._access.rank} has closed its line to the parameter server")
+            RunAborted(
+                f"rank {self._access.rank} has closed its connection to the parameter server"
+            )
         )
         for channel in self._channels:
             channel.close()
@@ -219,7 +237,12 @@ class StageClient:
     def _repeat(self, call: Callable[[], T], what: str) -> T:
         return self._persist(call, self._access.timeout_s, what)
 
-    def _persist(self, call: Callable[[], T], patience_s: float, what: str) -> T:
+    def _persist(
+        self,
+        call: Callable[[], T],
+        patience_s: float,
+        what: str,
+    ) -> T:
         """Make the call until it succeeds, for `patience_s` after the server was last seen.
 
         `what` is in progress there; "" where nothing is, so that there is nothing to come back to.
@@ -240,7 +263,12 @@ class StageClient:
                 assert self._error is not None, "`fail` sets the error before the event"
                 raise self._error
 
-    def _give_up(self, patience_s: float, what: str, why: str) -> NoReturn:
+    def _give_up(
+        self,
+        patience_s: float,
+        what: str,
+        why: str,
+    ) -> NoReturn:
         address = self._access.address
         if what:
             raise PeerLost(
@@ -324,7 +352,11 @@ class StageClient:
             self.traffic.append(Traffic(self.stage, SERVER, moved))
 
     def _pull(
-        self, step: int, decision: StepDecision, incoming: "_IncomingParameters", push: bool
+        self,
+        step: int,
+        decision: StepDecision,
+        incoming: "_IncomingParameters",
+        push: bool,
     ) -> None:
         """A push that is refused ends the pull, which would wait for it in vain."""
         streams = self._start_pulls(decision, incoming)
@@ -370,7 +402,11 @@ class StageClient:
         return answer
 
     def _stream(
-        self, method: str, request: bytes, connection: int, step: int | None = None
+        self,
+        method: str,
+        request: bytes,
+        connection: int,
+        step: int | None = None,
     ) -> Iterator[bytes]:
         call: Any = self._channels[connection].unary_stream(f"/{SERVICE}/{method}")
         options = self._options(self._step if step is None else step)

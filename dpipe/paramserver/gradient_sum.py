@@ -15,7 +15,12 @@ from dpipe.errors import TransferError
 class GradientSum:
     """One step of one stage. A chunk of `average` [N] holds the mean where `is_final` says so."""
 
-    def __init__(self, num_replicas: int, num_chunks: int, average: torch.Tensor) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        num_chunks: int,
+        average: torch.Tensor,
+    ) -> None:
         self.average = average
         self._num_replicas = num_replicas
         # by chunk, the replica whose turn it is
@@ -40,7 +45,13 @@ class GradientSum:
                 missing.append(replica)
         return missing
 
-    def add(self, replica: int, chunk: int, part: slice, values: torch.Tensor) -> None:
+    def add(
+        self,
+        replica: int,
+        chunk: int,
+        part: slice,
+        values: torch.Tensor,
+    ) -> None:
         """Take a replica's chunk, elements `part` of the gradient; one that is in already is not
         added again.
 

@@ -2,16 +2,17 @@
 losing a step.
 
     step         7         8         9         10        11
-    written   snapshot  average   average   average   average ...    a snapshot again after `_STEPS_A_SNAPSHOT`
-                 |_________|_________|_________|
-    a restart: the snapshot, then the steps behind it again, from their mean gradients: the same bits
+    written   snapshot  average   average   average   average ...   every `_STEPS_A_SNAPSHOT`: again
+                 |_________|_________|_________|                    a snapshot
+    a restart: the snapshot, then the steps behind it again, from their mean gradients, to the same
+    bits
 
 A step is written down and synced before any worker hears that it is committed, and workers keep
 their gradients until they hear it: what the server has lost they send again. A file has its name
 only when it is whole. Snapshots are checkpoints as `store/checkpoint.py` writes them.
 
-    stage-0/average-00000008.safetensors    a step: its mean gradient; the decision is in the metadata
-    stage-0/left-1                          replica 1 is done
+    stage-0/average-00000008.safetensors   a step: its mean gradient, its decision as metadata
+    stage-0/left-1                         replica 1 is done
 """
 
 import json
@@ -42,10 +43,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Snapshots(Protocol):
-    """Checkpoints of one stage in a folder: the work of room store, which this one cannot import."""
+    """Checkpoints of one stage in a folder. Room store writes them; this one may not import it."""
 
     def save(
-        self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
+        self,
+        folder: Path,
+        step: int,
+        tensors: Tensors,
+        moments: Tensors,
+        state: Mapping[str, Any],
     ) -> None: ...
     def load(self, folder: Path) -> tuple[int, Tensors, Tensors, Mapping[str, Any]] | None:
         """The newest, or None where there is none."""
@@ -54,7 +60,12 @@ class Snapshots(Protocol):
 class Journal:
     """The folder of one stage, of one run (`session`)."""
 
-    def __init__(self, folder: Path, snapshots: Snapshots, session: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        snapshots: Snapshots,
+        session: str,
+    ) -> None:
         self._folder = folder
         self._snapshots = snapshots
         self.session = session
@@ -88,7 +99,12 @@ class Journal:
         for path in self._folder.glob(f"{_LEFT}*"):
             path.unlink()
 
-    def write(self, step: int, decision: StepDecision, average: torch.Tensor) -> None:
+    def write(
+        self,
+        step: int,
+        decision: StepDecision,
+        average: torch.Tensor,
+    ) -> None:
         """Keep what `StageState.replay` needs of a step; it is on the disk when this returns.
 
         Raises `RunError` where there is no room for it.
@@ -139,7 +155,12 @@ class Journal:
                 self._num_written += 1
 
     def _save(
-        self, spec: FlatSpec, rule: StepRule, stage: StageTensors, step: int, num_updates: int
+        self,
+        spec: FlatSpec,
+        rule: StepRule,
+        stage: StageTensors,
+        step: int,
+        num_updates: int,
     ) -> None:
         tensors = _split(spec, "", stage.on_workers)
         moments = _split(spec, ".exp_avg", stage.exp_avg)

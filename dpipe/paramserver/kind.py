@@ -1,9 +1,9 @@
 """The parameter-server kind, as a worker sees it: its stages' gradients go out, their parameters
 come back.
 
-                 start(1)                    start(0)               wait, report          step(1, f)   finish(1)
-    eager        push 1 ==> and pull 1 <==   push 0, pull 0         -                     -            parameters
-    otherwise    push 1 ==>                  push 0 ==>             norms (replica 0)     pull 1 <==   parameters
+                start(1)                 start(0)         report              step(1, f)   finish(1)
+    eager       push 1 ==>, pull 1 <==   push 0, pull 0   -                   -            copy
+    otherwise   push 1 ==>               push 0 ==>       norms (replica 0)   pull 1 <==   copy
 
 Eager, where every step is taken as it is (no clipping, no loss scale): a chunk is stepped and comes
 back while later ones are still on their way out. `finish` copies what came back into the
@@ -114,7 +114,12 @@ class _StageWorker:
     """One stage of this worker and its client. One thread makes the calls, one after the other."""
 
     def __init__(
-        self, stage: int, layers: Layers, spec: FlatSpec, rule: StepRule, access: ServerAccess
+        self,
+        stage: int,
+        layers: Layers,
+        spec: FlatSpec,
+        rule: StepRule,
+        access: ServerAccess,
     ) -> None:
         self.stage = stage
         self.spec = spec
@@ -132,7 +137,12 @@ class _StageWorker:
         self._pushing: Future[None] | None = None
         self._pulling: Future[None] | None = None
 
-    def open(self, step: int, num_updates: int, moments: Moments) -> None:
+    def open(
+        self,
+        step: int,
+        num_updates: int,
+        moments: Moments,
+    ) -> None:
         whole = slice(0, self.spec.length)
         self._flat.fill(self._values, whole, self._flat.parameters, 1.0)
 
@@ -145,7 +155,12 @@ class _StageWorker:
         outgoing = self._take_gradient(step, loss_scale)
         self._pushing = self._thread.submit(self.client.push, step, outgoing.encode)
 
-    def push_and_pull(self, step: int, decision: StepDecision, loss_scale: float) -> None:
+    def push_and_pull(
+        self,
+        step: int,
+        decision: StepDecision,
+        loss_scale: float,
+    ) -> None:
         outgoing = self._take_gradient(step, loss_scale)
         self.client.keep(step, outgoing.encode)
         self._pulling = self._thread.submit(self.client.pull, step, decision, self._put, push=True)
@@ -216,7 +231,12 @@ class _StageWorker:
         )
         return self._outgoing
 
-    def _put(self, chunk: int, whole: bool, body: memoryview) -> None:
+    def _put(
+        self,
+        chunk: int,
+        whole: bool,
+        body: memoryview,
+    ) -> None:
         """Take a chunk that came back: its values if `whole`, else what is added to those here."""
         here = self._values[self.spec.chunk(chunk)]
         like = TensorSpec.of(here)
@@ -294,7 +314,12 @@ class ParameterServerWorker(DataParallel):
         self._num_updates = 0
         self._moments: Moments = {}
 
-    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
+    def begin(
+        self,
+        step: int,
+        learning_rate: float,
+        loss_scale: float,
+    ) -> None:
         self._step = step
         self._rate = learning_rate
         self._loss_scale = loss_scale

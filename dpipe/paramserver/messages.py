@@ -42,7 +42,7 @@ def parse(message: bytes) -> tuple[Piece, memoryview]:
     try:
         return Piece.FromString(head), body
     except DecodeError:
-        raise TransferError(f"{len(message)} bytes came that are no piece of a row") from None
+        raise TransferError(f"{len(message)} bytes came that are no chunk of a stage") from None
 
 
 def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
@@ -61,7 +61,7 @@ def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
 def chunk_spec(spec: FlatSpec, chunk: int) -> TensorSpec:
     """A chunk in fp32. Raises `TransferError` where there is no such chunk."""
     if not 0 <= chunk < spec.num_chunks:
-        raise TransferError(f"chunk {chunk} came of a row that has {spec.num_chunks}")
+        raise TransferError(f"chunk {chunk} came of a stage that has {spec.num_chunks}")
     part = spec.chunk(chunk)
     return TensorSpec((part.stop - part.start,), torch.float32)
 
@@ -82,7 +82,7 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
         head, body = parse(message)
         name = head.row
         if name not in VECTORS:
-            raise TransferError(f"a piece of a row {name!r} came; one of {', '.join(VECTORS)}")
+            raise TransferError(f"a chunk of {name!r} came, not of {', '.join(VECTORS)}")
         if name not in vectors:
             vectors[name] = torch.zeros(spec.length)
             missing[name] = set(range(spec.num_chunks))
@@ -92,13 +92,17 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
         missing[name].discard(head.chunk)
     lost = {name: len(chunks) for name, chunks in missing.items() if chunks}
     if lost:
-        raise TransferError(
-            f"rows ended before all of their chunks had come; missing, by row: {lost}"
-        )
+        raise TransferError(f"a stream ended before all chunks had come; missing, by name: {lost}")
     return vectors
 
 
-def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
+def attendance(
+    spec: FlatSpec,
+    rule: StepRule,
+    num_updates: int,
+    *,
+    again: bool,
+) -> Attendance:
     return Attendance(
         protocol=PROTOCOL,
         row=json.dumps(asdict(spec)),
@@ -114,7 +118,9 @@ def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
         spec = FlatSpec.of(json.loads(message.row))
         rule = StepRule.of(json.loads(message.rule))
     except (ValueError, TypeError, KeyError) as error:
-        raise TransferError(f"a worker describes no row, or no rule: {error!r}") from None
+        raise TransferError(
+            f"a worker's description of its stage cannot be read: {error!r}"
+        ) from None
     return spec, rule
 
 

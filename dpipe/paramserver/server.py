@@ -233,12 +233,12 @@ class ParameterServer:
         session = _session(place)
         with self._changed:
             if session not in self._known:
-                raise TransferError("a row was sent by a worker that has not attended")
+                raise TransferError("parameters came from a worker that has not attended")
             stage = self._known[session]
         vectors = vectors_from(stage.spec, messages)
         needed = StageTensors.zeros(0, lossy=stage.rule.lossy_parameters).by_name()
         if set(vectors) != set(needed):
-            raise TransferError(f"rows {sorted(vectors)} came where {sorted(needed)} belong")
+            raise TransferError(f"{sorted(vectors)} came where {sorted(needed)} belong")
         tensors = StageTensors(**vectors)
         state = StageState(
             stage.spec, stage.rule, tensors, step=place.step, num_updates=stage.num_updates

@@ -1,8 +1,8 @@
 """What a worker and a parameter server must agree on before either sends a byte: the layout of a
 stage's parameters, and how they step.
 
-    parameters  [ layers.2.norm.weight | layers.2.qkv.weight ...................... | layers.2.qkv.bias | layers.3 ... ]
-    chunks      [ 0                      | 1                      | 2                      | 3          ]
+    parameters  [ layers.2.norm.weight | layers.2.qkv.weight ......... | layers.2.qkv.bias | ... ]
+    chunks      [ 0                 | 1                 | 2                 | 3               ]
 
 The parameters of a stage lie one behind the other in a flat fp32 vector. A chunk of it is what one
 message carries, and what is averaged, stepped and sent back by itself. Chunks do not respect the

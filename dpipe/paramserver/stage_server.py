@@ -1,9 +1,10 @@
 """A stage, or a tensor-parallel part of one, on a parameter server, for many callers at once: who
 waits for what, and who commits.
 
-callers   push ---> add --.
-          pull ---> give --+--> StageState, under one lock      commit thread: complete? -> journal -> commit
-          norms ----------'
+    callers   push ---> add --.
+              pull ---> give --+--> StageState, under one lock
+              norms ----------'           ^
+                                          `---- commit thread: complete? -> journal -> commit
 """
 
 import logging
@@ -61,7 +62,12 @@ class Session:
 class StageServer:
     """Every call raises what went wrong in the background; once closed, what `close` was given."""
 
-    def __init__(self, session: Session, state: StageState, journal: Journal | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        state: StageState,
+        journal: Journal | None,
+    ) -> None:
         """Without a `journal` nothing is kept on disk."""
         self.session = session
         self.state = state
@@ -74,10 +80,21 @@ class StageServer:
         self._thread = threading.Thread(target=self._commit_steps, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        values: torch.Tensor,
+    ) -> None:
         self._do(lambda: self.state.add(step, replica, chunk, values))
 
-    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+    def decide(
+        self,
+        step: int,
+        replica: int,
+        decision: StepDecision,
+    ) -> None:
         self._do(lambda: self.state.decide(step, replica, decision))
 
     def leave(self, replica: int) -> None:
@@ -93,7 +110,13 @@ class StageServer:
 
         return self._wait(caller, f"all gradients of step {step}", attempt)
 
-    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> OutgoingChunk:
+    def give(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        caller: Caller,
+    ) -> OutgoingChunk:
         """Waits until the chunk may go to that replica."""
 
         def attempt() -> OutgoingChunk | None:
@@ -168,7 +191,12 @@ class StageServer:
             change()
             self._changed.notify_all()
 
-    def _wait(self, caller: Caller, what: str, attempt: Callable[[], T | None]) -> T:
+    def _wait(
+        self,
+        caller: Caller,
+        what: str,
+        attempt: Callable[[], T | None],
+    ) -> T:
         """What `attempt`, called with the lock held, returns once that is not None. Raises
         `CallerGone`, or `TransferTimeout` just before the caller's deadline.
         """

@@ -2,9 +2,9 @@
 the step in progress.
 
     add()      chunks of the gradient come in and are averaged, each by itself
-    decide()   the workers' decision: what the gradient is multiplied by, or that the step is skipped
+    decide()   the workers' decision: the factor of the gradient, or that the step is skipped
     give()     a chunk whose mean is final and decided is stepped, beside the old one, and goes out
-    commit()   all chunks have been stepped: the new ones replace the old ones, at once or not at all
+    commit()   all chunks have been stepped: the new ones replace the old ones, all or none
 
               step 7 in progress                       committed: step 8
     now   [ old | old | old | old ]     swap           [ new | new | new | new ]
@@ -98,7 +98,13 @@ class StageState:
     """See above. `step` is the one that comes next: all before it are committed."""
 
     def __init__(
-        self, spec: FlatSpec, rule: StepRule, tensors: StageTensors, *, step: int, num_updates: int
+        self,
+        spec: FlatSpec,
+        rule: StepRule,
+        tensors: StageTensors,
+        *,
+        step: int,
+        num_updates: int,
     ) -> None:
         self.spec = spec
         self.rule = rule
@@ -121,7 +127,13 @@ class StageState:
         # memory of gradients that are done with
         self._spare: deque[torch.Tensor] = deque()
 
-    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        values: torch.Tensor,
+    ) -> None:
         """Take a replica's chunk of the gradient. One of a committed step, or one that is in
         already, changes nothing.
 
@@ -159,7 +171,7 @@ class StageState:
         """
         if step != self.step or not self.is_final(step):
             raise TransferError(
-                f"the norms of step {step} were asked for where step {self.step} is under way"
+                f"the norms of step {step} were asked for where step {self.step} is in progress"
             )
         average = self._gradient(step).average
         squares: dict[int, float] = {}
@@ -171,11 +183,16 @@ class StageState:
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+    def decide(
+        self,
+        step: int,
+        replica: int,
+        decision: StepDecision,
+    ) -> None:
         """Take the decision as a worker brings it: all have the same. Raises `TransferError` where
         one differs.
         """
-        self._check_step(step, f"replica {replica}'s verdict on")
+        self._check_step(step, f"replica {replica}'s decision on")
         if step < self.step:
             return
         known = self._decisions.setdefault(step, decision)
@@ -185,7 +202,12 @@ class StageState:
             )
         self._decided.setdefault(step, set()).add(replica)
 
-    def give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
+    def give(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+    ) -> OutgoingChunk | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing
         for it.
 
@@ -274,7 +296,7 @@ class StageState:
         if self.step - 1 - bound <= step <= self.step + bound:
             return
         note = f" and data_parallel.staleness is {bound}" if bound else ""
-        raise TransferError(f"{what} step {step} came where step {self.step} is under way{note}")
+        raise TransferError(f"{what} step {step} came where step {self.step} is in progress{note}")
 
     def _check_finite(self, step: int, chunk: int) -> None:
         if (step, chunk) in self._not_finite:

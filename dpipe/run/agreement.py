@@ -73,7 +73,10 @@ def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[Non
 
 
 def torch_group(
-    config: Config, here: ParallelRanks, coordinator: Coordination, stages: Collection[Layers]
+    config: Config,
+    here: ParallelRanks,
+    coordinator: Coordination,
+    stages: Collection[Layers],
 ) -> TorchGroup:
     """The torch.distributed group of this rank's DP group. Its first rank opens a store, and
     shares the port through the coordinator. Raises `JoinError` where a rank has no address.
@@ -104,7 +107,12 @@ def torch_group(
     return group
 
 
-def _warm_up(group: TorchGroup, pp_rank: int, stages: Collection[Layers], part_bytes: int) -> None:
+def _warm_up(
+    group: TorchGroup,
+    pp_rank: int,
+    stages: Collection[Layers],
+    part_bytes: int,
+) -> None:
     """NCCL makes its communicator at its first use. In a step that would wait for receives in
     progress, and they for it.
     """

@@ -54,7 +54,13 @@ class Servers:
     # this rank's tp_rank: which part of a stage it has
     part: int = 0
 
-    def access(self, config: Config, stage: int, replica: int, rank: int) -> ServerAccess:
+    def access(
+        self,
+        config: Config,
+        stage: int,
+        replica: int,
+        rank: int,
+    ) -> ServerAccess:
         return ServerAccess(
             address=self.addresses[stage],
             session=self.session,
@@ -75,7 +81,11 @@ def chunk_bytes(config: Config) -> int:
 
 @contextmanager
 def parameter_servers(
-    config: Config, schedule: Schedule, coordinator: Coordination, bind: str, security: Security
+    config: Config,
+    schedule: Schedule,
+    coordinator: Coordination,
+    bind: str,
+    security: Security,
 ) -> Iterator[Servers | None]:
     """The run's parameter servers, up and reached by every rank; None where its replicas need none.
 
@@ -154,7 +164,12 @@ class FolderSnapshots:
     """`paramserver.journal.Snapshots`: checkpoints of one stage, as `store/checkpoint.py` has them."""
 
     def save(
-        self, folder: Path, step: int, tensors: Tensors, moments: Tensors, state: Mapping[str, Any]
+        self,
+        folder: Path,
+        step: int,
+        tensors: Tensors,
+        moments: Tensors,
+        state: Mapping[str, Any],
     ) -> None:
         checkpoint.save(
             str(folder),
@@ -176,7 +191,10 @@ class FolderSnapshots:
 
 
 def serve_parameters(
-    path: str, overrides: tuple[str, ...], bind: str | None, say: Callable[[str], None]
+    path: str,
+    overrides: tuple[str, ...],
+    bind: str | None,
+    say: Callable[[str], None],
 ) -> None:
     """A parameter server by itself, until every worker has left it or it is asked to stop.
 

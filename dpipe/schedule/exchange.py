@@ -1,25 +1,30 @@
-"""An `Exchange`: what the replicas of one stage send each other until they agree, in order, as
+"""What the replicas of one stage send each other in a step, and in which order: an `Exchange`, as
 data.
 
 A schedule is that of one pipeline; its REDUCE_GRAD and STEP stand for an exchange with the same
-stage of the other replicas. The gradient of a stage is cut by owner (who adds up that share of it)
+stage of the other replicas. The gradient of a stage is cut into shares, each averaged by one owner,
 and each share into parts, so that parts follow each other through the exchange. Three replicas, one
-part, each sending in this order (`draw()`):
+part; each end sends in this order, "reduce 0 of 2 -> 1" being part 0 of owner 2's share (`draw()`):
 
-    direct            0 | reduce 0 of 1 -> 1   reduce 0 of 2 -> 2   gather 0 of 0 -> 1   gather 0 of 0 -> 2
-                      1 | reduce 0 of 2 -> 2   reduce 0 of 0 -> 0   gather 0 of 1 -> 2   gather 0 of 1 -> 0
-                      2 | reduce 0 of 0 -> 0   reduce 0 of 1 -> 1   gather 0 of 2 -> 0   gather 0 of 2 -> 1
-    parameter_server  0 | reduce 0 of 3 -> 3
-                      1 | reduce 0 of 3 -> 3
-                      2 | reduce 0 of 3 -> 3
-                      3 | gather 0 of 3 -> 0   gather 0 of 3 -> 1   gather 0 of 3 -> 2
-    chain             0 | gather 0 of 0 -> 1
-                      1 | reduce 0 of 0 -> 0   gather 0 of 0 -> 2
-                      2 | reduce 0 of 0 -> 1
+    direct
+        0 | reduce 0 of 1 -> 1   reduce 0 of 2 -> 2   gather 0 of 0 -> 1   gather 0 of 0 -> 2
+        1 | reduce 0 of 2 -> 2   reduce 0 of 0 -> 0   gather 0 of 1 -> 2   gather 0 of 1 -> 0
+        2 | reduce 0 of 0 -> 0   reduce 0 of 1 -> 1   gather 0 of 2 -> 0   gather 0 of 2 -> 1
+    parameter_server
+        0 | reduce 0 of 3 -> 3
+        1 | reduce 0 of 3 -> 3
+        2 | reduce 0 of 3 -> 3
+        3 | gather 0 of 3 -> 0   gather 0 of 3 -> 1   gather 0 of 3 -> 2
+    chain
+        0 | gather 0 of 0 -> 1
+        1 | reduce 0 of 0 -> 0   gather 0 of 0 -> 2
+        2 | reduce 0 of 0 -> 1
 
 An end is a replica, or the server, which comes after the last one. It sends in its order, each
 message as soon as what it `requires()` has come: the one statement of dependence, for
 `dataparallel` and the simulator alike.
+
+To add an exchange: a function here that returns one, and its name in `PATTERNS`.
 """
 
 from collections import defaultdict
@@ -30,17 +35,18 @@ from functools import cached_property, partial
 
 from dpipe.errors import ScheduleError
 
-AHEAD = 8  # parts that are on their way to their owners before the first of them comes back
+# parts that are on their way to their owners before the first of them comes back
+AHEAD = 8
 
 
 class Role(StrEnum):
-    REDUCE = "reduce"  # gradients, towards who adds them up
-    GATHER = "gather"  # what was agreed on, back
+    REDUCE = "reduce"  # gradients, to the owner
+    GATHER = "gather"  # their mean, or parameters, from the owner
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Part `part` of what `owner` adds up, from end `source` to end `target`."""
+    """Part `part` of the share of `owner`, from end `source` to end `target`."""
 
     role: Role
     part: int
@@ -54,24 +60,24 @@ class Message:
 
 @dataclass(frozen=True)
 class Exchange:
-    """`programs[end]` is what each end sends, in order.
+    """The messages of one stage's exchange."""
 
-    `owners` are the ends that each add up an equal share. What is of a role in `after_step` waits
-    for the optimizer's step: GATHER where an owner holds the optimizer's state of its share alone,
-    both where replicas step by themselves and agree on parameters. With `barrier` nothing is
-    gathered before an owner has all that it adds up: where the step needs a number of the whole
-    gradient, its norm. All this begins as soon as the gradient of the stage is final, or, not
-    `overlapped`, when the pipelines have run dry.
-    """
-
+    # in `PATTERNS`
     name: str
     num_replicas: int
     num_parts: int
+    # the ends that each average an equal share
     owners: tuple[int, ...]
+    # by end, what it sends, in order
     programs: tuple[tuple[Message, ...], ...]
+    # messages of these roles wait for the optimizer's step: GATHER where an owner alone has the
+    # optimizer's state of its share, both where replicas step by themselves
     after_step: frozenset[Role] = frozenset()
+    # an owner gathers nothing before its share is complete: the step needs the gradient's norm
     barrier: bool = False
+    # begins as soon as the gradient of the stage is final, not when the pipelines have run dry
     overlapped: bool = True
+    # the server answers each replica as soon as its own part has come
     stale: bool = False
 
     @property
@@ -80,65 +86,78 @@ class Exchange:
 
     @cached_property
     def arrivals(self) -> tuple[tuple[Message, ...], ...]:
-        """What comes to each end."""
-        sent = [message for program in self.programs for message in program]
-        return tuple(tuple(m for m in sent if m.target == end) for end in range(len(self.programs)))
+        """By end, what it receives."""
+        arrivals: list[list[Message]] = [[] for _ in self.programs]
+        for program in self.programs:
+            for message in program:
+                arrivals[message.target].append(message)
+        return tuple(map(tuple, arrivals))
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether every replica does what replica 0 does, with all replicas counted on from
+        """Whether every replica does what replica 0 does, if it counts the replicas from
         itself.
         """
-        return not self.has_server and all(
-            program == tuple(self.rotated(message, replica) for message in self.programs[0])
-            for replica, program in enumerate(self.programs)
-        )
+        if self.has_server:
+            return False
+        for replica, program in enumerate(self.programs):
+            expected = [self.rotated(message, replica) for message in self.programs[0]]
+            if list(program) != expected:
+                return False
+        return True
 
     def rotated(self, message: Message, by: int) -> Message:
         """The same message between replicas that lie `by` further on."""
-        owner, source, target = (
-            (end + by) % self.num_replicas
-            for end in (message.owner, message.source, message.target)
-        )
+        owner = (message.owner + by) % self.num_replicas
+        source = (message.source + by) % self.num_replicas
+        target = (message.target + by) % self.num_replicas
         return Message(message.role, message.part, owner, source, target)
 
     def requires(self, message: Message) -> tuple[Message, ...]:
         """What must have come to the source of `message` before it may be sent:
 
-            REDUCE   the same part from those who passed it on to this end to add to (chain)
-            GATHER   the same part from those who contribute to it here, and from who has it whole (chain)
+            REDUCE   the same part, from an end that passes it on (chain)
+            GATHER   the same part, from all that contribute to it, or from the end that has it
+                     whole (chain)
 
-        With a `barrier` an owner waits for every part; a `stale` server for that of who gets the
-        answer alone. What the source itself contributes is not a message.
+        With a `barrier` an owner waits for every part. A `stale` server waits for that of the
+        receiver alone. What the source itself contributes is not a message.
         """
-        if self.barrier and message.role is Role.GATHER and message.source == message.owner:
+        part = (message.source, message.owner, message.part)
+        arrivals = self._by_part.get(part, [])
+        if message.role is Role.REDUCE:
+            return tuple(m for m in arrivals if m.role is Role.REDUCE)
+        if self.barrier and message.source == message.owner:
             return self.arrivals[message.source]
-        comes = self._by_part.get((message.source, message.owner, message.part), ())
-        if self.stale and message.role is Role.GATHER:
-            comes = [m for m in comes if m.source == message.target]
-        return tuple(m for m in comes if message.role is Role.GATHER or m.role is Role.REDUCE)
+        if self.stale:
+            return tuple(m for m in arrivals if m.source == message.target)
+        return tuple(arrivals)
 
     @cached_property
     def waits(self) -> Mapping[Message, frozenset[Message]]:
         """`requires` of every message."""
-        return {
-            message: frozenset(self.requires(message))
-            for program in self.programs
-            for message in program
-        }
+        waits = {}
+        for program in self.programs:
+            for message in program:
+                waits[message] = frozenset(self.requires(message))
+        return waits
 
     @cached_property
     def _by_part(self) -> Mapping[tuple[int, int, int], list[Message]]:
+        """What comes, by target, owner and part."""
         parts = defaultdict(list)
-        for message in (message for arrivals in self.arrivals for message in arrivals):
-            parts[message.target, message.owner, message.part].append(message)
+        for arrivals in self.arrivals:
+            for message in arrivals:
+                parts[message.target, message.owner, message.part].append(message)
         return parts
 
     def piece(self, message: Message, length: int) -> slice:
         """Which of `length` values, or bytes, `message` carries."""
-        share = self.owners.index(message.owner) * self.num_parts + message.part
-        whole = len(self.owners) * self.num_parts
-        return slice(length * share // whole, length * (share + 1) // whole)
+        index = self.owners.index(message.owner) * self.num_parts + message.part
+        count = len(self.owners) * self.num_parts
+        start = length * index // count
+        stop = length * (index + 1) // count
+        return slice(start, stop)
 
     def num_bytes(self, message: Message, stage_bytes: int) -> int:
         piece = self.piece(message, stage_bytes)
@@ -146,53 +165,57 @@ class Exchange:
 
 
 def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> Exchange:
-    """Every replica owns a share: it gets the others' parts of it, and gives all of them the
-    average.
+    """Every replica owns a share: it receives the others' parts of it, and sends all of them the
+    mean.
 
     The bytes of a ring, 2 (R - 1) / R of a gradient out of each replica, after two delays in place
-    of 2 (R - 1); and the owner can add in replica order, whereas around a ring the order differs
-    from share to share. `sharded`: between the two the owner takes the optimizer's step, and what
-    it gives are parameters (ZeRO, Rajbhandari et al. 2020).
+    of 2 (R - 1). The owner can add in replica order; around a ring the order differs from share to
+    share. With `sharded` the owner takes the optimizer's step in between, and what it sends are
+    parameters (ZeRO, Rajbhandari et al. 2020).
     """
     _at_least(num_replicas, num_parts)
     programs = []
     for replica in range(num_replicas):
         # The next replica first, so that they do not all send to replica 0 at once.
         others = [(replica + hop) % num_replicas for hop in range(1, num_replicas)]
-        reduces = [
-            [Message(Role.REDUCE, part, other, replica, other) for other in others]
-            for part in range(num_parts)
-        ]
-        gathers = [
-            [Message(Role.GATHER, part, replica, replica, o) for o in others]
-            for part in range(num_parts)
-        ]
+        reduces = []
+        gathers = []
+        for part in range(num_parts):
+            reduces.append([Message(Role.REDUCE, part, other, replica, other) for other in others])
+            gathers.append([Message(Role.GATHER, part, replica, replica, o) for o in others])
         programs.append(_interleaved(reduces, gathers, num_parts if sharded else AHEAD))
-    name = "sharded" if sharded else "all-reduce"
-    after = frozenset({Role.GATHER}) if sharded else frozenset()
     return Exchange(
-        name, num_replicas, num_parts, tuple(range(num_replicas)), tuple(programs), after_step=after
+        "sharded" if sharded else "all-reduce",
+        num_replicas,
+        num_parts,
+        tuple(range(num_replicas)),
+        tuple(programs),
+        after_step=frozenset({Role.GATHER}) if sharded else frozenset(),
     )
 
 
 def local_sgd(num_replicas: int, num_parts: int = 1) -> Exchange:
-    """Replicas have stepped by themselves, and exchange parameters as they would gradients."""
+    """Replicas have stepped by themselves, and average parameters as they would gradients."""
     return replace(direct(num_replicas, num_parts), name="local-sgd", after_step=frozenset(Role))
 
 
 def silent(num_replicas: int) -> Exchange:
-    """Nothing is exchanged: a step between two at which replicas agree."""
+    """Nothing is exchanged: a step between two exchanges of local SGD."""
     return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
 
 
 def parameter_server(
-    num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
+    num_replicas: int,
+    num_parts: int = 1,
+    *,
+    barrier: bool = False,
+    stale: bool = False,
 ) -> Exchange:
-    """A server adds up everything and steps; a part goes back as soon as it is final (Li et al.
+    """A server averages everything and steps; a part goes back as soon as it is final (Li et al.
     2014).
 
-    `stale`: to each replica as soon as its own has come; the slowest is waited for some steps
-    later.
+    With `stale` it goes to each replica as soon as that replica's own has come; the slowest is
+    waited for some steps later.
     """
     _at_least(num_replicas, num_parts)
     server = num_replicas
@@ -222,7 +245,7 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     """Replica 0 is the server: a reduce to it and then a broadcast, each passed on from replica to
     replica.
 
-    The arrangement of the published data-parallel rows (central parameter server over NCCL's reduce
+    This is what the published data-parallel rows ran (a central parameter server over NCCL's reduce
     and broadcast): nothing comes back before everything is reduced, and nothing is overlapped.
     """
     _at_least(num_replicas, num_parts)
@@ -254,7 +277,12 @@ PATTERNS: Mapping[str, Callable[[int, int], Exchange]] = {
 
 
 def exchange(
-    name: str, num_replicas: int, num_parts: int = 1, *, barrier: bool = False, stale: bool = False
+    name: str,
+    num_replicas: int,
+    num_parts: int = 1,
+    *,
+    barrier: bool = False,
+    stale: bool = False,
 ) -> Exchange:
     """The exchange called `name`; raises `ScheduleError` on an unknown one.
 
@@ -278,11 +306,13 @@ def draw(exchange: Exchange) -> str:
 def _interleaved(
     first: list[list[Message]], then: list[list[Message]], ahead: int
 ) -> tuple[Message, ...]:
-    """Part by part; the first kind is `ahead` parts ahead of the other."""
+    """The messages part by part; those of `first` are `ahead` parts ahead of `then`."""
     order: list[Message] = []
     for turn in range(len(first) + ahead):
-        order += first[turn] if turn < len(first) else []
-        order += then[turn - ahead] if 0 <= turn - ahead < len(then) else []
+        if turn < len(first):
+            order += first[turn]
+        if 0 <= turn - ahead < len(then):
+            order += then[turn - ahead]
     return tuple(order)
 
 

@@ -167,8 +167,8 @@ def _whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             (int(span.split(":")[0] or 0) if span else 0, tensor.reshape(-1))
         )
     return {
-        name: torch.cat([t for _, t in sorted(found, key=lambda f: f[0])])
-        for name, found in parts.items()
+        name: torch.cat([t for _, t in sorted(parts_of_one, key=lambda f: f[0])])
+        for name, parts_of_one in parts.items()
     }
 
 

@@ -85,10 +85,10 @@ def test_rows_of_different_sizes_are_refused_naming_both() -> None:
             raise
 
     errors = in_threads(2, average)
-    told = [str(error) for error in errors if isinstance(error, TransferError)]
-    assert told
-    assert "float32[50]" in told[0]
-    assert "float32[45]" in told[0]
+    messages = [str(error) for error in errors if isinstance(error, TransferError)]
+    assert messages
+    assert "float32[50]" in messages[0]
+    assert "float32[45]" in messages[0]
 
 
 class Dying:

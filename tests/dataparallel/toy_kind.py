@@ -86,9 +86,9 @@ class Blocking(DataParallel):
     def _average(self, stage: int) -> None:
         parameters = [parameter for _, parameter in trained(self._setup.stages[stage])]
         gradients = [parameter.grad for parameter in parameters]
-        row = torch.cat([g.flatten() for g in gradients if g is not None]) / self._loss_scale
-        self._sent += self._exchange.average(row, stage, lambda piece: None)
-        means = row.split([parameter.numel() for parameter in parameters])
+        vector = torch.cat([g.flatten() for g in gradients if g is not None]) / self._loss_scale
+        self._sent += self._exchange.average(vector, stage, lambda piece: None)
+        means = vector.split([parameter.numel() for parameter in parameters])
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean.view_as(parameter)
 

@@ -10,17 +10,17 @@ from dpipe.paramserver.gradient_sum import GradientSum
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec
 
 REPLICAS = 3
-ROW = FlatSpec(
+SPEC = FlatSpec(
     (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.0.b", 0, 4, False)),
     chunk_values=4,
 )
-PIECES = [(replica, chunk) for replica in range(REPLICAS) for chunk in range(ROW.num_chunks)]
+PIECES = [(replica, chunk) for replica in range(REPLICAS) for chunk in range(SPEC.num_chunks)]
 
 
 def gradients() -> list[torch.Tensor]:
     """Of such different sizes that another order of adding gives other bits."""
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(ROW.length, generator=draw) * scale for scale in (1e4, 1.0, -1e4)]
+    return [torch.randn(SPEC.length, generator=draw) * scale for scale in (1e4, 1.0, -1e4)]
 
 
 def in_order() -> torch.Tensor:
@@ -29,9 +29,9 @@ def in_order() -> torch.Tensor:
 
 
 def filled(order: list[tuple[int, int]]) -> GradientSum:
-    gradient, pushed = GradientSum(REPLICAS, ROW.num_chunks, torch.zeros(ROW.length)), gradients()
+    gradient, pushed = GradientSum(REPLICAS, SPEC.num_chunks, torch.zeros(SPEC.length)), gradients()
     for replica, chunk in order:
-        gradient.add(replica, chunk, ROW.chunk(chunk), pushed[replica][ROW.chunk(chunk)].clone())
+        gradient.add(replica, chunk, SPEC.chunk(chunk), pushed[replica][SPEC.chunk(chunk)].clone())
     return gradient
 
 
@@ -52,18 +52,18 @@ def test_mean_is_the_same_whatever_the_order_and_however_often(
 @given(st.sampled_from(PIECES))
 def test_chunk_is_final_only_when_every_replica_has_pushed_it(missing: tuple[int, int]) -> None:
     gradient = filled([piece for piece in PIECES if piece != missing] * 2)
-    assert [gradient.is_final(chunk) for chunk in range(ROW.num_chunks)] == [
+    assert [gradient.is_final(chunk) for chunk in range(SPEC.num_chunks)] == [
         c != missing[1] for c in range(3)
     ]
     assert not gradient.final
 
 
-def test_settled_ledger_takes_no_more_pieces() -> None:
+def test_gradient_with_a_given_average_takes_no_more_chunks() -> None:
     gradient = filled([])
-    gradient.set_average(torch.ones(ROW.length))
-    gradient.add(0, 0, ROW.chunk(0), torch.zeros(4))
+    gradient.set_average(torch.ones(SPEC.length))
+    gradient.add(0, 0, SPEC.chunk(0), torch.zeros(4))
     assert gradient.final
-    assert torch.equal(gradient.average, torch.ones(ROW.length))
+    assert torch.equal(gradient.average, torch.ones(SPEC.length))
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_piece_that_does_not_fit_is_refused(replica: int, chunk: int, size: int)
     with pytest.raises(
         TransferError, match=f"replica {replica} pushed {size} values as chunk {chunk}"
     ):
-        filled([]).add(replica, chunk, ROW.chunk(chunk), torch.zeros(size))
+        filled([]).add(replica, chunk, SPEC.chunk(chunk), torch.zeros(size))
 
 
 def test_mean_so_far_is_of_the_pieces_that_are_in() -> None:
     """Early ones and those that were added alike, and all of them once the chunk is final."""
-    here, pushed, order = ROW.chunk(1), gradients(), (2, 0, 1)
+    here, pushed, order = SPEC.chunk(1), gradients(), (2, 0, 1)
     for count in (1, 2, 3):
         gradient = filled([(replica, 1) for replica in order[:count]])
         assert [gradient.has(replica, 1) for replica in order] == [

@@ -13,7 +13,7 @@ from dpipe.paramserver.journal import Journal, recover
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
-ROW = FlatSpec(
+SPEC = FlatSpec(
     (ParameterSpec("layers.0.w", 0, 30, True), ParameterSpec("layers.0.b", 0, 3, False)),
     chunk_values=16,
 )
@@ -44,9 +44,9 @@ class Memory:
 def begun(folder: Path, wire: str = "none") -> tuple[StageState, Journal, Memory]:
     rule = StepRule(ranks=(0,), weight_decay=0.1, betas=(0.9, 0.95), wire=wire)
     state = StageState(
-        ROW,
+        SPEC,
         rule,
-        StageTensors.zeros(ROW.length, lossy=rule.lossy_parameters),
+        StageTensors.zeros(SPEC.length, lossy=rule.lossy_parameters),
         step=0,
         num_updates=0,
     )
@@ -58,11 +58,11 @@ def begun(folder: Path, wire: str = "none") -> tuple[StageState, Journal, Memory
 
 def step(state: StageState, journal: Journal | None, factor: float | None = 1.0) -> None:
     number = state.step
-    values = torch.randn(ROW.length, generator=torch.Generator().manual_seed(number))
-    for chunk in range(ROW.num_chunks):
-        state.add(number, 0, chunk, values[ROW.chunk(chunk)])
+    values = torch.randn(SPEC.length, generator=torch.Generator().manual_seed(number))
+    for chunk in range(SPEC.num_chunks):
+        state.add(number, 0, chunk, values[SPEC.chunk(chunk)])
     state.decide(number, 0, StepDecision(1e-2, factor))
-    for chunk in range(ROW.num_chunks if factor is not None else 0):
+    for chunk in range(SPEC.num_chunks if factor is not None else 0):
         state.give(number, 0, chunk)
     if journal:
         journal.wait_for_snapshot()
@@ -72,8 +72,8 @@ def step(state: StageState, journal: Journal | None, factor: float | None = 1.0)
 
 
 def same(a: StageState, b: StageState) -> bool:
-    rows = zip(a.now.by_name().values(), b.now.by_name().values(), strict=True)
-    return all(torch.equal(x, y) for x, y in rows) and (a.step, a.num_updates) == (
+    vectors = zip(a.now.by_name().values(), b.now.by_name().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in vectors) and (a.step, a.num_updates) == (
         b.step,
         b.num_updates,
     )
@@ -88,19 +88,19 @@ def test_recovered_row_is_that_of_the_last_committed_step(
     for number in range(steps):
         step(state, journal, None if number == 2 else 0.5)
     journal.wait_for_snapshot()
-    found = recover(tmp_path, snapshots)
-    assert found is not None
-    assert same(found[0], state)
-    assert found[1].session == "run 1"
+    recovered = recover(tmp_path, snapshots)
+    assert recovered is not None
+    assert same(recovered[0], state)
+    assert recovered[1].session == "run 1"
 
 
 def test_step_that_was_not_written_down_is_not_there_again(tmp_path: Path) -> None:
     state, journal, snapshots = begun(tmp_path)
     step(state, journal)
     step(state, None)
-    found = recover(tmp_path, snapshots)
-    assert found is not None
-    assert same(found[0], state)
+    recovered = recover(tmp_path, snapshots)
+    assert recovered is not None
+    assert same(recovered[0], state)
     assert state.step == 1
 
 
@@ -108,9 +108,9 @@ def test_half_written_step_is_not_there_again(tmp_path: Path) -> None:
     state, journal, snapshots = begun(tmp_path)
     step(state, journal)
     (tmp_path / "average-00000001.tmp").write_bytes(b"half")
-    found = recover(tmp_path, snapshots)
-    assert found is not None
-    assert found[0].step == 1
+    recovered = recover(tmp_path, snapshots)
+    assert recovered is not None
+    assert recovered[0].step == 1
 
 
 def test_snapshots_come_now_and_then_and_take_the_steps_before_them_away(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_new_run_takes_the_folder_over(tmp_path: Path) -> None:
     state, journal, _ = begun(tmp_path)
     step(state, journal)
     second, _, snapshots = begun(tmp_path)
-    found = recover(tmp_path, snapshots)
-    assert found is not None
-    assert same(found[0], second)
+    recovered = recover(tmp_path, snapshots)
+    assert recovered is not None
+    assert same(recovered[0], second)
 
 
 def test_empty_folder_holds_nothing(tmp_path: Path) -> None:
@@ -172,6 +172,6 @@ def test_step_without_room_is_named_with_what_to_do(
         RunError, match=r"cannot write .*average-00000001\S+: .*No space left .*server's machine"
     ):
         step(state, kept)
-    found = recover(tmp_path, snapshots)
-    assert found is not None
-    assert found[0].step == 1
+    recovered = recover(tmp_path, snapshots)
+    assert recovered is not None
+    assert recovered[0].step == 1

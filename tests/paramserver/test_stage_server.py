@@ -10,7 +10,7 @@ from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
-ROW = FlatSpec((ParameterSpec("layers.0.w", 0, 8, True),), chunk_values=4)
+SPEC = FlatSpec((ParameterSpec("layers.0.w", 0, 8, True),), chunk_values=4)
 
 
 class Caller:
@@ -29,7 +29,7 @@ def stage():
     rule = StepRule(ranks=(3,), weight_decay=0.1, betas=(0.9, 0.95))
     made = StageServer(
         Session("run", 0),
-        StageState(ROW, rule, StageTensors.zeros(8, lossy=False), step=0, num_updates=0),
+        StageState(SPEC, rule, StageTensors.zeros(8, lossy=False), step=0, num_updates=0),
         None,
     )
     yield made
@@ -77,7 +77,7 @@ def test_caller_hears_in_time_who_is_missing(stage: StageServer) -> None:
         stage.give(0, 0, 1, Caller(seconds=0.5))
 
 
-def test_closed_shelf_says_why_to_whoever_waits_or_comes(stage: StageServer) -> None:
+def test_closed_stage_says_why_to_whoever_waits_or_comes(stage: StageServer) -> None:
     threading.Timer(0.05, lambda: stage.close(RunAborted("taken over"))).start()
     with pytest.raises(RunAborted, match="taken over"):
         stage.norms(0, Caller())

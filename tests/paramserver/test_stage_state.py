@@ -13,7 +13,7 @@ from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
-ROW = FlatSpec(
+SPEC = FlatSpec(
     (
         ParameterSpec("layers.0.weight", 0, 300, True),
         ParameterSpec("layers.0.bias", 0, 7, False),
@@ -23,20 +23,20 @@ ROW = FlatSpec(
 )
 RULE = StepRule(ranks=(0, 4), weight_decay=0.1, betas=(0.9, 0.95))
 GO = StepDecision(1e-2, 1.0)
-PIECES = [(replica, chunk) for replica in range(2) for chunk in range(ROW.num_chunks)]
+PIECES = [(replica, chunk) for replica in range(2) for chunk in range(SPEC.num_chunks)]
 
 
-def normal(seed: int, length: int = ROW.length) -> torch.Tensor:
+def normal(seed: int, length: int = SPEC.length) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed))
 
 
 def state(**rule: object) -> StageState:
     made = replace(RULE, **rule)  # type: ignore[arg-type]
-    state = StageTensors.zeros(ROW.length, lossy=made.lossy_parameters)
+    state = StageTensors.zeros(SPEC.length, lossy=made.lossy_parameters)
     state.values += normal(0)
     if state.held is not None:
         state.held += normal(0)
-    return StageState(ROW, made, state, step=0, num_updates=0)
+    return StageState(SPEC, made, state, step=0, num_updates=0)
 
 
 def gradient(step: int, replica: int) -> torch.Tensor:
@@ -44,8 +44,8 @@ def gradient(step: int, replica: int) -> torch.Tensor:
 
 
 def push(to: StageState, step: int, replica: int, chunks: range | None = None) -> None:
-    for chunk in chunks or range(ROW.num_chunks):
-        to.add(step, replica, chunk, gradient(step, replica)[ROW.chunk(chunk)])
+    for chunk in chunks or range(SPEC.num_chunks):
+        to.add(step, replica, chunk, gradient(step, replica)[SPEC.chunk(chunk)])
 
 
 def decide(to: StageState, step: int, verdict: StepDecision = GO) -> None:
@@ -55,7 +55,7 @@ def decide(to: StageState, step: int, verdict: StepDecision = GO) -> None:
 
 def take(of: StageState, step: int) -> list[torch.Tensor]:
     """Every chunk as a worker gets it."""
-    given_out = [of.give(step, 0, chunk) for chunk in range(ROW.num_chunks)]
+    given_out = [of.give(step, 0, chunk) for chunk in range(SPEC.num_chunks)]
     return [chunk.wire.clone() for chunk in given_out if chunk is not None]
 
 
@@ -69,7 +69,7 @@ def one_step(of: StageState, step: int, verdict: StepDecision = GO) -> list[torc
 
 
 def rows(of: StageState) -> list[torch.Tensor]:
-    return [row.clone() for row in of.now.by_name().values()]
+    return [vector.clone() for vector in of.now.by_name().values()]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -80,12 +80,12 @@ def torch_adamw(steps: int, factor: float) -> torch.Tensor:
     """What torch's optimizer makes of the same parameters and mean gradients."""
     whole = [
         torch.nn.Parameter(normal(0)[start : start + p.num_values])
-        for start, p in zip(ROW.starts, ROW.parameters, strict=True)
+        for start, p in zip(SPEC.starts, SPEC.parameters, strict=True)
     ]
     groups = [
         {
             "params": [
-                p for p, spec in zip(whole, ROW.parameters, strict=True) if spec.decays == decays
+                p for p, spec in zip(whole, SPEC.parameters, strict=True) if spec.decays == decays
             ],
             "weight_decay": d,
         }
@@ -94,7 +94,7 @@ def torch_adamw(steps: int, factor: float) -> torch.Tensor:
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     for step in range(steps):
         mean = (gradient(step, 0) + gradient(step, 1)) / 2 * factor
-        for parameter, start in zip(whole, ROW.starts, strict=True):
+        for parameter, start in zip(whole, SPEC.starts, strict=True):
             parameter.grad = mean[start : start + parameter.numel()]
         optimizer.step()
     return torch.cat([parameter.detach() for parameter in whole])
@@ -121,8 +121,8 @@ def test_order_repetition_and_time_of_the_verdict_change_no_bit(
     for turn, (replica, chunk) in enumerate([*order, *again]):
         if turn == decided_after:
             decide(shuffled, 0, GO)
-        shuffled.add(0, replica, chunk, gradient(0, replica)[ROW.chunk(chunk)])
-        shuffled.give(0, 0, turn % ROW.num_chunks)
+        shuffled.add(0, replica, chunk, gradient(0, replica)[SPEC.chunk(chunk)])
+        shuffled.give(0, 0, turn % SPEC.num_chunks)
     decide(shuffled, 0, GO)
     take(shuffled, 0)
     shuffled.commit()
@@ -134,7 +134,7 @@ def test_chunk_goes_out_as_soon_as_every_replica_has_pushed_it() -> None:
     decide(served, 0, GO)
     push(served, 0, 0)
     push(served, 0, 1, range(1))
-    assert [served.give(0, 0, chunk) is not None for chunk in range(ROW.num_chunks)] == [
+    assert [served.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
         True,
         False,
         False,
@@ -171,8 +171,8 @@ def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
         push(served, step, 0)
         push(served, step, 1)
         decide(served, step, GO)
-        for chunk in range(ROW.num_chunks):
-            out, part = served.give(step, 0, chunk), worker[ROW.chunk(chunk)]
+        for chunk in range(SPEC.num_chunks):
+            out, part = served.give(step, 0, chunk), worker[SPEC.chunk(chunk)]
             assert out is not None
             if out.whole:
                 part.copy_(out.wire)
@@ -222,7 +222,7 @@ def test_committed_chunks_go_out_again_and_whole_where_the_differences_are_gone(
     assert again is not None
     assert again.whole
     assert lived.now.held is not None
-    assert torch.equal(again.wire, lived.now.held[ROW.chunk(1)])
+    assert torch.equal(again.wire, lived.now.held[SPEC.chunk(1)])
 
 
 def test_norms_are_the_mean_gradients_and_count_no_copy() -> None:
@@ -246,8 +246,8 @@ def test_infinite_gradient_stops_the_step_and_is_named() -> None:
     bad = gradient(0, 1)
     bad[303] = float("inf")
     push(served, 0, 0)
-    for chunk in range(ROW.num_chunks):
-        served.add(0, 1, chunk, bad[ROW.chunk(chunk)])
+    for chunk in range(SPEC.num_chunks):
+        served.add(0, 1, chunk, bad[SPEC.chunk(chunk)])
     decide(served, 0, GO)
     with pytest.raises(
         NumericError, match=r"step 0: the gradient of layers\.0\.bias on rank 4 is not finite"
@@ -259,7 +259,7 @@ def test_infinite_gradient_stops_the_step_and_is_named() -> None:
 @pytest.mark.parametrize("step", [-3, -2, 1, 7])
 def test_wrong_step_is_refused(step: int) -> None:
     with pytest.raises(
-        TransferError, match=f"gradient of step {step} came where step 0 is under way"
+        TransferError, match=f"gradient of step {step} came where step 0 is in progress"
     ):
         push(state(), step, 1)
 
@@ -293,7 +293,7 @@ def test_rank_that_has_not_pushed_all_of_it_is_missing() -> None:
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_worker_may_be_ahead_by_the_staleness_and_no_more(staleness: int) -> None:
     """
-    replica 0   0 1 2 |         pushes ahead, and has parameters before the slowest has pushed anything
+    replica 0   0 1 2 |         pushes ahead, gets parameters before the slowest pushes
     replica 1   0               until the bound
     """
     served = state(staleness=staleness)
@@ -321,7 +321,7 @@ def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
 
 
 def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
-    """The other replica has pushed nothing: what is in of two steps under way is this one's."""
+    """The other replica has pushed nothing: what is in of two steps in progress is this one's."""
     served, alone = state(staleness=2), state(ranks=(0,))
     for step in range(2):
         push(served, step, 0)
@@ -347,7 +347,7 @@ def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
     served = state(staleness=1)
     push(served, 0, 0, range(1))
     served.decide(0, 0, GO)
-    assert [served.give(0, 0, chunk) is not None for chunk in range(ROW.num_chunks)] == [
+    assert [served.give(0, 0, chunk) is not None for chunk in range(SPEC.num_chunks)] == [
         True,
         False,
         False,

@@ -1,4 +1,4 @@
-"""What lies where in a row."""
+"""What lies where in a stage's flat vector."""
 
 from dataclasses import replace
 
@@ -6,14 +6,14 @@ import pytest
 
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 
-ROW = FlatSpec(
+SPEC = FlatSpec(
     (ParameterSpec("layers.0.a", 0, 5, True), ParameterSpec("layers.1.b", 1, 4, False)),
     chunk_values=4,
 )
 
 
 def test_chunks_cover_the_row_and_the_last_is_short() -> None:
-    assert [ROW.chunk(index) for index in range(ROW.num_chunks)] == [
+    assert [SPEC.chunk(index) for index in range(SPEC.num_chunks)] == [
         slice(0, 4),
         slice(4, 8),
         slice(8, 9),
@@ -22,14 +22,14 @@ def test_chunks_cover_the_row_and_the_last_is_short() -> None:
 
 def test_pieces_of_a_chunk_say_which_parameter_lies_where() -> None:
     """
-    row        a a a a a b b b b
+    vector     a a a a a b b b b
     chunks     0 0 0 0 1 1 1 1 2
     """
-    assert list(ROW.pieces(ROW.chunk(1))) == [(0, slice(4, 5)), (1, slice(5, 8))]
+    assert list(SPEC.pieces(SPEC.chunk(1))) == [(0, slice(4, 5)), (1, slice(5, 8))]
 
 
 def test_position_is_named_by_its_parameter() -> None:
-    assert [ROW.name_at(position) for position in (0, 4, 5, 8)] == ["layers.0.a"] * 2 + [
+    assert [SPEC.name_at(position) for position in (0, 4, 5, 8)] == ["layers.0.a"] * 2 + [
         "layers.1.b"
     ] * 2
 
@@ -37,18 +37,20 @@ def test_position_is_named_by_its_parameter() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (ROW, None),
-        (replace(ROW, parameters=ROW.parameters[:1]), "1 parameters where 2"),
+        (SPEC, None),
+        (replace(SPEC, parameters=SPEC.parameters[:1]), "1 parameters where 2"),
         (
-            replace(ROW, parameters=(replace(ROW.parameters[0], num_values=6), ROW.parameters[1])),
+            replace(
+                SPEC, parameters=(replace(SPEC.parameters[0], num_values=6), SPEC.parameters[1])
+            ),
             "of 6 values",
         ),
-        (replace(ROW, chunk_values=8), "chunks of 8"),
+        (replace(SPEC, chunk_values=8), "chunks of 8"),
     ],
 )
 def test_difference_names_the_first_thing_that_differs(other: FlatSpec, words: str | None) -> None:
-    found = ROW.difference(other)
-    assert found is None if words is None else found is not None and words in found
+    difference = SPEC.difference(other)
+    assert difference is None if words is None else difference is not None and words in difference
 
 
 @pytest.mark.parametrize(
