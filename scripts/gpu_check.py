@@ -1,8 +1,8 @@
 """Runs the GPU tests and benchmarks within a time limit, and writes gpu_check.json and
 gpu_check.md.
 
-    scripts/gpu_check                       on one GPU, 8 minutes at most
-    scripts/gpu_check --tiny                the same on a CPU, with a tiny model: tries the script itself
+    scripts/gpu_check                  on one GPU, 8 minutes at most
+    scripts/gpu_check --tiny           the same on a CPU, with a tiny model: tries the script itself
 
 Each model runs in a process of its own, with a share of the time: one that hangs takes little from
 the others. The files are written anew after each, so that a check that is cut off has left what it

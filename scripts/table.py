@@ -1,13 +1,21 @@
 #!/usr/bin/env python3
 """A published table, what the simulator predicts for it, and what was measured.
 
-    scripts/table.py gpt3xl_gpipe_network --mode sim              predicted from network profiles; minutes
-    scripts/table.py gpt3xl_gpipe_network --mode replay           measured by scripts/sweep.py on replay stages
-    scripts/table.py gpt3xl_gpipe_network --mode real --json      measured on a real model
-    scripts/table.py megatron_memory_time --mode sim              memory and time of Megatron's strategies
-    scripts/table.py gpt3xl_megatron --mode sim                   and others of Megatron, Pipe and BERT 345M
-    scripts/table.py gpt3xl_megatron --mode real                  measured by scripts/sweep.py on the GPUs there are
-    scripts/table.py gpt3xl_megatron --mode replay                tensor parallelism over slow links, on replay stages
+\b
+    scripts/table.py gpt3xl_gpipe_network --mode sim
+        predicted from network profiles; takes minutes
+    scripts/table.py gpt3xl_gpipe_network --mode replay
+        measured by scripts/sweep.py on replay stages
+    scripts/table.py gpt3xl_gpipe_network --mode real --json
+        measured on a real model
+    scripts/table.py megatron_memory_time --mode sim
+        memory and time of Megatron's strategies
+    scripts/table.py gpt3xl_megatron --mode sim
+        layouts of GPT-3 XL on Megatron; so with the other names
+    scripts/table.py gpt3xl_megatron --mode real
+        measured by scripts/sweep.py on this machine's GPUs
+    scripts/table.py gpt3xl_megatron --mode replay
+        tensor parallelism over slow links, on replay stages
 
 Markdown unless --json or --csv is given; --png FILE (needs the extra `plot`) draws the same.
 """

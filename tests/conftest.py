@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """scripts/test finds the files of these marks by their text, and collects no others for them."""
+    """scripts/test finds the files of these marks by their text, and collects no others."""
     text = functools.cache(lambda path: path.read_text(encoding="utf-8"))
     for item in items:
         for mark in ("alone", "lab", "gpu", "stand_in"):

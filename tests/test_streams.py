@@ -78,7 +78,7 @@ def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
 
 
 def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
-    """CUDA need not say by how much an event was before another: only by how much it was behind."""
+    """CUDA promises how much later an event was than another, but no negative times."""
     streams = ThreadedStreams(FakeCuda())
     first = streams.mark()
     time.sleep(0.02)
@@ -87,8 +87,8 @@ def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
     assert streams.ns(second) - streams.ns(first) >= 0.02e9
 
 
-def test_time_of_a_mark_is_told_from_one_look_at_the_clock() -> None:
-    """The watcher of NCCL asks while the thread that computes takes another: it was out by the time
+def test_time_of_a_mark_uses_one_anchor() -> None:
+    """NCCL's watcher asks while the computing thread takes another: it was off by the time
     between the two.
     """
     streams = ThreadedStreams(FakeCuda())

@@ -1,8 +1,8 @@
 """The mean of one row over four processes: gloo's all-reduce against our exchange, in turns in one
 run.
 
-    host 0    barrier | all-reduce 64 MB | clock        the slowest process counts: all of them wait for each other
-    host 1    barrier | all-reduce 64 MB | clock        before each turn, and tell each other what it took after it
+    host 0    barrier | all-reduce 64 MB | clock    all wait for each other before each turn,
+    host 1    barrier | all-reduce 64 MB | clock    and the time of the slowest process counts
 
 Four processes on this machine, or one on each of several hosts that are told the same addresses
 (`dpipe bench --help`).
@@ -28,12 +28,9 @@ from dpipe.wire.collective import open_store
 
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0
-_PART_BYTES = (
-    32 << 20
-)  # data_parallel.chunk_bytes: large, since nothing else hides what a message costs
-_WAYS: dict[
-    str, tuple[type[GrpcTransport | TcpTransport], int, str]
-] = {  # connections a link, and wire format
+_PART_BYTES = 32 << 20  # data_parallel.chunk_bytes: large, as nothing hides the cost of a message
+# By name: the transport, its connections a link, and the wire format.
+_WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {
     "tcp x1": (TcpTransport, 1, "none"),
     "tcp x2": (TcpTransport, 2, "none"),
     "tcp x4": (TcpTransport, 4, "none"),

@@ -1,11 +1,11 @@
 """The configured GPT on torch alone: `torch.distributed.pipelining`, and FSDP2 where there are
 replicas.
 
-    python -m dpipe.baselines.fsdp CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+    python -m dpipe.baselines.fsdp CONFIG -o KEY=VALUE ...      one rank, placed as `dpipe train` is
 
                 stage 0    stage 1
     replica 0   rank 0     rank 1        along a row: torch's pipeline
-    replica 1   rank 2     rank 3        down a column: FSDP (Zhao et al. 2023), each layer a unit of its own
+    replica 1   rank 2     rank 3        down: FSDP (Zhao et al. 2023), each layer a unit
 
 It starts from our parameters, reads our batches and ends each step as we do (decay, clipping,
 learning rate), so that its losses are ours but for rounding.

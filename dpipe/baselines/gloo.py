@@ -30,9 +30,8 @@ _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
 _JOIN_S = 120.0
-_OURS: dict[
-    str, tuple[type[GrpcTransport | TcpTransport], int]
-] = {  # with the number of connections
+# By name: the transport and its connections a link.
+_OURS: dict[str, tuple[type[GrpcTransport | TcpTransport], int]] = {
     "grpc x1": (GrpcTransport, 1),
     "grpc x2": (GrpcTransport, 2),
     "tcp x1": (TcpTransport, 1),

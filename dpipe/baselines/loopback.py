@@ -1,8 +1,10 @@
 """What the loopback link of this machine is, as a transport sees it: the network that a local run
 is simulated on.
 
-rank 0    pause --[clock] send n bytes --.                   one way is delay + n / bandwidth; both ranks read one clock
-rank 1    --ready                         `--> recv [clock]  and what a message costs the cores at one end is timed too
+rank 0    pause --[clock] send n bytes --.                   one way takes delay + n / bandwidth;
+rank 1    --ready                         `--> recv [clock]  both ranks read one clock
+
+The processor time that a message takes at one end is measured too.
 
 The pause is what a run has between its messages: both ends have slept, and what they need has left
 the cores' caches. A ping-pong without it makes the link two to three times as quick as any run
@@ -27,9 +29,8 @@ from dpipe.baselines.gloo import connect
 from dpipe.network.link import Host, Link
 from dpipe.wire.spec import TensorSpec
 
-Stamp = tuple[
-    float, float
-]  # when a message left or was there, and what this end's threads took of a core: seconds
+# Seconds: when a message left or had arrived, and the processor time of this end's threads.
+Stamp = tuple[float, float]
 SMALL_BYTES = 4
 _REPEATS = 40
 _READY = TensorSpec((1,), torch.uint8)
@@ -84,18 +85,15 @@ def _run(rank: int, folder: str, way: str, num_bytes: int, pause_s: float) -> No
     transport = connect(rank, way, FileStore(str(Path(folder) / "store"), 2))
     stamps: list[list[Stamp]] = [[], []]
     for _ in range(_REPEATS):
-        for size, of_size in zip(
-            (SMALL_BYTES, num_bytes), stamps, strict=True
-        ):  # in turns: they are subtracted
-            of_size.append(
-                _send(transport, size, pause_s) if rank == 0 else _receive(transport, size)
-            )
+        # In turns, because the times of the two sizes are subtracted.
+        for size, stamps_of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):
+            if rank == 0:
+                stamps_of_size.append(_send(transport, size, pause_s))
+            else:
+                stamps_of_size.append(_receive(transport, size))
     (Path(folder) / str(rank)).write_text(json.dumps(stamps))
-    if (
-        rank == 0
-        # who goes first could take the link from the other's last send, before that knows it was handed
-        # over
-    ):
+    # Rank 0 closes last: its peer's last send might still wait to hear that it has arrived.
+    if rank == 0:
         transport.send(_READY.empty(), 1, "goodbye")
     else:
         transport.recv(_READY, 0, "goodbye").wait()

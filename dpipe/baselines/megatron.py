@@ -1,7 +1,7 @@
 """The configured GPT or BERT on megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021), in all
 its parallel ways.
 
-    python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+    python -m dpipe.baselines.megatron CONFIG -o KEY=VALUE ...  one rank, placed as `dpipe train` is
 
 Written against megatron-core 0.16.1, with its own layers: no Transformer Engine, no Apex. It starts
 from our weights, reads our batches and has our optimizer's settings, so that its losses are ours

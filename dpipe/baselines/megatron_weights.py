@@ -1,7 +1,7 @@
 """Our parameters under Megatron's names, and the part of each that a tensor parallel rank has.
 
     ours   [q of all heads | k of all heads | v of all heads]        rows of attention.qkv
-    theirs [q k v of head 0 | q k v of head 1 | ...]                 rows of linear_qkv, cut into equal runs of heads
+    theirs [q k v of head 0 | q k v of head 1 | ...]  rows of linear_qkv, cut in equal runs of heads
 
 All else is stored alike: a matrix cut by columns of its output is cut along dimension 0, by rows
 along dimension 1.

@@ -1,7 +1,7 @@
 """How much of a device a GPT's training uses: dpipe's engine, in one process or several, against a
 plain loop.
 
-    plain     for each micro-batch: forward, loss, backward; then fused AdamW        what anyone would write
+    plain     for each micro-batch: forward, loss, backward; then fused AdamW  as anyone writes it
     dpipe     the same model, data and optimizer through schedule, executor and stages
 
 Both in one process, a step of each in turns, so that a device that grows warm and slow does so for

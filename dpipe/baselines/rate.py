@@ -1,13 +1,13 @@
 """What one link between two processes carries, wherever they are: one of its two ends.
 
-    python -m dpipe.baselines.rate 1 ADDRESS0 ADDRESS1 --connections 4       receives, and prints Gbit/s of payload
-    python -m dpipe.baselines.rate 0 ADDRESS0 ADDRESS1 --connections 4       sends
+    python -m dpipe.baselines.rate 1 ADDRESS0 ADDRESS1 --connections 4   receives, prints Gbit/s
+    python -m dpipe.baselines.rate 0 ADDRESS0 ADDRESS1 --connections 4   sends
 
 `scripts/link.py` runs it on two hosts of a lab. The receiver alone counts, by its own clock, and
 what is under way when the warm-up ends is let through first: no byte that came before the clock was
 started is counted.
 
-    rank 0   | T T T T ... L  waits   | T T T T T T T ... L       T: a tensor; L: one that says it is the last
+    rank 0   | T T T T ... L  waits   | T T T T T T T ... L   T: a tensor; L: the last one
     rank 1     takes them all   "through" ^-- first byte  ^-- last byte
 """
 

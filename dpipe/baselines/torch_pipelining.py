@@ -93,11 +93,10 @@ Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 def compare_pipelining(
     schedule: str, size: Size | None = None, transport: str = "grpc", pace: Pace | None = None
 ) -> dict[str, Any]:
-    """Median seconds a step of each engine, the median ratio of two steps that follow each other
-    and between what values the middle half of those ratios lies, and the largest difference between
-    their losses.
+    """The median seconds of a step of each engine; the median ratio of two steps in a row, and the
+    middle half of those ratios; the largest difference between their losses.
 
-    Raises `AssertionError` where the losses differ by more than rounding: then the times mean
+    Raises `AssertionError` where the losses differ by more than rounding: the times would then mean
     nothing.
     """
     size = size or Size()
@@ -139,7 +138,7 @@ def _rank(
     losses: tuple[list[float], list[float]] = ([], [])
 
     def take_turns(index: int) -> None:
-        """A step of each; who goes first changes, as what a step leaves behind falls on the next."""
+        """One step of each; who goes first alternates, as a step may slow down the next one."""
         inputs, targets = size.batch(index)
         for engine in (index % 2, 1 - index % 2):
             dist.barrier()

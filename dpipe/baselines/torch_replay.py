@@ -1,7 +1,7 @@
 """`torch.distributed.pipelining` over gloo on a replay configuration: another engine with our waits
 and our messages.
 
-    python -m dpipe.baselines.torch_replay CONFIG -o KEY=VALUE ...         one rank, placed as `dpipe train` is
+    python -m dpipe.baselines.torch_replay CONFIG -o KEY=VALUE ...   one rank, as `dpipe train`
 
 It leaves the rows of a run behind (`metrics.jsonl`), so whatever reads ours reads it too. That both
 engines learn the same on a real model is for `torch_pipelining` to say.
@@ -75,9 +75,8 @@ def check_config(config: Config) -> None:
         'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
         "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,
-        "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, or a lab)": (
-            config.transport.shape is not None
-        ),
+        "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, or "
+        "a lab)": config.transport.shape is not None,
     }
     refuse("torch.distributed.pipelining", reasons)
 

@@ -62,7 +62,7 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
       dpipe launch scripts/quickstart.toml -o train.steps=50
     """
     from dpipe.report.display import lasting
-    from dpipe.run.build import launch_ranks
+    from dpipe.run.start import launch_ranks
 
     sys.exit(
         launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)

@@ -1,4 +1,4 @@
-"""A step's data, cut into micro-batches."""
+"""The type of a step's data, cut into micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's data by micro-batch: inputs on the first stage's rank, targets on the last's,
-    nothing elsewhere.
-    """
+    """By micro-batch."""
 
-    inputs: Sequence[tuple[torch.Tensor, ...]] = ()
-    targets: Sequence[torch.Tensor] = ()
+    inputs: Sequence[tuple[torch.Tensor, ...]] = ()  # needed on the first stage's rank
+    targets: Sequence[torch.Tensor] = ()  # needed on the last stage's rank

@@ -1,11 +1,12 @@
-"""Text to tokens to batches. A batch is a function of (seed, step, replica): ranks agree on it
+"""Text to tokens to windows. A window is a function of (seed, step, replica), so ranks agree on it
 without talking.
 
-    files ──sorted, joined──> text ──tokenizer──> CACHE/<digest>/tokens.bin    [ training ... | held out ]
-                                                                 corpus.json   counts, bytes, entropy
+    files ──sorted, joined──> text ──tokenizer──> CACHE/<digest>/
+                                                      tokens.bin     [ training ... | held out ]
+                                                      corpus.json    counts, bytes, entropy
 
-The folder's name is a digest of the text and of all that shaped the tokens, so it is never stale
-and never rewritten.
+The folder's name is a digest of the text and of everything that decides its tokens, so a folder is
+never stale and never rewritten.
 """
 
 import glob
@@ -31,27 +32,25 @@ Part = Literal["train", "held_out"]
 TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
 _FORMAT = "dpipe-corpus-1"
-_PIECE = 1 << 20  # characters that a tokenizer is given at once
-# 2^64 over the golden ratio: its multiples spread evenly for any number of them
+_PIECE = 1 << 20  # characters that a tokenizer gets at once
+# 2^64 over the golden ratio: any number of its multiples are spread evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a text besides its tokens; `bigram_bits` is the entropy of a byte given the
-    one before.
-    """
+    """What the cache knows of a text besides its tokens."""
 
     num_tokens: int
     num_train_tokens: int
     train_bytes: int
     held_out_bytes: int
-    bigram_bits: float
+    bigram_bits: float  # entropy of a byte given the one before
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens: the training part, and behind it the held-out part."""
+    """A text as tokens: the training part, then the held-out part."""
 
     tokens: NDArray[Any]  # [num_tokens], uint16 or uint32
     facts: Facts
@@ -76,46 +75,46 @@ class Corpus:
         return self.tokenizer.decode(ids)
 
     def check_length(self, context: int, *, need_held_out: bool) -> None:
-        """Raises `DataError` where a part cannot fill one window of `context` tokens and the token
-        that follows.
+        """Raises `DataError` if a part cannot fill a window of `context` tokens and the token after
+        it.
         """
         if self.num_train_tokens <= context:
             raise DataError(
                 f"the training text has {self.num_train_tokens} tokens, model.context {context} "
-                f"needs {context + 1}; "
-                "give more text or lower model.context"
+                f"needs {context + 1}; give more text or lower model.context"
             )
         if need_held_out and self.num_held_out_tokens <= context:
             raise DataError(
                 f"the held-out text has {self.num_held_out_tokens} tokens, model.context {context} "
-                "needs "
-                f"{context + 1}; raise data.held_out, give more text, or unset train.eval_every"
+                f"needs {context + 1}; raise data.held_out, give more text, or unset "
+                "train.eval_every"
             )
 
     def batch(
         self, seed: int, step: int, replica: int, batch_size: int, context: int
     ) -> TokenBatch:
-        """Inputs and targets [B, T], int64: windows from anywhere in the training text, targets one
-        token on.
+        """Inputs and targets [B, T], int64: windows from anywhere in the training text, and the
+        same windows one token on.
 
-        Philox (Salmon et al. 2011) is counter-based: `seed` is its key, (step, replica) the high
-        words of its counter.
+        They are drawn by Philox (Salmon et al. 2011), which is counter-based: `seed` is its key,
+        (step, replica) are the high words of its counter.
         """
         philox = np.random.Philox(key=seed % 2**64, counter=[0, 0, step, replica])
         starts = philox.random_raw(batch_size) % np.uint64(self.num_train_tokens - context)
         return self._windows(starts.astype(np.int64), context)
 
     def held_out_batch(self, index: int, batch_size: int, context: int) -> TokenBatch:
-        """As `batch`, from the held-out text; however many batches are taken, their windows spread
-        over all of it.
+        """As `batch`, from the held-out text. The windows of any number of batches are spread over
+        all of it.
         """
         numbers = range(index * batch_size, (index + 1) * batch_size)
         span = self.num_held_out_tokens - context
-        starts = [self.num_train_tokens + (n * _GOLDEN % 2**64 * span >> 64) for n in numbers]
+        offsets = [number * _GOLDEN % 2**64 * span >> 64 for number in numbers]
+        starts = [self.num_train_tokens + offset for offset in offsets]
         return self._windows(np.array(starts), context)
 
     def bytes_per_token(self, split: Part) -> float:
-        """0 for a held-out part that is empty."""
+        """0 for an empty held-out part."""
         if split == "train":
             return self.facts.train_bytes / self.num_train_tokens
         return self.facts.held_out_bytes / max(1, self.num_held_out_tokens)
@@ -125,9 +124,8 @@ class Corpus:
         return self.facts.bigram_bits
 
     def _windows(self, starts: NDArray[np.int64], context: int) -> TokenBatch:
-        windows = torch.from_numpy(
-            self.tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-        )
+        places = starts[:, None] + np.arange(context + 1)
+        windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -139,15 +137,15 @@ def prepare(
     accept: Callable[[Corpus], None] = lambda corpus: None,
     between: bytes = b"\n",
 ) -> Corpus:
-    """The text of `files` as tokens, from the cache or into it; the last `held_out` share of it is
-    held out.
+    """The text of `files` as tokens, from the cache or into it; its last `held_out` share is held
+    out.
 
     A pattern is a glob relative to the working folder, or "package:NAME/GLOB" inside an installed
-    package. `accept` sees the corpus before anything is written and may raise. `between` is put
-    between files. Several processes may prepare one text at once.
+    package. `accept` sees the corpus before anything is written, and may raise. Files are joined
+    with `between`. Several processes may prepare the same text at once.
 
     Raises `DataError` for a pattern that matches nothing, text that is empty or not UTF-8, a cache
-    that cannot be written, and text of which the tokenizer makes no token.
+    that cannot be written, and text that gives no token.
     """
     paths = find_files(files)
     text = between.join(path.read_bytes() for path in paths)
@@ -179,14 +177,15 @@ def _matches(pattern: str) -> list[Path]:
     if pattern.startswith("package:"):
         package, _, inside = pattern.removeprefix("package:").partition("/")
         root = _package_folder(package, pattern)
-    found = [root / name for name in glob.glob(inside, root_dir=root, recursive=True)]
-    if not (files := [path for path in found if path.is_file()]):
+    paths = [root / name for name in glob.glob(inside, root_dir=root, recursive=True)]
+    files = [path for path in paths if path.is_file()]
+    if not files:
         raise DataError(f"data.files {pattern!r} matches no file in {root.absolute()}")
     return files
 
 
 def _package_folder(package: str, pattern: str) -> Path:
-    """Found without importing it: text needs none of the package's own dependencies."""
+    """Where a package lies, without importing it: its text needs none of its dependencies."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
@@ -197,7 +196,7 @@ def _package_folder(package: str, pattern: str) -> Path:
 
 
 def check_utf8(path: Path) -> None:
-    """Raises `DataError` naming the first byte that is not."""
+    """Raises `DataError` naming the first byte that is not UTF-8."""
     try:
         path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -208,27 +207,26 @@ def check_utf8(path: Path) -> None:
 
 def _digest(text: bytes, tokenizer: Tokenizer, held_out: float) -> str:
     parts = (_FORMAT.encode(), tokenizer.fingerprint, repr(held_out).encode(), text)
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
-        :32
-    ]
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:32]
 
 
 def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
     cut = round(len(text) * (1 - held_out))
-    train, rest = (_ids(part, tokenizer) for part in (text[:cut], text[cut:]))
-    tokens = np.concatenate([train, rest])
+    train = _ids(text[:cut], tokenizer)
+    rest = _ids(text[cut:], tokenizer)
     if not len(train):
         raise DataError(
             f"data.tokenizer {tokenizer.name} makes no token of a text of {cut} characters"
         )
     facts = Facts(
-        len(tokens),
-        len(train),
-        len(text[:cut].encode()),
-        len(text[cut:].encode()),
-        _bigram_bits(text),
+        num_tokens=len(train) + len(rest),
+        num_train_tokens=len(train),
+        train_bytes=len(text[:cut].encode()),
+        held_out_bytes=len(text[cut:].encode()),
+        bigram_bits=_bigram_bits(text),
     )
-    return Corpus(tokens, facts, tokenizer)
+    return Corpus(np.concatenate([train, rest]), facts, tokenizer)
 
 
 def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
@@ -238,7 +236,7 @@ def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut behind a line where there is one, so that a piece's end seldom falls into a word."""
+    """Cut after a line if possible, so that a cut seldom falls into a word."""
     start = 0
     while start < len(text):
         end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
@@ -254,32 +252,33 @@ def _bigram_bits(text: str) -> float:
     values = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
     pairs = np.bincount(values[:-1] * 256 + values[1:], minlength=1 << 16).reshape(256, 256)
     firsts = pairs.sum(1, keepdims=True)
-    chances = np.divide(pairs, firsts, where=pairs > 0, out=np.ones(pairs.shape))
-    return float(-(pairs * np.log2(chances)).sum() / max(1, pairs.sum()))
+    # A pair that does not occur counts nothing: 0 log 1.
+    probabilities = np.divide(pairs, firsts, where=pairs > 0, out=np.ones(pairs.shape))
+    return float(-(pairs * np.log2(probabilities)).sum() / max(1, pairs.sum()))
 
 
 def _store(corpus: Corpus, folder: Path) -> None:
-    """Under a temporary name, synced, renamed: a folder that is there is whole, whoever wrote
+    """Write under a temporary name, sync, rename: a folder that exists is complete, whoever wrote
     it.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+        unfinished = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
     except OSError as error:
         raise DataError(
             f"the token cache {folder.parent} cannot be written: {error}; set data.cache"
         ) from None
     try:
-        _write(made / "tokens.bin", corpus.tokens.tobytes())
-        _write(made / "corpus.json", json.dumps(asdict(corpus.facts)).encode())
-        os.rename(made, folder)
+        _write(unfinished / "tokens.bin", corpus.tokens.tobytes())
+        _write(unfinished / "corpus.json", json.dumps(asdict(corpus.facts)).encode())
+        os.rename(unfinished, folder)
     except OSError as error:
-        if not folder.exists():  # else another process was first, with the same bytes
+        if not folder.exists():  # otherwise another process was first, with the same bytes
             raise DataError(
                 f"the token cache {folder} cannot be written: {error}; set data.cache"
             ) from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:

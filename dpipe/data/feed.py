@@ -1,5 +1,5 @@
-"""What a step is fed with: a function of (seed, step, replica), so that first and last rank agree
-without talking.
+"""A step's batch: a function of (seed, step, replica), so that the first and the last rank of a
+pipeline agree on it without talking.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,21 @@ from dpipe.data.corpus import Corpus
 
 
 class Feed(Protocol):
+    """Batches of one replica."""
+
     def training(self, step: int) -> Batch: ...
-    def held_out(self, index: int) -> Batch: ...
+
+    def held_out(self, index: int) -> Batch:
+        """Batch `index` of those that every evaluation reads."""
+        ...
 
 
 @dataclass(frozen=True)
 class TextFeed:
-    """Micro-batches of token windows [B, T] and the tokens that follow them.
+    """Micro-batches of token windows [B, T], and as targets the same windows one token on.
 
-    A replica takes its share of the batch that one process would have: how many there are changes
-    no sequence.
+    A replica takes its share of the batch that one process would have, so the number of replicas
+    changes no sequence.
     """
 
     corpus: Corpus
@@ -35,24 +40,21 @@ class TextFeed:
     num_replicas: int = 1
 
     def training(self, step: int) -> Batch:
-        return self._cut(
-            self.corpus.batch(self.train.seed, step, 0, self.train.batch_size, self.context)
-        )
+        train = self.train
+        return self._cut(self.corpus.batch(train.seed, step, 0, train.batch_size, self.context))
 
     def held_out(self, index: int) -> Batch:
         return self._cut(self.corpus.held_out_batch(index, self.train.batch_size, self.context))
 
     def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
-        mine = (tensor.chunk(self.num_replicas)[self.replica] for tensor in batch)
-        inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in mine)
+        own = (tensor.chunk(self.num_replicas)[self.replica] for tensor in batch)
+        inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in own)
         return Batch([(tensor,) for tensor in inputs], list(targets))
 
 
 @dataclass(frozen=True)
 class PairFeed:
-    """Micro-batches of what BERT reads. A replica makes the sequences of its own share of the batch
-    alone.
-    """
+    """Micro-batches of what BERT reads. A replica makes only the sequences of its own share."""
 
     pairs: SentencePairs
     train: TrainConfig
@@ -66,20 +68,21 @@ class PairFeed:
         return self._cut(self.pairs.held_out(self._share(index)))
 
     def _share(self, index: int) -> range:
-        """The numbers of its sequences in the batches that follow each other."""
+        """This replica's sequences of batch `index`, counted through all batches."""
         size = self.train.batch_size // self.num_replicas
         start = index * self.train.batch_size + self.replica * size
         return range(start, start + size)
 
     def _cut(self, sequences: Sequences) -> Batch:
         inputs, targets = sequences
-        cut = zip(*(tensor.chunk(self.train.num_microbatches) for tensor in inputs), strict=True)
-        return Batch(list(cut), list(targets.chunk(self.train.num_microbatches)))
+        count = self.train.num_microbatches
+        cut = [tensor.chunk(count) for tensor in inputs]
+        return Batch(list(zip(*cut, strict=True)), list(targets.chunk(count)))
 
 
 @dataclass(frozen=True)
 class NoFeed:
-    """For ranks that host neither end of the model, and for replay: nothing to read."""
+    """For ranks without the first or last stage, and for replay: nothing to read."""
 
     num_microbatches: int
 
@@ -92,7 +95,7 @@ class NoFeed:
 
 
 def feed_of(config: Config, corpus: Corpus | None, replica: int = 0, num_replicas: int = 1) -> Feed:
-    """What the configured model reads of its text; nothing without one."""
+    """What the configured model reads of `corpus`; nothing without one."""
     if corpus is None:
         return NoFeed(config.train.num_microbatches)
     if isinstance(corpus.tokenizer, SentenceTokenizer):

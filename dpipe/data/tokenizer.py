@@ -1,4 +1,4 @@
-"""Text to tokens."""
+"""Text to token ids, and back. Sizes of vocabularies need no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ from dpipe.errors import ConfigError, DataError
 
 
 def vocabulary_of(config: Config) -> int:
-    """Words of the configured model."""
+    """Entries of the configured model's vocabulary."""
     return config.model.vocab_size or vocabulary(config.data.tokenizer)
 
 
 def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary; raises `ConfigError` where the file cannot be read."""
+    """The size of a tokenizer's vocabulary. Raises `ConfigError` if its file cannot be read."""
     if tokenizer == "bytes":
         return 256
     from tokenizers import Tokenizer
@@ -26,21 +26,21 @@ def vocabulary(tokenizer: str) -> int:
 
 
 def size_of(tokenizer: Any) -> int:
-    """Words that a model of it needs, of a Hugging Face tokenizer: its numbers may have gaps."""
+    """The entries that a model needs for a Hugging Face tokenizer. Its ids may have gaps."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 class Tokenizer(Protocol):
-    name: str
+    name: str  # as in data.tokenizer
     vocab_size: int
-    fingerprint: bytes
+    fingerprint: bytes  # all that decides its ids
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 are the tokens."""
+    """Each byte of UTF-8 is a token."""
 
     name = "bytes"
     vocab_size = 256
@@ -54,7 +54,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`. Raises `DataError` where it is missing or is none."""
+    """A Hugging Face `tokenizer.json`. Raises `DataError` if it is missing or something else."""
 
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer as Pieces  # slow to import, and not needed for bytes

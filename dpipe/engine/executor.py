@@ -152,17 +152,11 @@ class _Run:
             case Op.W:
                 self._backward_weight(action, stage)
             case Op.SEND_F | Op.SEND_B:
-                (source,) = self._schedule.requires(action)
-                tensors, made = self._made.pop(source)
-                self._send(action, tensors, made, self._parts.codec.encode)
-            case Op.RECV_F | Op.RECV_B:
-                wire_spec = self._parts.codec.wire_spec
-                self._post(action, [wire_spec(spec) for spec in self._specs(action)])
+                self._send_made(action)
             case Op.SEND_TIED:
-                gradient = _gradient(self._parts.tied[action.stage])
-                self._send(action, (gradient,), self._parts.streams.mark())
-            case Op.RECV_TIED:
-                self._post(action, [TensorSpec.of(self._parts.tied[action.stage])])
+                self._send_tied(action)
+            case Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
+                self._post(action)
             case Op.COMPLETE:
                 stage.complete()
                 self._add_tied(action.stage)
@@ -256,36 +250,44 @@ class _Run:
         self._landing.clear()
 
     def _specs(self, recv: Action) -> tuple[TensorSpec, ...]:
-        """The stage's input for RECV_F; for RECV_B the gradients of its output, one a
-        floating-point tensor.
+        """What arrives, decoded: the stage's input for RECV_F, and for RECV_B the gradients of its
+        output, one a floating-point tensor.
         """
         if recv.op is Op.RECV_F:
             return self._parts.boundaries[recv.stage - 1]
         outputs = self._parts.boundaries[recv.stage]
         return tuple(spec for spec in outputs if spec.dtype.is_floating_point)
 
-    def _send(
-        self,
-        action: Action,
-        tensors: Tensors,
-        made: Mark,
-        encode: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-    ) -> None:
-        """Queue `tensors`, complete at `made`, for the neighbour: encoded beside compute, not in
-        its way.
-        """
-        parts = self._parts
-        to = parts.global_rank(peer(self._schedule, action))
-        with parts.streams.sending(made, tensors):
-            wires = [encode(tensor) for tensor in tensors]
+    def _send_made(self, action: Action) -> None:
+        (source,) = self._schedule.requires(action)
+        tensors, made = self._made.pop(source)
+        # Encoded beside compute, not in its way.
+        with self._parts.streams.sending(made, tensors):
+            wires = [self._parts.codec.encode(tensor) for tensor in tensors]
             for wire in wires:
-                self._leaving.append((action, parts.transport.send(wire, to, str(action))))
-        self.sent_bytes[to] += sum(wire.nbytes for wire in wires)
+                self._send(action, wire)
 
-    def _post(self, action: Action, specs: Sequence[TensorSpec]) -> None:
-        tag = str(counterpart(action, self._schedule.num_stages))
+    def _send_tied(self, action: Action) -> None:
+        gradient = _gradient(self._parts.tied[action.stage])
+        with self._parts.streams.sending(self._parts.streams.mark(), (gradient,)):
+            self._send(action, gradient)
+
+    def _send(self, action: Action, wire: torch.Tensor) -> None:
+        to = self._parts.global_rank(peer(self._schedule, action))
+        pending = self._parts.transport.send(wire, to, str(action))
+        self._leaving.append((action, pending))
+        self.sent_bytes[to] += wire.nbytes
+
+    def _post(self, action: Action) -> None:
+        """Post the receives of `action`; they match the sends by the send's name."""
+        if action.op is Op.RECV_TIED:
+            specs = [TensorSpec.of(self._parts.tied[action.stage])]
+        else:
+            specs = [self._parts.codec.wire_spec(spec) for spec in self._specs(action)]
         source = self._parts.global_rank(peer(self._schedule, action))
-        self._arriving[action] = [self._parts.transport.recv(spec, source, tag) for spec in specs]
+        tag = str(counterpart(action, self._schedule.num_stages))
+        recv = self._parts.transport.recv
+        self._arriving[action] = [recv(spec, source, tag) for spec in specs]
 
     def _add_tied(self, stage: int) -> None:
         """Add the gradients that both ends of the model have for the shared weight. Two terms: no

@@ -1,7 +1,12 @@
-"""What lies between ranks: links, what a rank can send in all, and the profiles that describe them.
+"""What lies between ranks: links, what one rank can send in all, and profiles that describe them.
+No torch.
 
-link.py      `Link`, `Network`, `Host`
-egress.py    what one rank sends through one interface, message by message
+link.py        `Link`, `Network`, `Host`
+egress.py      what one rank sends through one interface, message by message
 in_transit.py  what one rank has sent and has not arrived: egress, then delay
-profile.py   a network profile: one TOML file, four readers
+profile.py     a network profile: one TOML file, four readers
+
+To add a property of links: a field of `Link` with its check, a key in profile.py, and what it does
+in each of the four readers: the simulator and the shaped transport (both by egress.py),
+`netem/tc.py`, and the label of a table's row.
 """

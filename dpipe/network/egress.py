@@ -1,4 +1,4 @@
-"""What one rank sends through one interface."""
+"""What one rank sends through one interface: whose message moves, and how fast."""
 
 import math
 from collections import deque
@@ -15,25 +15,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[T]):
-    """A message that is through: its last bit left at `end_us`, and arrives the link's delay
-    later.
-    """
+    """A message that has left."""
 
     target: int
     item: T
     start_us: float
-    end_us: float
+    end_us: float  # its last bit leaves; it arrives the link's delay later
 
 
 @dataclass(slots=True)
 class _Moving(Generic[T]):
     target: int
-    number: int
+    number: int  # in order of arrival
     item: T
     bits_left: float
     start_us: float | None = None  # when its first bit left
     bits_per_us: float = 0.0
-    left_us: float = math.inf  # how long its bits take as the shares are
+    left_us: float = math.inf  # how long the rest takes at that rate
 
 
 class Egress(Generic[T]):
@@ -43,35 +41,35 @@ class Egress(Generic[T]):
         to 1   [ a             ]      [ c
         to 2            (waits)[ b    ]
 
-    First come, first served, as a queue is that takes a whole message at once, which TCP gives it
-    after its first round trips; what a link cannot use (its window is small) goes to the next in
-    the queue. Links that are shaped apart from the others have a queue of their own; queues share
-    the interface fairly, as the classes of `tc` do.
+    Messages are served in order of arrival, as by a queue that takes a whole message at once; so
+    TCP fills it after a few round trips. What a link cannot use, because its window is small, goes
+    to the next message. Links with a shape of their own have a queue of their own; queues share the
+    interface equally, as the classes of `tc` do.
 
-    `offer` and `complete` are called in order of time, and `complete` before an `offer` that is
-    later than `due_us`.
+    `offer` and `complete` are called in order of time, `complete` before any `offer` later than
+    `due_us`.
     """
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network
         self._rank = rank
         self._bits_per_us = network.egress_gbps(rank) * 1e3
-        self._limits: dict[int, float] = {}
-        self._queues: dict[
-            int, int | None
-        ] = {}  # None: that of the links which are as the network is in general
+        self._limits: dict[int, float] = {}  # by target: bits a microsecond
+        self._queues: dict[int, int | None] = {}  # by target; None: that of the default link
         self._numbers = count()
-        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, what, bytes
+        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, item, bytes
         self._moving: dict[int, _Moving[T]] = {}  # by target: one a link
-        self._settled_us = 0.0
-        self._first: _Moving[T] | None = None
+        self._settled_us = 0.0  # until when `bits_left` is accounted for
+        self._first: _Moving[T] | None = None  # the one that will be through next
 
     @property
     def due_us(self) -> float | None:
-        """When the next message will be through, if no other is offered before; None if there is
-        none.
+        """When the next message will have left, if no other is offered before; None if nothing is
+        moving.
         """
-        return None if self._first is None else self._settled_us + self._first.left_us
+        if self._first is None:
+            return None
+        return self._settled_us + self._first.left_us
 
     def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
         """Queue `num_bytes` for `target`."""
@@ -87,7 +85,7 @@ class Egress(Generic[T]):
             self._share()
 
     def complete(self) -> Sent[T]:
-        """Take out the message that is due, at the moment when it is."""
+        """Take out the message that is due, at `due_us`."""
         moved = self._first
         due_us = self.due_us
         assert moved is not None and due_us is not None, "nothing is due"
@@ -99,41 +97,42 @@ class Egress(Generic[T]):
         return Sent(moved.target, moved.item, moved.start_us, due_us)
 
     def _load(self, target: int) -> None:
-        """Let the next message of a free link have its turn."""
+        """Start the next message of a link that is free."""
         if self._waiting[target]:
             number, item, num_bytes = self._waiting[target].popleft()
             self._moving[target] = _Moving(target, number, item, num_bytes * 8)
 
     def _settle(self, now_us: float) -> None:
-        """Account for what has moved since the shares last changed."""
+        """Account for what has left since the rates last changed."""
         for moving in self._moving.values():
             moving.bits_left -= moving.bits_per_us * (now_us - self._settled_us)
         self._settled_us = now_us
 
     def _share(self) -> None:
-        """Deal the interface out anew: to each queue what it can use at most, what it leaves to
-        those that can more.
+        """Set all rates anew: equal shares for the queues, and what one cannot use goes to those
+        that can use more.
         """
         moving = sorted(self._moving.values(), key=_by_number)
         queues: dict[int | None, list[_Moving[T]]] = {}
         for each in moving:
             queues.setdefault(self._queues[each.target], []).append(each)
-        wanted = [
-            (sum([self._limits[m.target] for m in queue]), queue) for queue in queues.values()
-        ]
+        wanted = []
+        for queue in queues.values():
+            limits = [self._limits[each.target] for each in queue]
+            wanted.append((sum(limits), queue))
         left = self._bits_per_us
         for served, (limit, queue) in enumerate(sorted(wanted, key=_by_limit)):
             left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
         self._first = min(moving, key=_by_time_left, default=None)
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
-        """Deal `bits_per_us` out in order of arrival; returns what was taken of it."""
+        """Give out `bits_per_us` in order of arrival. Returns how much of it is used."""
         left = bits_per_us
         for moving in queue:
             share = min(self._limits[moving.target], left)
             if share > _NOTHING * bits_per_us:
                 moving.bits_per_us = share
-                left = left - share
+                left -= share
                 moving.left_us = max(0.0, moving.bits_left / share)
                 if moving.start_us is None:
                     moving.start_us = self._settled_us
@@ -148,4 +147,4 @@ _by_number = attrgetter("number")
 _by_time_left = attrgetter("left_us")
 
 
-_NOTHING = 1e-9  # of a rate: what a subtraction leaves of it
+_NOTHING = 1e-9  # share of a rate that is only a rounding error

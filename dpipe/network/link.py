@@ -1,31 +1,28 @@
-"""A network as a run sees it: one directed link between each two ranks, and each rank's own egress.
+"""A network as a run sees it: a directed link between any two ranks, and each rank's own egress.
 
-A message of n bytes on a link takes n * 8 / bandwidth to put on the wire, then the link's delay to
-arrive. What a rank sends to several peers at once shares its egress, because `tc` shapes an
-interface and not a peer: one message after another (`Egress`). One TCP connection carries at most a
+A message of n bytes takes n * 8 / bandwidth to put on the wire, and then the link's delay to
+arrive. What a rank sends to several peers at once shares its egress, one message after another
+(`Egress`), because `tc` shapes an interface and not a peer. One TCP connection carries at most one
 window a round trip, whatever the bandwidth.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import permutations, product
 
 from dpipe.errors import ProfileError
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks: one-way delay and its jitter in milliseconds, bandwidth in
-    gigabits a second, the share of packets that is lost, in percent, and TCP's window: the bytes
-    that a connection has under way at most (None: no limit).
-    """
+    """One direction between two ranks."""
 
-    delay_ms: float
+    delay_ms: float  # one way
     bandwidth_gbps: float
-    jitter_ms: float = 0.0
-    loss_percent: float = 0.0
-    window_bytes: float | None = None
+    jitter_ms: float = 0.0  # of the delay
+    loss_percent: float = 0.0  # of the packets
+    window_bytes: float | None = None  # most bytes in flight on a TCP connection; None: no limit
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < math.inf:
@@ -56,33 +53,29 @@ class Link:
         return self.delay_ms * 1e3
 
     def serialisation_us(self, num_bytes: int) -> float:
+        """How long a message takes to put on the wire."""
         return num_bytes * 8 / (self.bandwidth_gbps * 1e3)
 
     def rate_gbps(self, connections: int = 1) -> float:
-        """What `connections` carry together: a window each a round trip (twice the delay), up to
-        the bandwidth.
+        """What `connections` carry together: each one window a round trip, which is twice the
+        delay, up to the bandwidth.
         """
         if self.window_bytes is None or self.delay_ms == 0:
             return self.bandwidth_gbps
-        return min(
-            self.bandwidth_gbps, connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6)
-        )
+        windows_gbps = connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6)
+        return min(self.bandwidth_gbps, windows_gbps)
 
     @property
     def connections(self) -> int:
-        """How many TCP connections fill the link: what is under way in a round trip, a window
-        each.
-        """
-        under_way = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
+        """How many TCP connections fill the link: what is in flight in a round trip, by windows."""
+        in_flight = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
         window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
-        return max(
-            1, math.ceil(min(MAX_CONNECTIONS, under_way / window))
-        )  # the quotient may be infinite
+        # The quotient may be infinite.
+        return max(1, math.ceil(min(MAX_CONNECTIONS, in_flight / window)))
 
 
-# Linux lets a send buffer grow to 4 MiB, and counts the packets' own overhead in it: at 50 ms and 1
-# Gbit/s one connection was seen to keep 2.6 to 3.3 MB under way (scripts/link.py). This is what can
-# be counted on.
+# Linux lets a send buffer grow to 4 MiB, including the packets' overhead: at 50 ms and 1 Gbit/s one
+# connection kept 2.6 to 3.3 MB in flight (scripts/link.py). This much can be relied on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
 MAX_DELAY_MS = 3_600_000
@@ -93,83 +86,80 @@ LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The links of a run by (from rank, to rank); pairs that are not listed use `default`, if there
-    is one.
-
-    `connections` is how many TCP connections a run opens for each link.
-    """
+    """The links of a run."""
 
     name: str = "loopback"
-    default: Link | None = LOOPBACK
-    links: dict[tuple[int, int], Link] = field(default_factory=dict)
-    connections: int = 1
+    default: Link | None = LOOPBACK  # of pairs that `links` does not have; None: there is no link
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)  # by (from rank, to rank)
+    connections: int = 1  # TCP connections that a run opens for each link
 
     def link(self, source: int, target: int) -> Link:
-        """Raises `ProfileError` for a pair that the profile does not list and has no default
-        for.
-        """
+        """Raises `ProfileError` for a pair that is not listed, if there is no default."""
         link = self.links.get((source, target), self.default)
         if link is None:
             raise self._missing([(source, target)])
         return link
 
     def rate_gbps(self, source: int, target: int) -> float:
-        """What the link carries alone, over its connections."""
+        """What the link carries over its connections, with nothing beside it."""
         return self.link(source, target).rate_gbps(self.connections)
 
     def egress_gbps(self, rank: int) -> float:
-        """What `rank` can send in all: the fastest of its links, as an interface shaped to that
-        rate would.
+        """What `rank` can send in all: as much as its fastest link, like an interface shaped to
+        that rate.
         """
-        links = [k for (source, _), k in self.links.items() if source == rank]
-        return max((k.bandwidth_gbps for k in [*links, self.default] if k is not None), default=0.0)
+        rates = [link.bandwidth_gbps for (source, _), link in self.links.items() if source == rank]
+        if self.default is not None:
+            rates.append(self.default.bandwidth_gbps)
+        return max(rates, default=0.0)
 
     def over(self, connections: int) -> "Network":
-        """The same network for a run that opens so many connections a link."""
+        """The same network for a run that opens `connections` TCP connections a link."""
         return replace(self, connections=connections)
 
     def over_enough(self) -> "Network":
-        """The same network for a run whose connections fill the longest and fattest of its
-        links.
-        """
-        links = [*self.links.values(), *([] if self.default is None else [self.default])]
-        return self.over(max((link.connections for link in links), default=1))
+        """The same network for a run with enough connections to fill any of its links."""
+        counts = [link.connections for link in self.links.values()]
+        if self.default is not None:
+            counts.append(self.default.connections)
+        return self.over(max(counts, default=1))
 
     def with_links(self, change: Callable[[Link], Link]) -> "Network":
-        """The same network, each of its links as `change` makes it."""
+        """The same network with every link replaced by `change(link)`."""
         links = {ends: change(link) for ends, link in self.links.items()}
-        return replace(self, default=self.default and change(self.default), links=links)
+        default = None if self.default is None else change(self.default)
+        return replace(self, default=default, links=links)
 
     def for_payload(self) -> "Network":
-        """The same network as messages see it where its rates are interfaces': packets' headers
-        take their share.
+        """The same network for messages, if its rates are those of interfaces: the headers of
+        packets take a share.
         """
         return self.with_links(
             lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
         )
 
     def shared_by(self, count: int) -> "Network":
-        """The same network where each rank of it is a machine of `count` ranks, who share what it
-        sends fairly.
-        """
+        """Replace each node by `count` ranks that share its bandwidth equally."""
 
-        def less(link: Link) -> Link:
+        def share_of(link: Link) -> Link:
             return replace(link, bandwidth_gbps=link.bandwidth_gbps / count)
 
-        links = {
-            (source * count + i, target * count + j): less(link)
-            for (source, target), link in self.links.items()
-            for i in range(count)
-            for j in range(count)
-        }
-        return replace(self, default=self.default and less(self.default), links=links)
+        links: dict[tuple[int, int], Link] = {}
+        for (source, target), link in self.links.items():
+            for i, j in product(range(count), repeat=2):
+                links[source * count + i, target * count + j] = share_of(link)
+        default = None if self.default is None else share_of(self.default)
+        return replace(self, default=default, links=links)
 
     def check(self, num_ranks: int) -> None:
-        """Raise `ProfileError`, naming the pairs, where `num_ranks` ranks need a link that is not
-        there.
+        """Raises `ProfileError`, naming the pairs, if a link between two of `num_ranks` ranks is
+        missing.
         """
+        if self.default is not None:
+            return
         pairs = permutations(range(num_ranks), 2)
-        if missing := [pair for pair in pairs if self.default is None and pair not in self.links]:
+        missing = [pair for pair in pairs if pair not in self.links]
+        if missing:
             raise self._missing(missing)
 
     def _missing(self, pairs: list[tuple[int, int]]) -> ProfileError:
@@ -177,24 +167,20 @@ class Network:
         more = f" and {len(pairs) - _NAMED} more" if len(pairs) > _NAMED else ""
         return ProfileError(
             f"network {self.name!r} has no link from rank {named}{more}; list every pair as "
-            "[[link]], use fewer ranks, "
-            "or give delay_ms and bandwidth_gbps for all other pairs on top of the profile"
+            "[[link]], use fewer ranks, or give delay_ms and bandwidth_gbps for all other pairs on "
+            "top of the profile"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of several ranks, with fewer `cores` than they would like to have.
-
-    Each message takes a core of the host at either end for `message_us`, and `us_per_mb` for each
-    megabyte. Ranks whose computing takes none (it is waited for: a replay) do not `compute`.
-    """
+    """A machine of several ranks, with fewer cores than they could use."""
 
     ranks: tuple[int, ...]
     cores: int
-    message_us: float = 0.0
-    us_per_mb: float = 0.0
-    computes: bool = True
+    message_us: float = 0.0  # of a core, at either end of each message
+    us_per_mb: float = 0.0  # the same, for each megabyte
+    computes: bool = True  # False: computing takes no core, as in a replay, which waits
 
     def moving_us(self, num_bytes: int) -> float:
         """Processor time at one end of a message."""

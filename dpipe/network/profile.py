@@ -1,4 +1,6 @@
-"""A network profile: one TOML file."""
+"""A network profile: one TOML file, which the simulator, the shaped transport, `netem/tc.py` and
+tables read.
+"""
 
 import tomllib
 from pathlib import Path
@@ -8,11 +10,7 @@ from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
 
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
-
-
 _TOP = {"name", "link"} | _SHAPE
-
-
 _LINK = {"from", "to"} | _SHAPE
 
 
@@ -20,9 +18,9 @@ def load_network(path: str | Path) -> Network:
     """Read a network profile (TOML).
 
         name = "two sites"
-        delay_ms = 0.1            # one way, between each two ranks not listed below
-        bandwidth_gbps = 10       # leave both out where every pair is listed
-        window_bytes = 4e6        # TCP's, if it is known to matter; also for the links below that state none
+        delay_ms = 0.1            # one way, between any two ranks not listed below
+        bandwidth_gbps = 10       # leave both out if every pair is listed
+        window_bytes = 4e6        # TCP's, if known to matter; also of links below that state none
         [[link]]                  # both directions, unless the opposite pair is listed as well
         from = 0
         to = 1
@@ -32,9 +30,8 @@ def load_network(path: str | Path) -> Network:
     Raises `ProfileError` naming the file and the key.
     """
     try:
-        table = tomllib.loads(
-            Path(path).read_text(encoding="utf-8-sig")
-        )  # some editors begin a file with a mark
+        # Some editors begin a file with a byte-order mark.
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         return parse_network(table, default_name=Path(path).stem)
     except FileNotFoundError:
         raise ProfileError(f"network profile {path} does not exist") from None
@@ -45,27 +42,30 @@ def load_network(path: str | Path) -> Network:
 
 
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
+    """The network of a profile's table. Raises `ProfileError` naming the key."""
     _only(table, _TOP, "the profile")
-    stated = _SHAPE & set(table) - {"window_bytes"}
-    default = _link(table, "the profile") if stated or "link" not in table else None
+    describes_others = bool(_SHAPE & set(table) - {"window_bytes"})
+    default = None
+    if describes_others or "link" not in table:
+        default = _link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
     for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
-        ends = (_rank(row, "from"), _rank(row, "to"))
-        if ends[0] == ends[1]:
-            raise ProfileError(f"[[link]] from {ends[0]} to itself: a link is between two ranks")
-        if ends in links:
-            raise ProfileError(f"[[link]] from {ends[0]} to {ends[1]} is listed twice")
-        links[ends] = _link(
-            {"window_bytes": table.get("window_bytes")} | row,
-            f"[[link]] from {ends[0]} to {ends[1]}",
-        )
+        source = _rank(row, "from")
+        target = _rank(row, "to")
+        where = f"[[link]] from {source} to {target}"
+        if source == target:
+            raise ProfileError(f"[[link]] from {source} to itself: a link is between two ranks")
+        if (source, target) in links:
+            raise ProfileError(f"{where} is listed twice")
+        links[source, target] = _link({"window_bytes": table.get("window_bytes")} | row, where)
     mirrored = {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
     return Network(str(table.get("name", default_name)), default, links | mirrored)
 
 
 def _only(table: dict[str, Any], known: set[str], where: str) -> None:
-    if unknown := sorted(set(table) - known):
+    unknown = sorted(set(table) - known)
+    if unknown:
         raise ProfileError(
             f"unknown key {unknown[0]!r} in {where}; known keys: {', '.join(sorted(known))}"
         )
@@ -85,7 +85,9 @@ def _number(table: dict[str, Any], key: str, where: str, default: float | None =
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
-    window = None if table.get("window_bytes") is None else _number(table, "window_bytes", where)
+    window = None
+    if table.get("window_bytes") is not None:
+        window = _number(table, "window_bytes", where)
     return Link(
         delay_ms=_number(table, "delay_ms", where),
         bandwidth_gbps=_number(table, "bandwidth_gbps", where),

@@ -128,23 +128,20 @@ def forecast(
     """
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    ballots = ballots_over(config, network, shaped)
-    network.check(max([config.num_machines, *(server + 1 for server in server_ranks(config))]))
+    network.check(max([config.num_machines, *[rank + 1 for rank in server_ranks(config)]]))
     check_vocabulary(config)
     if config.model.family.computes:
         cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
     else:
-        refuse_memory_of_replay(config)
-        cut = (1,) * config.pipeline.stages
-        cost = replay_cost(config, network)
-        stages = ()
+        cut, cost, stages = _cut_replay(config, network)
     replicas = replicas_of(config, cost)
     cost = with_exchange(config, cost)
     order = choose(config, cost, network, replicas, stages)
-    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
-    check(schedule)
+    schedule = _lowered(order, cost, replicas)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
-    timeline, step_us = _simulated(config, schedule, cost, network, hosts, replicas, ballots)
+    ballots = ballots_over(config, network, shaped)
+    a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots)
+    timeline = a_step(replicas=replicas)
     return Forecast(
         split=cut,
         schedule=schedule,
@@ -154,7 +151,7 @@ def forecast(
         timeline=timeline,
         replicas=replicas,
         agreeing_share=agreeing_share(config),
-        step_us=step_us,
+        step_us=_mean_step_us(config, timeline, a_step, replicas),
         memory=memory,
     )
 
@@ -176,23 +173,17 @@ def _checked_memory(
     return memory
 
 
-def _simulated(
-    config: Config,
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host],
-    replicas: Replicas | None,
-    ballots: Network | None,
-) -> tuple[Timeline, float]:
-    """A step at which replicas exchange something, and the mean microseconds of all steps."""
-    timeline = simulate(schedule, cost, network, hosts, replicas, ballots)
+def _mean_step_us(
+    config: Config, timeline: Timeline, a_step: Callable[..., Timeline], replicas: Replicas | None
+) -> float:
+    """`timeline` is a step at which `replicas` exchange something; `a_step(replicas=...)` simulates
+    another.
+    """
     share = agreeing_share(config)
     if replicas is None or share == 1:
-        return timeline, timeline.duration_us
-    silently = Replicas(silent(replicas.count))
-    apart = simulate(schedule, cost, network, hosts, silently, ballots)
-    return timeline, share * timeline.duration_us + (1 - share) * apart.duration_us
+        return timeline.duration_us
+    apart = a_step(replicas=Replicas(silent(replicas.count)))
+    return share * timeline.duration_us + (1 - share) * apart.duration_us
 
 
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:
@@ -204,6 +195,19 @@ def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost
     if layers.memory_of is not None:
         stages = in_run(config, layers.memory_of(cut), server_ranks(config))
     return cut, at_boundaries(config, cost), stages
+
+
+def _cut_replay(config: Config, network: Network) -> tuple[tuple[int, ...], Cost, Stages]:
+    """One layer a stage; none holds anything. Raises `ConfigError` for a limit of memory."""
+    refuse_memory_of_replay(config)
+    return (1,) * config.pipeline.stages, replay_cost(config, network), ()
+
+
+def _lowered(order: Schedule, cost: Cost, replicas: Replicas | None) -> Schedule:
+    """With what is sent and exchanged, and checked."""
+    schedule = lower(order, tied=cost.tied_bytes > 0, reduce=replicas is not None)
+    check(schedule)
+    return schedule
 
 
 def _eval_schedule(config: Config) -> Schedule:
@@ -256,23 +260,27 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
         pattern = kind.late_pattern
     most_bytes = max(cost.reduce_bytes) // settings.fragments
     num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
-    # For the norm, before anything is sent back.
-    waits = config.train.waits_for_verdict
     rounds = exchange(
-        pattern, settings.replicas, num_parts, barrier=waits, stale=settings.staleness > 0
+        pattern,
+        settings.replicas,
+        num_parts,
+        barrier=config.train.waits_for_verdict,  # on the norm, before anything is sent back
+        stale=settings.staleness > 0,
     )
     return Replicas(rounds, server_ranks(config), delayed=delayed)
 
 
 def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
-    """The network that a step's vote crosses; None where no step waits for it.
+    """The network that a step's vote crosses; None if no step waits for it.
 
     `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
-    what they say to the coordinator.
+    what they send to the coordinator.
     """
     if not config.train.waits_for_verdict:
         return None
-    return network if shaped is None or config.predict.network is not None else Network()
+    if shaped is not None and config.predict.network is None:
+        return Network()
+    return network
 
 
 def server_ranks(config: Config) -> tuple[int, ...]:

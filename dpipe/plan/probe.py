@@ -56,50 +56,59 @@ def probe(
         recipe = _recipe(model.layers[index], tensors, dtype)
         if recipe in _KNOWN:
             cost, tensors = _KNOWN[recipe]
-            costs.append(cost)
-            continue
-        try:
-            layer = in_precision(on_meta(model, index, seed), dtype)
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                outputs = as_tensors(index, layer, layer(*tensors))
-            kept = _kept_bytes(layer, tensors)
-        except RunError as error:
-            raise ConfigError(str(error)) from error
-        except Exception as error:
-            inputs_text = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
-            raise ConfigError(
-                f"layer {index} cannot take ({inputs_text}), or its shapes depend on values: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        tensors = outputs
-        parameters = [_num_bytes(parameter) for parameter in layer.parameters()]
-        costs.append(
-            LayerCost(
-                forward_flops=float(counter.get_total_flops()),
-                parameter_bytes=sum(parameters),
-                outputs=tuple(TensorSpec.of(tensor) for tensor in tensors),
-                attention_cores=len(attention_cores(layer)),
-                core_flops=_core_flops(layer, counter),
-                largest_parameter_bytes=max(parameters, default=0),
-                kept_bytes=kept,
-            )
-        )
+        else:
+            cost, tensors = _probe_layer(model, index, tensors, seed, dtype)
         if recipe is not None:
-            _KNOWN[recipe] = costs[-1], tensors
+            _KNOWN[recipe] = cost, tensors
+        costs.append(cost)
     return tuple(costs)
+
+
+def _probe_layer(
+    model: LayeredModel,
+    index: int,
+    inputs: tuple[torch.Tensor, ...],
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[LayerCost, tuple[torch.Tensor, ...]]:
+    """The cost of one layer, and its outputs on the meta device."""
+    try:
+        layer = in_precision(on_meta(model, index, seed), dtype)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            outputs = as_tensors(index, layer, layer(*inputs))
+        kept_bytes = _kept_bytes(layer, inputs)
+    except RunError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # whatever a user's own code raises
+        inputs_text = ", ".join(str(TensorSpec.of(tensor)) for tensor in inputs)
+        raise ConfigError(
+            f"layer {index} cannot take ({inputs_text}), or its shapes depend on values: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    parameters = [_num_bytes(parameter) for parameter in layer.parameters()]
+    cost = LayerCost(
+        forward_flops=float(counter.get_total_flops()),
+        parameter_bytes=sum(parameters),
+        outputs=tuple(TensorSpec.of(output) for output in outputs),
+        attention_cores=len(attention_cores(layer)),
+        core_flops=_core_flops(layer, counter),
+        largest_parameter_bytes=max(parameters, default=0),
+        kept_bytes=kept_bytes,
+    )
+    return cost, outputs
 
 
 def _recipe(
     make: Callable[[], nn.Module], inputs: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> Hashable:
-    """All that the cost of a layer depends on, where it is a class called with plain arguments;
-    None where its factory might make something else the next time.
+    """All that the cost of a layer depends on, if it is a class called with plain arguments; None
+    if its factory might make something else the next time.
     """
     if not (isinstance(make, partial) and isinstance(make.func, type)):
         return None
     arguments = (make.args, tuple(sorted(make.keywords.items())))
-    taken = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
-    recipe = (make.func, arguments, taken, dtype)
+    layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
+    recipe = (make.func, arguments, layouts, dtype)
     try:
         hash(recipe)
     except TypeError:

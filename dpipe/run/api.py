@@ -17,8 +17,8 @@ from rich.console import Console
 from dpipe.config.load import Config, build, load, override
 from dpipe.errors import InputError, RunError
 from dpipe.report.display import lasting
-from dpipe.run.build import launch_ranks, train_rank
-from dpipe.run.rows import OnRow
+from dpipe.report.rows import OnRow
+from dpipe.run.start import launch_ranks, train_rank
 
 LOG = logging.getLogger("dpipe")
 

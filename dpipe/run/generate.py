@@ -10,10 +10,10 @@ from dpipe.config.load import Config
 from dpipe.data.tokenizer import Tokenizer, open_tokenizer
 from dpipe.errors import CheckpointError, ConfigError, DataError
 from dpipe.plan.run_plan import make_model
-from dpipe.run.resume import fill, fill_buffers
 from dpipe.stage.families import FAMILIES
 from dpipe.stage.model import materialise, saved_buffers
 from dpipe.store import checkpoint
+from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url, load_configuration
 
 # Below it the likeliest token has all of the distribution, and logits / temperature may overflow.
@@ -21,13 +21,7 @@ _COLD = 1e-6
 
 
 def generate_text(
-    run: Path,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    fallback: bool = False,
+    run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False
 ) -> str:
     """Continue `prompt` with the newest checkpoint of `run`.
 

@@ -1,6 +1,4 @@
-"""How a rank comes among the others: the coordinator is joined, then every link is opened and
-checked.
-"""
+"""A rank joins the others: first the coordinator, then every link is opened and checked."""
 
 import logging
 import socket
@@ -39,26 +37,25 @@ def security_of(config: Config, process: ProcessInfo) -> Security:
 def joined(
     config: Config, process: ProcessInfo, peers: set[int], join_s: float | None, streams: Streams
 ) -> Iterator[tuple[Coordination, Transport]]:
-    """This rank among the others: coordinator joined, links open. An error inside ends the run for
-    all of them.
+    """Join the coordinator and open the links to `peers`. An error inside ends the run on all
+    ranks.
 
-    Which error a user reads: the first cause. Losing a peer is a symptom, so the coordinator is
-    asked for the cause.
+    A lost peer is a symptom: the coordinator is then asked for the first cause, and that is raised
+    as `RunAborted`.
     """
     folder = Path(config.run.folder)
     if process.world_size == 1:
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
-        timeouts = config.timeouts
         security = security_of(config, process)
         links = _links(config, process, security, streams)
         stack.callback(links.close)
         transport = shaped(config, links, streams)
         stack.callback(transport.close)
-        coordinator = _join(
-            config, process, security, timeouts.join if join_s is None else join_s, stack, links
-        )
+        if join_s is None:
+            join_s = config.timeouts.join
+        coordinator = _join(config, process, security, join_s, stack, links)
         coordinator.on_abort(transport.fail)
         try:
             transport.prepare(coordinator, peers)
@@ -75,15 +72,16 @@ def joined(
 
 
 def _links(config: Config, process: ProcessInfo, security: Security, streams: Streams) -> Transport:
-    chosen = config.transport
-    links: Transport = function_at(TRANSPORTS[chosen.kind].make)(
+    settings = config.transport
+    make_links = function_at(TRANSPORTS[settings.kind].make)
+    links: Transport = make_links(
         process.rank,
         bind=listening_on(config, process),
         port=config.node.port,
         security=security,
         connections=connections_of(config),
-        chunk_bytes=chosen.chunk_bytes,
-        buffer_bytes=chosen.buffer_bytes,
+        chunk_bytes=settings.chunk_bytes,
+        buffer_bytes=settings.buffer_bytes,
         transfer_timeout_s=config.timeouts.transfer,
         connect_timeout_s=config.timeouts.connect,
         streams=streams,
@@ -92,7 +90,7 @@ def _links(config: Config, process: ProcessInfo, security: Security, streams: St
 
 
 def shaped(config: Config, links: Transport, streams: Streams) -> Transport:
-    """`links`, behind the network that `transport.shape` asks for."""
+    """`links`, slowed to the network of `transport.shape`, if that is set."""
     if config.transport.shape is None:
         return links
     network = assumed_network(config.transport.shape, config.transport.connections)
@@ -110,7 +108,7 @@ def _join(
     stack: ExitStack,
     links: Transport,
 ) -> Coordination:
-    """Rank 0 hosts the coordinator and says where; then every rank joins."""
+    """Rank 0 starts the coordinator's server and publishes its address; then every rank joins."""
     node = config.node
     heartbeat_s = config.timeouts.heartbeat
     bind = listening_on(config, process)
@@ -150,25 +148,28 @@ def listening_on(config: Config, process: ProcessInfo) -> str:
 def advertised_host(bind: str, advertise: str | None, toward: str) -> str | None:
     """Where others reach this process; None ("none") behind NAT, where only it can dial.
 
-    A wildcard is no address; then it is the one that leads `toward` the coordinator's host.
+    If `bind` is a wildcard, it is this machine's address on the way `toward` the coordinator's
+    host.
     """
+    if advertise == "none":
+        return None
     if advertise is not None:
-        return None if advertise == "none" else advertise
+        return advertise
     return address_toward(toward) if bind in _WILDCARDS else bind
 
 
 def address_toward(host: str) -> str:
-    """This machine's address on the way to `host`: of several interfaces the one that leads to the
+    """This machine's address on the way to `host`: of several interfaces, the one that leads to the
     other ranks.
 
-    On rank 0 that is its own address, and loopback where all ranks are on one machine: nothing
-    listens where nobody needs it. Raises `JoinError` where there is no way there.
+    It is loopback if all ranks are on one machine: nothing listens where nobody needs it. Raises
+    `JoinError` if there is no route.
     """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
-        family, *_, target = min(found)  # IPv4 where the host has both
+        addresses = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+        family, *_, target = min(addresses)  # IPv4, if the host has both
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing: it only chooses a route
+            probe.connect(target)  # sends nothing, but chooses a route
             own = str(probe.getsockname()[0])
             return f"[{own}]" if family is socket.AF_INET6 else own
     except OSError as error:

@@ -4,8 +4,8 @@ launcher ──┬── rank 0    this terminal
            ├── rank 1    RUN/logs/rank-1.log
            └── rank 2    RUN/logs/rank-2.log
 
-Ctrl-C or SIGTERM    all ranks get SIGTERM: they write a checkpoint and leave; once more, and they are killed
-a rank dies          the others hear of it from the coordinator and stop; after a grace they are killed
+Ctrl-C or SIGTERM    all ranks get SIGTERM: they write a checkpoint and end; a second one kills them
+a rank dies          the coordinator tells the others, which end; after `grace_s` they are killed
 the launcher dies    the kernel sends each rank SIGTERM
 """
 
@@ -28,13 +28,13 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from dpipe.errors import ConfigError, JoinError, RunError
+from dpipe.errors import ConfigError, InputError, JoinError, RunError
+from dpipe.report.rows import OnRow, RowPipe
 from dpipe.run import leash
 from dpipe.run.environment import environment
-from dpipe.run.rows import OnRow, RowPipe
 
-# with what it takes to kill and to say so, less than 10: ranks that still meet notice nothing
-# themselves
+# With the time that killing and reporting take it stays below 10 s: ranks that are still joining
+# do not notice a failure themselves.
 GRACE_S = 8.0
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
@@ -57,25 +57,27 @@ def launch(
     quiet: bool = False,
     on_row: OnRow | None = None,
 ) -> int:
-    """Run all ranks here until the last has ended; returns the exit code, the first failing rank's.
+    """Run all ranks here until the last has ended; returns the exit code of the one that failed
+    first, or 0.
 
-    Raises `RunError` where they have not ended after `timeout_s`; they are killed. Raises
-    `ConfigError` where a log cannot be written. With `quiet` rank 0 has a log, too.
+    Each rank finds `DPIPE_RANK` and so on, and the run's token, in its environment. Rank 0 writes
+    to this terminal, with `quiet` to a log as the others do. `on_line` gets the launcher's own
+    messages, such as the last lines of the rank that failed first. `on_row` gets each row of
+    metrics that rank 0 writes, in this thread; an exception of it kills the ranks and is raised
+    here.
 
-    Each rank finds its place (`DPIPE_RANK` and so on) and the run's token in its environment.
-    `on_line` hears what the launcher itself has to say, such as the last lines of the rank that
-    failed first. Exit code 2 promises that nothing was written, so the logs of such a run are taken
-    back. In the main thread it handles signals meanwhile; in another one there are none to handle.
+    Exit code 2 promises that nothing was written: the logs of such a run are removed. In the main
+    thread signals are handled meanwhile; Python delivers none to other threads.
 
-    `on_row` gets each row of metrics that rank 0 writes, in this thread. An exception of it kills
-    the ranks and is raised here.
+    Raises `RunError` if the ranks have not ended after `timeout_s`, and kills them; `ConfigError`
+    if a log cannot be written.
     """
     inherited = environment() if environ is None else environ
     shared = {
         "DPIPE_WORLD_SIZE": str(num_ranks),
         "DPIPE_COORDINATOR": coordinator or f"127.0.0.1:{free_port()}",
         "DPIPE_TOKEN": inherited.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
-        "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
+        "PYTHONUNBUFFERED": "1",  # else the last lines of a killed rank are lost
     }
     rows = RowPipe(on_row) if on_row is not None else None
     ranks = _Ranks(on_line, quiet, rows)
@@ -89,16 +91,17 @@ def launch(
             ranks.kill()
     if failed is None:
         return 0
-    for line in [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_words():
+    lines = [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_lines()
+    for line in lines:
         on_line(line)
-    if failed.exit_code == 2:
+    if failed.exit_code == InputError.exit_code:
         ranks.take_back_logs()
     return failed.exit_code
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port below those that Linux gives to outgoing connections, so that none of them takes
-    it meanwhile.
+    """A free port below the range from which Linux takes ports of outgoing connections, so that
+    none of them takes it meanwhile.
     """
     for _ in range(100):
         port = 20_000 + secrets.randbelow(12_000)
@@ -112,32 +115,32 @@ def free_port(host: str = "127.0.0.1") -> int:
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    log: Path | None  # None: it has this terminal
-    log_start: int = 0  # a run that is resumed adds to its logs
+    log: Path | None  # None: it writes to this terminal
+    log_start: int = 0  # where this run's part begins: a resumed run appends to its logs
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + n where signal n killed the rank."""
+        """As a shell reports it: 128 + n if signal n killed the rank."""
         code = self.process.wait()
         return code if code >= 0 else 128 - code
 
     def signal(self, number: signal.Signals) -> None:
-        """A request goes to the rank alone, a kill to whatever it started, too: each rank is a
-        process group.
+        """SIGKILL goes to the rank's process group, so also to what it started; others to the rank
+        alone.
         """
         send = os.killpg if number is signal.SIGKILL else os.kill
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 send(self.process.pid, number)
 
-    def last_words(self) -> Iterator[str]:
+    def last_lines(self) -> list[str]:
+        """How it ended, and the end of its log."""
         code = self.process.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-        yield f"rank {self.number} failed first, with {how}" + (
-            f"; the end of {self.log}:" if self.log else ""
-        )
-        if self.log:
-            yield from _tail(self.log, self.log_start)
+        line = f"rank {self.number} failed first, with {how}"
+        if self.log is None:
+            return [line]
+        return [f"{line}; the end of {self.log}:", *_tail(self.log, self.log_start)]
 
 
 def _tail(log: Path, start: int) -> list[str]:
@@ -190,9 +193,7 @@ class _Ranks:
         self._signal_all(self._stop)
 
     def have_stopped(self, rank: _Rank) -> bool:
-        """Whether it ended of the first signal that it was sent: while it trains, it catches that
-        one.
-        """
+        """Whether the first signal that was sent ended `rank`: a rank that trains catches it."""
         return self._stop is signal.SIGTERM and rank.process.returncode == -signal.SIGTERM
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -221,7 +222,7 @@ class _Ranks:
             self._ranks[-1].signal(self._stop)
 
     def wait(self, grace_s: float, timeout_s: float) -> _Rank | None:
-        """Until all have ended; returns the one that failed first. Then the others have
+        """Wait until all have ended; returns the one that failed first, after which the others have
         `grace_s`.
         """
         running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
@@ -234,7 +235,7 @@ class _Ranks:
     def _wait_for(
         self, running: dict[int, _Rank], grace_s: float, timeout_s: float
     ) -> _Rank | None:
-        """Closes the file descriptors of those that have ended, and takes them away."""
+        """Closes and removes from `running` the file descriptors of ranks that have ended."""
         poll = select.poll()
         rows_fd = [] if self._rows is None else [self._rows.read_fd]
         for fd in (*running, *rows_fd):
@@ -243,7 +244,7 @@ class _Ranks:
         late = False
         deadline = time.monotonic() + timeout_s
         while running:
-            # No limit unless one was given: a run may take weeks. A signal's handler runs
+            # Without a limit unless one was given: a run may take weeks. Signal handlers run
             # meanwhile.
             left_s = max(0.0, deadline - time.monotonic())
             ready = poll.poll(None if left_s == math.inf else left_s * 1000)

@@ -1,9 +1,6 @@
 """Resuming from a checkpoint: which one every rank has whole, and copying its values in."""
 
-import logging
-from collections.abc import Iterable, Mapping
-
-import torch
+from collections.abc import Mapping
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
@@ -14,10 +11,9 @@ from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
+from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
-
-LOG = logging.getLogger("dpipe")
 
 
 def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
@@ -25,12 +21,7 @@ def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
 
 
 def find_start(
-    config: Config,
-    run_plan: RunPlan,
-    rank: int,
-    *,
-    step: int | None = None,
-    fallback: bool = False,
+    config: Config, run_plan: RunPlan, rank: int, *, step: int | None = None, fallback: bool = False
 ) -> checkpoint.Loaded:
     """What `rank` needs of the newest checkpoint, or of that of `step`.
 
@@ -87,30 +78,3 @@ def restore(
         fill(stage.named_parameters(), start)
         fill_buffers(stage.named_buffers(), start)
     update.restore(start.state, start.optimizer)
-
-
-@torch.no_grad()
-def fill(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
-    """Copy the checkpoint's values into the tensors. Raises `CheckpointError` if shapes differ."""
-    for name, tensor in named:
-        saved = loaded.tensors[name]
-        if saved.shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} is {list(saved.shape)} in the checkpoint and {list(tensor.shape)} here; "
-                "check [model]"
-            )
-        tensor.copy_(saved)
-
-
-def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: checkpoint.Loaded) -> None:
-    """As `fill`, but a buffer that the checkpoint lacks stays as its layer made it, and the log
-    says so: the layer makes it later, or the checkpoint is older than the saving of buffers.
-    """
-    buffers = dict(named)
-    absent = sorted(buffers.keys() - loaded.tensors.keys())
-    if absent:
-        LOG.warning(
-            "the checkpoint holds no %s: they are as the layers make them", ", ".join(absent)
-        )
-    saved = ((name, buffer) for name, buffer in buffers.items() if name in loaded.tensors)
-    fill(saved, loaded)

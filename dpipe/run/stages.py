@@ -16,6 +16,9 @@ from dpipe.stage.stage import Stage, Timed
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.stage.tensor_parallel import Split
 
+# By end of the model, 0 for the first layer and -1 for the last: name and parameter.
+TiedWeights = Mapping[int, tuple[str, nn.Parameter]]
+
 
 def make_stage(
     run_plan: RunPlan,
@@ -86,12 +89,8 @@ def _model_stage(
     )
 
 
-def tied_weights(
-    run_plan: RunPlan, stages: Mapping[int, PipelineStage]
-) -> dict[int, tuple[str, nn.Parameter]]:
-    """The ends of the tied weight that are on this rank, by name: under 0 the first layer's, under
-    -1 the last layer's.
-    """
+def tied_weights(run_plan: RunPlan, stages: Mapping[int, PipelineStage]) -> TiedWeights:
+    """The ends of the tied weight that are on this rank."""
     if run_plan.model is None or run_plan.model.tied is None:
         return {}
     first, last = run_plan.model.tied
@@ -104,7 +103,7 @@ def tied_weights(
 
 def counted_elsewhere(
     stages: Mapping[int, PipelineStage],
-    tied: Mapping[int, tuple[str, nn.Parameter]],
+    tied: TiedWeights,
     here: ParallelRanks,
 ) -> set[str]:
     """The parameters that a norm over all ranks must leave out on this one.

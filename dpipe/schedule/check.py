@@ -55,25 +55,19 @@ def _check_complete(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if action not in expected:
-                raise _error(
-                    schedule,
-                    f"{action} on rank {rank} does not belong here: {_sizes(schedule)}",
-                    action,
-                )
-            if (home := schedule.rank_of_stage[action.stage]) != rank:
-                raise _error(
-                    schedule,
-                    f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}",
-                    action,
-                )
+                message = f"{action} on rank {rank} does not belong here: {_sizes(schedule)}"
+                raise _error(schedule, message, action)
+            home = schedule.rank_of_stage[action.stage]
+            if home != rank:
+                message = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
+                raise _error(schedule, message, action)
     counts = Counter(action for program in schedule.programs for action in program)
     for action in expected:
         if counts[action] != 1:
             times = f"{counts[action]} times" if counts[action] else "missing"
             home = schedule.rank_of_stage[action.stage]
-            raise _error(
-                schedule, f"{action} is {times} on rank {home}: {_sizes(schedule)}", action
-            )
+            message = f"{action} is {times} on rank {home}: {_sizes(schedule)}"
+            raise _error(schedule, message, action)
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
@@ -118,11 +112,11 @@ def _check_microbatch_order(schedule: Schedule) -> None:
         turns: Counter[tuple[int, str]] = Counter()
         for action in program:
             for made in _MAKES.get(action.op, ()):
-                if action.microbatch != turns[action.stage, made]:
-                    due = f"the next {made} of stage {action.stage} is for micro-batch {turns[action.stage, made]}"
-                    raise _error(
-                        schedule, f"{action} on rank {rank} is out of order: {due}", action
-                    )
+                turn = turns[action.stage, made]
+                if action.microbatch != turn:
+                    due = f"the next {made} of stage {action.stage} is for micro-batch {turn}"
+                    message = f"{action} on rank {rank} is out of order: {due}"
+                    raise _error(schedule, message, action)
                 turns[action.stage, made] += 1
 
 
@@ -130,17 +124,15 @@ def _check_links(schedule: Schedule) -> None:
     """The sends at one end of each directed link and the receives at the other are in one order."""
     received = receives_by_link(schedule)
     for (source, target), sends in sends_by_link(schedule).items():
-        expected = [counterpart(send, schedule.num_stages) for send in sends]
-        for number, (send, here, there) in enumerate(
-            zip(sends, expected, received[source, target], strict=True)
-        ):
-            if here != there:
-                message = f"the link from rank {source} to rank {target} disagrees on message {number}: rank {source}"
-                raise _error(
-                    schedule,
-                    f"{message} sends {send} where rank {target} posts {there}, not {here}",
-                    there,
+        pairs = zip(sends, received[source, target], strict=True)
+        for number, (send, receive) in enumerate(pairs):
+            expected = counterpart(send, schedule.num_stages)
+            if receive != expected:
+                message = (
+                    f"the link from rank {source} to rank {target} disagrees on message {number}: "
+                    f"rank {source} sends {send} where rank {target} posts {receive}, not {expected}"
                 )
+                raise _error(schedule, message, receive)
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -149,22 +141,20 @@ def _check_progress(schedule: Schedule) -> None:
     """
     needs = _needs(schedule)
     done = _reachable(needs)
-    if len(done) < len(needs):
-        stops = [
-            next((a for a in program if a not in done and a.op not in RECVS), None)
-            for program in schedule.programs
-        ]
-        stuck = {
-            stop: next(n for n in needs[stop] if n not in done)
-            for stop in stops
-            if stop is not None
-        }
-        lines = (
-            f"rank {schedule.rank_of_stage[stop.stage]} stops at {stop}, which waits for {need}"
-            f" on rank {schedule.rank_of_stage[need.stage]}"
-            for stop, need in stuck.items()
-        )
-        raise _error(schedule, f"no progress: {'; '.join(lines)}", next(iter(stuck)))
+    if len(done) == len(needs):
+        return
+    culprits = []
+    lines = []
+    for rank, program in enumerate(schedule.programs):
+        blocked = (a for a in program if a not in done and a.op not in RECVS)
+        stop = next(blocked, None)
+        if stop is None:
+            continue
+        need = next(need for need in needs[stop] if need not in done)
+        there = schedule.rank_of_stage[need.stage]
+        culprits.append(stop)
+        lines.append(f"rank {rank} stops at {stop}, which waits for {need} on rank {there}")
+    raise _error(schedule, f"no progress: {'; '.join(lines)}", culprits[0])
 
 
 def _needs(schedule: Schedule) -> dict[Action, list[Action]]:
@@ -208,11 +198,9 @@ def _sizes(schedule: Schedule) -> str:
 
 
 def _error(schedule: Schedule, message: str, culprit: Action) -> ScheduleError:
-    mark = (
-        culprit
-        if culprit.op in COMPUTE and culprit in schedule.index
-        else _beside(schedule, culprit)
-    )
+    mark: Action | None = culprit
+    if culprit.op not in COMPUTE or culprit not in schedule.index:
+        mark = _beside(schedule, culprit)
     return ScheduleError(f"schedule {schedule.name!r}: {message}\n{draw(schedule, mark)}")
 
 
@@ -220,12 +208,8 @@ def _beside(schedule: Schedule, culprit: Action) -> Action | None:
     """A compute action to mark for one that the grid does not show: of the same stage and
     micro-batch.
     """
-    return next(
-        (
-            action
-            for action in schedule.index
-            if action.op in COMPUTE
-            and (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
-        ),
-        None,
-    )
+    for action in schedule.index:
+        same = (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
+        if same and action.op in COMPUTE:
+            return action
+    return None

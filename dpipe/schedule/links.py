@@ -8,7 +8,7 @@ from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, RECVS, SENDS, Action, Op
 from dpipe.schedule.schedule import Schedule
 
-Link = tuple[int, int]  # (from rank, to rank)
+RankPair = tuple[int, int]  # (from rank, to rank): a directed link
 
 _TIED = {Op.SEND_TIED: Op.RECV_TIED, Op.RECV_TIED: Op.SEND_TIED}
 _NEXT_TO = {  # the other end's op, and how many stages on it is
@@ -37,12 +37,12 @@ def peer(schedule: Schedule, action: Action) -> int:
     return schedule.rank_of_stage[counterpart(action, schedule.num_stages).stage]
 
 
-def sends_by_link(schedule: Schedule) -> dict[Link, list[Action]]:
+def sends_by_link(schedule: Schedule) -> dict[RankPair, list[Action]]:
     """The sends of each directed link, in the order in which its sender makes them."""
     return _by_link(schedule, sending=True)
 
 
-def receives_by_link(schedule: Schedule) -> dict[Link, list[Action]]:
+def receives_by_link(schedule: Schedule) -> dict[RankPair, list[Action]]:
     """The receives of each directed link, in the order in which its receiver posts them."""
     return _by_link(schedule, sending=False)
 
@@ -56,13 +56,16 @@ def compute_needs(schedule: Schedule, action: Action) -> Iterator[Action]:
             yield from compute_needs(schedule, need)
 
 
-def _by_link(schedule: Schedule, sending: bool) -> dict[Link, list[Action]]:
-    links: dict[Link, list[Action]] = defaultdict(list)
+def _by_link(schedule: Schedule, sending: bool) -> dict[RankPair, list[Action]]:
+    links: dict[RankPair, list[Action]] = defaultdict(list)
+    ops = SENDS if sending else RECVS
     for rank, program in enumerate(schedule.programs):
         for action in program:
-            if action.op in (SENDS if sending else RECVS):
-                other = peer(schedule, action)
-                links[(rank, other) if sending else (other, rank)].append(action)
+            if action.op not in ops:
+                continue
+            other = peer(schedule, action)
+            ends = (rank, other) if sending else (other, rank)
+            links[ends].append(action)
     return dict(links)
 
 
@@ -72,5 +75,8 @@ def neighbours(schedule: Schedule, rank: int) -> set[int]:
     hops = set(pairwise(owner))
     if schedule.tied:
         hops.add((owner[0], owner[-1]))
-    ends = {frozenset(hop) for hop in hops if rank in hop}
-    return {other for hop in ends for other in hop if other != rank}
+    ranks: set[int] = set()
+    for hop in hops:
+        if rank in hop:
+            ranks |= set(hop)
+    return ranks - {rank}

@@ -112,9 +112,9 @@ _MADE_FOR = {
 
 def _with_sends(schedule: Schedule) -> Schedule:
     sends = {}
-    for action in (
-        action for program in schedule.programs for action in program if action.op in _MADE_FOR
-    ):
+    for action in schedule.index:
+        if action.op not in _MADE_FOR:
+            continue
         op, ahead = _MADE_FOR[action.op]
         other = action.stage + ahead
         if 0 <= other < schedule.num_stages and schedule.hops(action.stage, other):
@@ -123,39 +123,43 @@ def _with_sends(schedule: Schedule) -> Schedule:
 
 
 def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
-    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.programs]
-    needed_at = [_needed_at(schedule, program) for program in schedule.programs]
-    computes = [
-        [i for i, a in enumerate(program) if a.op in COMPUTE] for program in schedule.programs
-    ]
+    programs = schedule.programs
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
+    needed_at = [_needed_at(schedule, program) for program in programs]
+    computes = [_compute_positions(program) for program in programs]
     for (_, rank), sends in sorted(sends_by_link(schedule).items()):
-        latest = len(schedule.programs[rank])
+        end = len(programs[rank])
+        latest = end
         # From the last message to the first: none may be posted after the ones behind it.
         for send in reversed(sends):
             receive = counterpart(send, schedule.num_stages)
-            needed = needed_at[rank].get(receive, len(schedule.programs[rank]))
+            needed = needed_at[rank].get(receive, end)
             latest = min(latest, _earlier(needed, computes[rank], ahead))
             posts[rank][latest].append(receive)
-    return _rewritten(
-        schedule,
-        [_with_posts(program, at) for program, at in zip(schedule.programs, posts, strict=True)],
-    )
+    pairs = zip(programs, posts, strict=True)
+    return _rewritten(schedule, [_with_posts(program, at) for program, at in pairs])
+
+
+def _compute_positions(program: Program) -> list[int]:
+    return [position for position, action in enumerate(program) if action.op in COMPUTE]
 
 
 def _needed_at(schedule: Schedule, program: Program) -> dict[Action, int]:
     """Where in `program` each receive has its consumer."""
-    return {
-        need: position
-        for position, action in enumerate(program)
-        for need in schedule.requires(action)
-        if need.op in RECVS
-    }
+    positions = {}
+    for position, action in enumerate(program):
+        for need in schedule.requires(action):
+            if need.op in RECVS:
+                positions[need] = position
+    return positions
 
 
 def _earlier(position: int, computes: Sequence[int], ahead: int) -> int:
     """The position of the compute action that comes `ahead` before `position`, or the first one."""
     before = bisect_left(computes, position)
-    return min(position, computes[max(0, before - ahead)]) if ahead and before else position
+    if ahead == 0 or before == 0:
+        return position
+    return min(position, computes[max(0, before - ahead)])
 
 
 def _with_posts(program: Program, posts: Mapping[int, list[Action]]) -> Program:
@@ -182,14 +186,10 @@ def _inserted_after(schedule: Schedule, additions: Mapping[Action, Sequence[Acti
 
 def _appended(schedule: Schedule, additions: Sequence[Action]) -> Schedule:
     """Put each action at the end of the program of its stage's rank."""
-    tails = (
-        [a for a in additions if schedule.rank_of_stage[a.stage] == rank]
-        for rank in range(schedule.num_ranks)
-    )
-    return _rewritten(
-        schedule,
-        [(*program, *tail) for program, tail in zip(schedule.programs, tails, strict=True)],
-    )
+    programs = [list(program) for program in schedule.programs]
+    for action in additions:
+        programs[schedule.rank_of_stage[action.stage]].append(action)
+    return _rewritten(schedule, [tuple(program) for program in programs])
 
 
 def _rewritten(schedule: Schedule, programs: Sequence[Program]) -> Schedule:

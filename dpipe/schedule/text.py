@@ -29,24 +29,29 @@ def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = 
     """
     rows = _in_slots(schedule)
     length = max(map(len, rows))
-    marked = [
-        column
-        for row in rows
-        for column, action in enumerate(row)
-        if mark is not None and action == mark
-    ]
-    first = max(0, min(marked) - _AROUND) if marked else 0
-    last = min(length, max(marked) + _AROUND + 1) if marked else length
-    cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
-    width = max((len(cell) for row in cells for cell in row), default=1)
+    first = 0
+    last = length
+    marked = _columns_of(rows, mark)
+    if marked:
+        first = max(0, min(marked) - _AROUND)
+        last = min(length, max(marked) + _AROUND + 1)
     before = "... " if first else ""
     after = " ..." if last < length else ""
+    cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
+    width = max((len(cell) for row in cells for cell in row), default=1)
     ranks = ranks or range(len(rows))
     digits = len(str(max(ranks)))
-    return "\n".join(
-        f"rank {rank:>{digits}} | {before}{_line(row, width)}{after}".rstrip()
-        for rank, row in zip(ranks, cells, strict=True)
-    )
+    lines = []
+    for rank, row in zip(ranks, cells, strict=True):
+        line = f"rank {rank:>{digits}} | {before}{_line(row, width)}{after}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _columns_of(rows: list[Slots], mark: Action | None) -> list[int]:
+    if mark is None:
+        return []
+    return [column for row in rows for column, action in enumerate(row) if action == mark]
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -102,23 +107,22 @@ def _in_slots(schedule: Schedule) -> list[Slots]:
     done: set[Action] = set()
     position = [0] * len(programs)
     while any(at < len(program) for at, program in zip(position, programs, strict=True)):
-        heads = [
-            program[at] if at < len(program) else None
-            for at, program in zip(position, programs, strict=True)
-        ]
-        ready = [a if a is not None and _is_ready(schedule, a, done) else None for a in heads]
-        started = [action for action in ready if action is not None]
-        if not started:
-            return _level(
-                [
-                    [*row, *program[at:]]
-                    for row, program, at in zip(rows, programs, position, strict=True)
-                ]
-            )
-        done.update(started)
-        for rank, action in enumerate(ready):
+        # All ranks look before any of them moves: what is done in a slot counts from the next on.
+        slot: Slots = []
+        for at, program in zip(position, programs, strict=True):
+            head = program[at] if at < len(program) else None
+            ready = head is not None and _is_ready(schedule, head, done)
+            slot.append(head if ready else None)
+        if not any(slot):
+            # Nothing can ever start: the rest is drawn in program order.
+            for row, at, program in zip(rows, position, programs, strict=True):
+                row += program[at:]
+            return _level(rows)
+        for rank, action in enumerate(slot):
             rows[rank].append(action)
-            position[rank] += action is not None
+            if action is not None:
+                position[rank] += 1
+                done.add(action)
     return rows
 
 

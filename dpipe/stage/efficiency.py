@@ -59,12 +59,7 @@ def peak_of(device_name: str) -> Peak | None:
 
 
 def gpt_train_flops(
-    *,
-    num_sequences: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    vocab_size: int,
+    *, num_sequences: int, context: int, width: int, num_layers: int, vocab_size: int
 ) -> float:
     """Model FLOPs of a training step over `num_sequences` sequences."""
     forward = gpt_layer_flops(
@@ -83,11 +78,7 @@ def train_flops(forward: Iterable[float]) -> float:
 
 
 def mfu(
-    step_flops: float,
-    seconds: float,
-    peak: Peak,
-    precision: str,
-    num_devices: int = 1,
+    step_flops: float, seconds: float, peak: Peak, precision: str, num_devices: int = 1
 ) -> float:
     """The fraction of what `num_devices` could have done in that time."""
     return step_flops / (seconds * peak.flops(precision) * num_devices)

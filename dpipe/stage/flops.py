@@ -6,12 +6,7 @@ blocks, head.
 
 
 def gpt_layer_flops(
-    *,
-    batch_size: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    vocab_size: int,
+    *, batch_size: int, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[float, ...]:
     """FLOPs of the forward pass of one micro-batch; a product of [m, k] and [k, n] is 2 m k n.
 
@@ -27,12 +22,7 @@ def gpt_layer_flops(
 
 
 def bert_layer_flops(
-    *,
-    batch_size: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    vocab_size: int,
+    *, batch_size: int, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[float, ...]:
     """As a GPT's. The head has a transform of 2 B T D^2 besides and, on the B first tokens, a
     pooler and two logits.
@@ -56,11 +46,7 @@ def attention_core_flops(*, batch_size: int, context: int, width: int) -> float:
 
 
 def gpt_layer_parameter_bytes(
-    *,
-    context: int,
-    width: int,
-    num_layers: int,
-    vocab_size: int,
+    *, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[int, ...]:
     """Bytes of each layer's parameters in fp32.
 
@@ -74,11 +60,7 @@ def gpt_layer_parameter_bytes(
 
 
 def bert_layer_parameter_bytes(
-    *,
-    context: int,
-    width: int,
-    num_layers: int,
-    vocab_size: int,
+    *, context: int, width: int, num_layers: int, vocab_size: int
 ) -> tuple[int, ...]:
     """As a GPT's, and two token types in the embedding.
 

@@ -46,10 +46,7 @@ class LayeredModel:
 
 
 def materialise(
-    model: LayeredModel,
-    layer_index: int,
-    seed: int,
-    device: torch.device | str,
+    model: LayeredModel, layer_index: int, seed: int, device: torch.device | str
 ) -> nn.Module:
     """Make one layer: a function of (seed, layer index), whatever was made before. Its values are
     always drawn on the CPU.

@@ -64,10 +64,7 @@ class ReplayStage:
         self._num_backwards = 0
 
     def forward(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        targets: torch.Tensor | None = None,
+        self, microbatch: int, inputs: Tensors, targets: torch.Tensor | None = None
     ) -> Tensors:
         outputs = self.evaluate(inputs, targets)
         self._stashed.add(microbatch)

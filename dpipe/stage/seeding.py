@@ -66,8 +66,7 @@ def same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
 @contextmanager
 def _restored(
-    generators: Sequence[torch.Generator],
-    states: Sequence[torch.Tensor],
+    generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     with _LOCK:
         before = [generator.get_state() for generator in generators]

@@ -84,10 +84,7 @@ def leave(x_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def split_dropout(
-    x: torch.Tensor,
-    probability: float,
-    group: TensorGroup,
-    dim: int,
+    x: torch.Tensor, probability: float, group: TensorGroup, dim: int
 ) -> torch.Tensor:
     """Dropout on this rank's part, along `dim`, with the mask that one process would draw: draws
     the whole mask and takes its part.
@@ -99,9 +96,7 @@ def split_dropout(
 
 
 def split_cross_entropy(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    group: TensorGroup,
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, group: TensorGroup
 ) -> torch.Tensor:
     """Cross entropy where each rank has the logits of V / T words (Shoeybi et al. 2019, section 3).
 
@@ -190,9 +185,7 @@ class ColumnLinear(SplitModule, Linear):
 
 
 def _kept_in_part(
-    whole: torch.Tensor,
-    part: torch.Tensor,
-    group: TensorGroup,
+    whole: torch.Tensor, part: torch.Tensor, group: TensorGroup
 ) -> AbstractContextManager[object]:
     """Where autograd would keep `whole` for backward, in whatever shape, it keeps `part` and
     gathers it.

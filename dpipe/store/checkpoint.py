@@ -1,17 +1,17 @@
-"""Checkpoints: safetensors by layer-global names, so that a run may go on in any cut. Local folders
-and fsspec URLs.
+"""Checkpoints: safetensors with names of the whole model, so that a run can be resumed with any
+cut. In local folders and at fsspec URLs.
 
     URL/step-00000100/
-        model-00000-1f0c..9a.safetensors       one of each a rank; the digest of the content is in the name,
-        optimizer-00000-77e1..04.safetensors   so that writing never harms a checkpoint that is there
+        model-00000-1f0c..9a.safetensors       one of each a rank; the name has a digest of the
+        optimizer-00000-77e1..04.safetensors   content, so that writing never harms a checkpoint
         index.json                             step, state, name -> file, file -> size and digest
 
-    rank 0   write, sync, rename files ──┐ gather: what each wrote ┌── write, sync, rename index.json, remove old steps
-    rank 1   write, sync, rename files ──┘                         └── the same
+    rank 0   write, sync, rename files ──┐ share: what    ┌── write, sync, rename index.json,
+    rank 1   write, sync, rename files ──┘ each one wrote └── remove old steps
 
-The index is the commit mark: it is there only when every file is. Each rank writes it, because on
-several machines each may have a folder of its own; on one machine all write the same. Nothing is
-unpickled.
+The index commits a checkpoint: it exists only when every file does. Each rank writes it, because on
+several machines each may have a folder of its own; on one machine all write the same content.
+Nothing is unpickled.
 """
 
 import hashlib
@@ -41,17 +41,16 @@ LOG = logging.getLogger("dpipe")
 
 _INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
-_SLICE = re.compile(
-    r"(.+)\[(\d+):(\d+)\]"
-)  # elements of a flattened tensor of which several ranks hold parts
+# Some elements of a flattened tensor of which several ranks hold parts.
+_SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _KINDS = ("model", "optimizer")
-_TABLES = ("state", "weight_map", "optimizer_map", "files")  # that every index has
+_TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
 
 _Names = Callable[[str], bool] | frozenset[str]
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """What was loaded, by name; a name that is not there raises `CheckpointError`."""
+    """What was loaded, by name. A missing name raises `CheckpointError`."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -65,13 +64,13 @@ class Tensors(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Loaded:
-    """`skipped` says what was wrong with each newer checkpoint that `fallback` passed over."""
+    """What `load` found."""
 
     step: int
     state: dict[str, Any]
     tensors: Tensors
     optimizer: Tensors
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # what was wrong with each newer checkpoint
 
 
 def save(
@@ -87,30 +86,45 @@ def save(
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     remedy: str = "make room, or set run.checkpoint_url",
 ) -> None:
-    """Write this rank's part of the checkpoint of `step`; every rank calls it with its own part and
+    """Write this rank's part of the checkpoint of `step`. Every rank calls it with its own part and
     the same `state`.
 
-    `layouts` are those of the tensors of the optimizer that are rows of several ranks' parts
-    (`shards.py`).
+    `share` exchanges JSON with all ranks; when it returns, all files are written. `layouts` are of
+    those tensors of `optimizer` that are rows of several ranks' parts (`tensor_shards.py`).
+    `buffers` are saved with `tensors`.
 
-    `share` exchanges JSON with all ranks and is the barrier behind which all files are there. The
-    newest `keep` stay; newer steps than `step` are of a course that was given up, and go. Whatever
-    fails, earlier checkpoints stay whole. `buffers` are saved with `tensors`. Raises `RunError`,
-    which ends in the `remedy`, where it cannot be written, and `NumericError` where one of
-    `tensors` is not finite: nobody can go on from such a one.
+    The newest `keep` checkpoints stay. Steps later than `step` are removed: the run went back.
+    Whatever fails, earlier checkpoints stay whole. Raises `RunError`, which ends in the `remedy`,
+    if something cannot be written, and `NumericError` if one of `tensors` is not finite, because no
+    run could go on from it.
     """
     store = _Store(url, remedy)
     part = dict[str, Any]()
-    part["bad"] = next(
-        (name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None
-    )
+    part["bad"] = _first_not_finite(tensors)
     if part["bad"] is None:
-        for kind, content in zip(_KINDS, ({**tensors, **buffers}, optimizer), strict=True):
+        contents = ({**tensors, **buffers}, optimizer)
+        for kind, content in zip(_KINDS, contents, strict=True):
             part[kind] = _write_part(store, step, rank, kind, content)
     part["layouts"] = {name: asdict(shard) for name, shard in layouts.items()}
     parts = share(part)
     _refuse(parts, step)
-    index = {
+    text = json.dumps(_index_of(parts, step, state), indent=1)
+    store.write(step, _INDEX, rank, lambda path: path.write_text(text))
+    _prune(store, step, keep)
+
+
+def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            return name
+    return None
+
+
+def _index_of(
+    parts: Sequence[dict[str, Any]], step: int, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`parts` by rank, as `save` shares them."""
+    return {
         "step": step,
         "state": dict(state),
         "weight_map": _merged(parts, "model", "names"),
@@ -118,9 +132,6 @@ def save(
         "files": _merged(parts, "model", "files") | _merged(parts, "optimizer", "files"),
         "layouts": {name: layout for part in parts for name, layout in part["layouts"].items()},
     }
-    text = json.dumps(index, indent=1)
-    store.write(step, _INDEX, rank, lambda path: path.write_text(text))
-    _prune(store, step, keep)
 
 
 def load(
@@ -129,12 +140,12 @@ def load(
     step: int | None = None,
     fallback: bool = False,
 ) -> Loaded:
-    """The tensors asked for, by name or by a test of the name, from the newest checkpoint or that
-    of `step`.
+    """The tensors in `names`, or whose name passes that test, from the newest checkpoint or that of
+    `step`.
 
     Only files that hold some of them are read, and each is checked against its digest. Raises
-    `CheckpointError` naming what is missing or damaged; with `fallback` the one before is tried
-    then.
+    `CheckpointError` naming what is missing or damaged; with `fallback` it tries the checkpoint
+    before first.
     """
     store = _Store(url)
     steps = store.steps() if step is None else [step]
@@ -147,7 +158,9 @@ def load(
             return _load_step(store, candidate, wanted, tuple(skipped))
         except CheckpointError as error:
             if not fallback:
-                hint = f"; --fallback uses the one of step {steps[-2]}" if len(steps) > 1 else ""
+                hint = ""
+                if len(steps) > 1:
+                    hint = f"; --fallback uses the one of step {steps[-2]}"
                 raise CheckpointError(f"{error}{hint}") from None
             LOG.warning("skipping the checkpoint of step %d: %s", candidate, error)
             skipped.append(str(error))
@@ -155,22 +168,22 @@ def load(
 
 
 def check_url(url: str) -> None:
-    """Raises `CheckpointError` where no checkpoint could be written to `url`, as far as can be told
+    """Raises `CheckpointError` if checkpoints cannot be written to `url`, as far as that shows
     without writing.
     """
     store = _Store(url)
-    if store.is_local:
-        there = next(
-            path for path in (Path(store.root), *Path(store.root).parents) if path.exists()
+    if not store.is_local:
+        return
+    root = Path(store.root)
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise CheckpointError(
+            f"run.checkpoint_url {url} cannot be used: {existing} is no folder that can be written"
         )
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            raise CheckpointError(
-                f"run.checkpoint_url {url} cannot be used: {there} is no folder that can be written"
-            )
 
 
 def latest(url: str) -> int | None:
-    """The step of the newest checkpoint; None where there is none."""
+    """The step of the newest checkpoint; None if there is none."""
     return max(_Store(url).steps(), default=None)
 
 
@@ -189,22 +202,23 @@ class _Store:
         return f"{self.root}/step-{step:08d}/{name}".rstrip("/")
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoint was committed, in order."""
+        """Steps whose checkpoint is committed, in order."""
         return [step for step in self.folders() if self._fs.exists(self.path(step, _INDEX))]
 
     def folders(self) -> list[int]:
-        """Steps for which something was written."""
+        """Steps of which anything is there, in order."""
         self._fs.invalidate_cache()
         paths = self._fs.ls(self.root, detail=False) if self._fs.isdir(self.root) else []
-        found = (_STEP.fullmatch(path.rstrip("/").rpartition("/")[2]) for path in paths)
-        return sorted(int(match[1]) for match in found if match)
+        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
+        matches = [_STEP.fullmatch(name) for name in names]
+        return sorted(int(match[1]) for match in matches if match)
 
     def write(
         self, step: int, name: str, rank: int, fill: Callable[[Path], object]
     ) -> tuple[str, dict[str, Any]]:
-        """Fill a temporary file, sync it and give it its name, of which `{}` becomes the digest.
+        """Fill a temporary file, sync it, and rename it to `name`, where `{}` becomes the digest.
 
-        Returns the name, and size and digest.
+        Returns the name, and the file's size and digest. Raises `RunError` if that fails.
         """
         try:
             self._fs.makedirs(self.path(step), exist_ok=True)
@@ -212,19 +226,15 @@ class _Store:
                 temporary = folder / f".{rank}.tmp"
                 temporary.unlink(missing_ok=True)
                 temporary.touch()
-                mode = (
-                    temporary.stat().st_mode
-                )  # as the user wants files to be; safetensors makes its own private
+                # As the user's umask says; safetensors makes its own files private.
+                mode = temporary.stat().st_mode
                 fill(temporary)
                 temporary.chmod(mode)
                 digest = _digest(temporary)
                 facts = {"size": temporary.stat().st_size, "sha256": digest}
                 name = name.format(digest[:16])
                 self._place(temporary, self.path(step, name))
-        except (
-            OSError,
-            SafetensorError,
-        ) as error:  # the second is what safetensors makes of a full disk
+        except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
             path = self.path(step, name.replace("{}", "*"))
             raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
         return name, facts
@@ -243,8 +253,8 @@ class _Store:
         return bytes(self._fs.cat_file(path))
 
     def remove(self, step: int) -> None:
-        """The index first, so that what is half gone is no checkpoint. Other ranks may be at it as
-        well.
+        """Remove the index first, so that what is left is no checkpoint. Other ranks may do the
+        same at the same time.
         """
         for path in (self.path(step, _INDEX), self.path(step)):
             try:
@@ -261,8 +271,8 @@ class _Store:
             yield Path(folder)
 
     def _place(self, temporary: Path, path: str) -> None:
-        """An object store makes a file visible when it is whole; a local one by renaming what has
-        been synced.
+        """An object store shows a file only when it is complete; a local file is synced, then
+        renamed.
         """
         if not self.is_local:
             self._fs.put_file(str(temporary), path)
@@ -291,8 +301,8 @@ def _refuse(parts: Sequence[dict[str, Any]], step: int) -> None:
         if part["bad"] is not None:
             raise NumericError(
                 f"{part['bad']} on rank {rank} is not finite before step {step}, which was not "
-                "saved; lower "
-                "train.learning_rate, clip with train.clip_norm, or resume from the last checkpoint"
+                "saved; lower train.learning_rate, clip with train.clip_norm, or resume from the "
+                "last checkpoint"
             )
 
 
@@ -301,8 +311,8 @@ def _merged(parts: Sequence[dict[str, Any]], kind: str, key: str) -> dict[str, A
 
 
 def _prune(store: _Store, step: int, keep: int) -> None:
-    """A faster rank may be writing a later step already, which has no index yet: that one is left
-    alone.
+    """Leave the newest `keep` steps. A later step without an index is left alone: a faster rank may
+    be writing it.
     """
     committed = store.steps()
     kept = [s for s in committed if s <= step][-keep:]
@@ -314,12 +324,11 @@ def _prune(store: _Store, step: int, keep: int) -> None:
 def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]) -> Loaded:
     index = _read_index(store, step)
     wanted = names if callable(names) else names.__contains__
-    model, optimizer = (
-        _read_tensors(store, step, index, {n: f for n, f in index[key].items() if wanted(n)})
-        for key in ("weight_map", "optimizer_map")
-    )
-    for name in () if callable(names) else names:
-        model[name]  # raises where it is missing
+    model = _read_tensors(store, step, index, _filtered(index["weight_map"], wanted))
+    optimizer = _read_tensors(store, step, index, _filtered(index["optimizer_map"], wanted))
+    if not callable(names):
+        for name in names:
+            model[name]  # raises if it is missing
     joined = _with_slices_joined(optimizer, store.path(step))
     for name, layout in index.get("layouts", {}).items():
         if name in joined:
@@ -328,25 +337,32 @@ def _load_step(store: _Store, step: int, names: _Names, skipped: tuple[str, ...]
     return Loaded(step, index["state"], model, joined, skipped)
 
 
+def _filtered(names: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[str, str]:
+    return {name: file for name, file in names.items() if wanted(name)}
+
+
 def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
-    """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12; raises `CheckpointError` where one is
-    missing between.
+    """`NAME[0:8]` and `NAME[8:12]` become a flat NAME of 12 elements. Raises `CheckpointError` if a
+    part between is missing.
     """
-    into = Tensors(f"the checkpoint {where}")
-    parts = dict[str, dict[int, torch.Tensor]]()
+    joined = Tensors(f"the checkpoint {where}")
+    parts = dict[str, dict[int, torch.Tensor]]()  # by name: the elements from each start on
     for name, tensor in tensors.items():
-        if (match := _SLICE.fullmatch(name)) is None:
-            into[name] = tensor
+        match = _SLICE.fullmatch(name)
+        if match is None:
+            joined[name] = tensor
         else:
             parts.setdefault(match[1], {})[int(match[2])] = tensor.reshape(-1)
-    for name, pieces in parts.items():
-        into[name] = torch.cat([pieces[start] for start in sorted(pieces)])
-        ends = [0, *accumulate(pieces[start].numel() for start in sorted(pieces))]
-        if ends[:-1] != sorted(pieces):
+    for name, by_start in parts.items():
+        starts = sorted(by_start)
+        pieces = [by_start[start] for start in starts]
+        ends = [0, *accumulate(piece.numel() for piece in pieces)]
+        if ends[:-1] != starts:
             raise CheckpointError(
-                f"the checkpoint {where} holds {name} in parts from {sorted(pieces)}, not all of it"
+                f"the checkpoint {where} holds {name} in parts from {starts}, not all of it"
             )
-    return into
+        joined[name] = torch.cat(pieces)
+    return joined
 
 
 def _read_index(store: _Store, step: int) -> dict[str, Any]:
@@ -362,13 +378,17 @@ def _read_index(store: _Store, step: int) -> dict[str, Any]:
     return dict(index)
 
 
-def _is_index(found: object) -> bool:
+def _is_index(content: object) -> bool:
     """Whether it has what `save` writes, as far as loading relies on it."""
-    if not (isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in _TABLES)):
+    if not isinstance(content, dict):
         return False
-    files = found["files"]
-    named = [*found["weight_map"].values(), *found["optimizer_map"].values()]
-    return all(isinstance(file, str) and file in files for file in named) and all(
+    if not all(isinstance(content.get(key), dict) for key in _TABLES):
+        return False
+    files = content["files"]
+    named = [*content["weight_map"].values(), *content["optimizer_map"].values()]
+    if not all(isinstance(file, str) and file in files for file in named):
+        return False
+    return all(
         isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in files.values()
     )
 
@@ -376,24 +396,24 @@ def _is_index(found: object) -> bool:
 def _read_tensors(
     store: _Store, step: int, index: Mapping[str, Any], names: Mapping[str, str]
 ) -> Tensors:
-    """`names` says which file holds each."""
-    into = Tensors(f"the checkpoint {store.path(step)}")
+    """The tensors of `names`, each in the file that it names."""
+    tensors = Tensors(f"the checkpoint {store.path(step)}")
     for file in sorted(set(names.values())):
         path = store.path(step, file)
+        inside = [name for name, its_file in names.items() if its_file == file]
         try:
             with store.fetched(path) as local:
                 _verify(path, local, index["files"][file])
                 with safe_open(local, "pt") as content:
-                    into.update(
-                        {name: content.get_tensor(name) for name, f in names.items() if f == file}
-                    )
+                    for name in inside:
+                        tensors[name] = content.get_tensor(name)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing; several machines need a run.checkpoint_url in common"
             ) from None
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from None
-    return into
+    return tensors
 
 
 def _verify(path: str, local: str, facts: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from dpipe.config.load import Config, build
@@ -20,27 +20,26 @@ LOG = logging.getLogger("dpipe")
 
 
 def refuse_folder(config: Config, resume: bool) -> None:
-    """Raises `ConfigError` where the run's folder holds another run, `CheckpointError` where a run
-    that is to be resumed has no checkpoint.
+    """Raises `ConfigError` if the run's folder holds another run, `CheckpointError` if a run that
+    is to be resumed has no checkpoint.
     """
     folder = Path(config.run.folder)
     url = checkpoint_url(config)
     if resume and latest(url) is None:
         raise CheckpointError(f"there is no checkpoint in {url}; has the run written one yet?")
     if (folder / "metrics.jsonl").exists() and not resume:
-        way_on = (
-            f"or continue it: --resume {folder}"
-            if latest(url) is not None
-            else "or delete it: it saved nothing"
-        )
-        raise ConfigError(f"{folder} already holds a run; choose another run.folder, {way_on}")
+        alternative = f"or continue it: --resume {folder}"
+        if latest(url) is None:
+            alternative = "or delete it: it saved nothing"
+        raise ConfigError(f"{folder} already holds a run; choose another run.folder, {alternative}")
 
 
 def open_folder(config: Config, resume: bool) -> Path:
-    """The run's folder. Nothing is overwritten, nor made for a run that is not there.
+    """Make the run's folder, or find it. Nothing is overwritten, and nothing is made if there is no
+    run to resume.
 
-    Raises as `refuse_folder` does, and `ConfigError` where the run is under way or the folder
-    cannot be written.
+    Raises as `refuse_folder` does, and `ConfigError` if the run is under way or the folder cannot
+    be written.
     """
     refuse_folder(config, resume)
     folder = Path(config.run.folder)
@@ -60,11 +59,11 @@ def _run_held(folder: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """`path`, made if need be, is for no other process of this machine, nor of one that shares the
-    file system.
+    """Lock `path`, which is made if necessary, against other processes of this machine and of those
+    that share the file system.
 
-    Raises `ConfigError` with `refusal` where one has it. It ends with the process, however that
-    ends.
+    Raises `ConfigError` with `refusal` if another has the lock, which ends with its process,
+    however that ends.
     """
     with path.open("ab") as file:
         try:
@@ -73,37 +72,42 @@ def held(path: Path, refusal: str) -> Iterator[None]:
             raise ConfigError(f"{refusal}: stop it, or wait until it has ended") from None
         except OSError as error:
             LOG.warning(
-                "%s cannot be locked (%s): nothing keeps a second process from it", path, error
+                "%s cannot be locked (%s): nothing prevents a second process from using it",
+                path,
+                error,
             )
         yield
 
 
 def absent(folder: Path) -> list[Path]:
-    """The folder and those around it that are not there, from within."""
+    """Of the folder and its parents those that do not exist, innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
-    """Remove what `open_folder` and rank 0's log made for a run that did not begin, in a folder
-    that was not there.
+    """Remove what `open_folder` and rank 0's log made for a run that did not begin; `made` is what
+    `absent` gave before.
     """
-    if folder in made and not (folder / "config.json").exists():
-        (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
-        for path in (folder / "logs", folder / "trace", *made):
-            with suppress(OSError):  # something else is in it
-                path.rmdir()
+    if folder not in made or (folder / "config.json").exists():
+        return
+    (folder / "logs" / "rank-0.log").unlink(missing_ok=True)
+    for path in (folder / "logs", folder / "trace", *made):
+        with suppress(OSError):  # something else is in it
+            path.rmdir()
 
 
 @contextmanager
 def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
-    """The run's folder, which rank 0 opens; one that was made for ranks which then could not meet
+    """The run's folder, which rank 0 opens. If it was made for ranks that then could not join, it
     is removed again.
     """
     folder = Path(config.run.folder)
-    made = absent(folder) if rank == 0 else []
-    if rank == 0:
-        open_folder(config, resume)
-    with _run_held(folder) if rank == 0 else nullcontext():
+    if rank != 0:
+        yield folder
+        return
+    made = absent(folder)
+    open_folder(config, resume)
+    with _run_held(folder):
         try:
             yield folder
         except InputError:
@@ -112,15 +116,17 @@ def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
 
 
 def checkpoint_url(config: Config, folder: Path | None = None) -> str:
-    """Where a run's checkpoints are: where it was told, else in its folder (which may have moved to
-    `folder`).
+    """Where a run's checkpoints are: at run.checkpoint_url, otherwise in its folder, which may have
+    moved to `folder`.
     """
-    return config.run.checkpoint_url or str((folder or Path(config.run.folder)) / "checkpoints")
+    if config.run.checkpoint_url:
+        return config.run.checkpoint_url
+    return str((folder or Path(config.run.folder)) / "checkpoints")
 
 
 @contextmanager
 def needing_room(path: Path) -> Iterator[None]:
-    """Raises `RunError` naming the file, which is written within, where that fails."""
+    """Raises `RunError` naming the file if writing it inside fails."""
     try:
         yield
     except OSError as error:
@@ -128,22 +134,24 @@ def needing_room(path: Path) -> Iterator[None]:
 
 
 def save_configuration(folder: Path, config: Config) -> None:
-    """What all ranks agreed on, for the commands that come back to the run; no addresses, no
-    token.
+    """What all ranks agreed on, for commands that use the run later. Without [node]: no addresses,
+    no token.
     """
     path = folder / "config.json"
-    whole = path.with_suffix(".tmp")  # a run that goes on writes it again, and must not lose it
+    # A run that is resumed writes the file again, and must not lose it meanwhile.
+    temporary = path.with_suffix(".tmp")
     with needing_room(path):
-        whole.write_text(json.dumps(config.model_dump(mode="json", exclude={"node"}), indent=1))
-        os.replace(whole, path)
+        table = config.model_dump(mode="json", exclude={"node"})
+        temporary.write_text(json.dumps(table, indent=1))
+        os.replace(temporary, path)
 
 
 def load_configuration(folder: Path) -> Config:
-    """Raises `ConfigError` where `folder` is no run's."""
+    """Raises `ConfigError` if `folder` is not the folder of a run."""
     try:
         table = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no folder of a run: {error}") from None
+        raise ConfigError(f"{folder} is not the folder of a run: {error}") from None
     try:
         return build(table)
     except ConfigError as error:
@@ -151,7 +159,7 @@ def load_configuration(folder: Path) -> Config:
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
-    """What a rank gives to the run, kept on rank 0's machine."""
+    """Write what a rank uploaded to rank 0, such as its trace, to FOLDER/KIND/rank-N.json."""
     path = folder / kind / f"rank-{rank}.json"
     with needing_room(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
 
 @contextmanager
 def logging_to(folder: Path, rank: int) -> Iterator[None]:
-    """Rank 0 logs into the folder, because its terminal shows the run live; the others to their
+    """Rank 0 logs into the folder, because its terminal shows the run live; the others log to
     standard error.
     """
     log = logging.getLogger("dpipe")
@@ -178,12 +186,14 @@ def logging_to(folder: Path, rank: int) -> Iterator[None]:
     finally:
         for handler in handlers:
             log.removeHandler(handler)
-            with suppress(OSError):  # of what could not be written before
+            with suppress(OSError):  # what could not be written before
                 handler.close()
 
 
 class _LogFile(logging.FileHandler):
-    """Without room it goes without lines: a run ends of what it must keep, and says so once."""
+    """On a full disk it drops lines: a run fails where it writes what it must keep, and says so
+    once.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exc_info()[1], OSError):

@@ -1,15 +1,15 @@
-"""Checkpoints of stages that T ranks hold together: parameters whole, by the names of any run;
-moments in parts.
+"""Checkpoints of a tensor-parallel group: parameters whole, named as in any run; moments in parts.
 
-    parameter  rank 0 [a b]   rank 1 [c d]   gathered, and written whole by one of them, each its share of the names
-    moments    rank 0 [a b]   rank 1 [c d]   written where they are, as NAME[0:2] and NAME[2:4] of the row [a b c d];
-                                             the index says how such a row is to be put in order
+    parameter  rank 0 [a b]  rank 1 [c d]   gathered; each rank writes some of them, whole
+    moments    rank 0 [a b]  rank 1 [c d]   each rank writes its own, as NAME[0:2] and NAME[2:4] of
+                                            the row [a b c d]; the index says how a row is put in
+                                            the order of the whole tensor
 
-What is read is whole in any case, and each rank takes its part of it.
+What is read is whole in either case, and each rank takes its part of it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -24,22 +24,24 @@ _RANGE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 
 
 def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
-    """This rank's share of the parameters, whole. All ranks of its replica that hold the stages
-    together call it.
+    """This rank's share of the parameters, each whole. A collective call of the tensor-parallel
+    group.
     """
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for stage in stages.values():
         split = stage.split
-        for place, (name, parameter) in enumerate(stage.named_parameters()):
-            whole = parameter.detach() if split is None else split.whole(name, parameter.detach())
-            if place % here.tp_size == here.tp_rank:
-                found[name] = whole
-    return found
+        for number, (name, parameter) in enumerate(stage.named_parameters()):
+            whole = parameter.detach()
+            if split is not None:
+                whole = split.whole(name, whole)
+            if number % here.tp_size == here.tp_rank:
+                parameters[name] = whole
+    return parameters
 
 
 def first_buffers(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
-    """Those that a checkpoint has, on the one rank that writes them; copies, because layers may
-    share one.
+    """Copies of the buffers that a checkpoint has, on the one rank that writes them; empty on the
+    others. Copies, because layers may share a buffer.
     """
     if here.dp_rank or here.tp_rank:
         return {}
@@ -53,50 +55,56 @@ def first_buffers(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor
 def as_slices(
     stages: Stages, moments: Mapping[str, torch.Tensor], here: ParallelRanks
 ) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
-    """`moments` under the names of their places in rows of all ranks, and how each row lies in its
-    whole.
+    """`moments` named by their range in the row of all ranks, and by name how a row is ordered.
 
-    Of what every rank has whole the first one's are taken.
+    Moments of what every rank has whole are rank 0's alone.
     """
     slices = dict[str, torch.Tensor]()
     layouts = dict[str, Shard]()
     shards = _shards(stages)
     for name, moment in moments.items():
-        shard = _of(name, shards)
+        shard = _shard_of(name, shards)
         if shard is None:
             if here.tp_rank == 0:
                 slices[name] = moment
             continue
-        match = _RANGE.fullmatch(name)
-        plain, start, stop = (
-            (match[1], int(match[2]), int(match[3])) if match else (name, 0, shard.num_values)
-        )
+        plain = name
+        start = 0
+        stop = shard.num_values
+        if match := _RANGE.fullmatch(name):  # a sharded optimizer has a part of it
+            plain = match[1]
+            start = int(match[2])
+            stop = int(match[3])
         first = here.tp_rank * shard.num_values
-        slices[f"{plain}[{first + start}:{first + stop}]"], layouts[plain] = moment, shard
+        slices[f"{plain}[{first + start}:{first + stop}]"] = moment
+        layouts[plain] = shard
     return slices, layouts
 
 
 def take_parts(tensors: Tensors, stages: Stages, here: ParallelRanks) -> None:
-    """Replace whole tensors by this rank's parts of them."""
+    """Replace whole tensors by this rank's parts, in place."""
     shards = _shards(stages)
     for name, tensor in tensors.items():
-        if (
-            shard := _of(name, shards)
-        ) is not None and tensor.numel() == shard.num_values * shard.size:
+        shard = _shard_of(name, shards)
+        if shard is None:
+            continue
+        if tensor.numel() == shard.num_values * shard.size:
             tensors[name] = shard.take(tensor, here.tp_rank)
 
 
 def _shards(stages: Stages) -> dict[str, Shard]:
-    splits = [stage.split for stage in stages.values() if stage.split is not None]
-    return {name: shard for split in splits for name, shard in split.shards.items()}
+    """How parameters are cut, by name."""
+    shards: dict[str, Shard] = {}
+    for stage in stages.values():
+        if stage.split is not None:
+            shards.update(stage.split.shards)
+    return shards
 
 
-def _of(name: str, shards: Mapping[str, Shard]) -> Shard | None:
-    """How the parameter lies that `name` is, or is a moment of."""
-    return next((shards[prefix] for prefix in _prefixes(name) if prefix in shards), None)
-
-
-def _prefixes(name: str) -> Iterator[str]:
+def _shard_of(name: str, shards: Mapping[str, Shard]) -> Shard | None:
+    """How the parameter called `name` is cut, or the one whose moment it is: NAME.exp_avg."""
     while name:
-        yield name
+        if name in shards:
+            return shards[name]
         name = name.rpartition(".")[0]
+    return None

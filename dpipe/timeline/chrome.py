@@ -88,8 +88,8 @@ class _Track:
                 yield from self._arrow(span, receive) if receive else ()
 
     def _row(self, span: Span) -> int:
-        """Which replica, and in it which of the ranks that hold a stage together: messages stay
-        within.
+        """The pipeline-parallel group of the span's rank, within which messages stay: by replica,
+        and by tensor-parallel rank.
         """
         replica = span.rank * self.timeline.num_replicas // self.timeline.num_ranks
         return replica * self.timeline.tensor_size + span.rank % self.timeline.tensor_size

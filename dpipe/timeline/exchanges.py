@@ -1,9 +1,11 @@
 """Several replicas of a pipeline in a simulation: each stage's exchange, message by message, on the
 ranks' egress.
 
-    rank 1  compute [1B6][1B7]                      rank 5 (stage 1 of replica 1 of pipelines of 4)
+    rank 1  compute [1B6][1B7]
             send          [1SEND_B7]
-            reduce        [a][b]  [c]   to rank 5   arrives the link's delay later, and lets the next message go
+            reduce        [a][b]  [c]   to rank 5: stage 1 of replica 1, of pipelines of 4 ranks.
+                                        Each arrives the link's delay later, and lets what waits
+                                        for it go.
 
 Where all replicas are alike, and so are their links, one of them is simulated: what it would send
 to the replica k further on it gets, at the same moment, from the one k before.

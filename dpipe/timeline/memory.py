@@ -1,8 +1,9 @@
 """How much a rank holds at the worst moment of a step: a schedule walked action by action, as
 `simulate` does for time.
 
-    F     layers first to last: each leaves what its backward needs, and needs some working memory while it runs
-    B     layers last to first: each works, gives back what it had left, and has made its parameters' gradients
+    F     layers first to last: each leaves what its backward needs, and needs some working memory
+    B     layers last to first: each works, gives back what it had left, and has made the gradients
+          of its parameters
     I     as B, but what the weight gradients need stays until W
     STEP  the optimizer works
 
@@ -21,38 +22,31 @@ from dpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer. `held_bytes` is what one micro-batch leaves from F to B, `deferred_bytes`
-    from I to W; what defers nothing does in I what it does in B.
-
-    The others are working memory on top of that at the worst moment: of F, of B (`first_bytes` more
-    in the first of a step, whose gradients stay as they are made), of I, of W (`first_weight_bytes`
-    in the first, beside the gradients), and of the optimizer. `given_bytes`, of a stage's end, is
-    the gradient that it is given in B and I, and holds until it is done, as it does its output;
-    that a layer has both while it works is in the layer's working memory, and a layer that
-    `keeps_given` has the gradient among what it defers. `within` is the layer where another one of
-    its stage is behind it, if that differs. `exchange_bytes` are what replicas agree with, always.
-    `rounded_bytes` are the copies of its parameters in half precision that it computes with, beside
-    their masters, and as much again the gradients of those, from when they are made until the
-    backward pass is done and they are added to the masters'.
+    """Bytes of one layer. What is not said to be held is working memory, on top of what is held at
+    the worst moment of an action.
     """
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    held_bytes: int = 0
-    deferred_bytes: int = 0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    first_bytes: int = 0
-    input_bytes: int = 0
-    weight_bytes: int = 0
-    first_weight_bytes: int = 0
-    update_bytes: int = 0
+    held_bytes: int = 0  # that one micro-batch leaves from F to B, or I
+    deferred_bytes: int = 0  # that it leaves from I to W; with none, I does all that B does
+    forward_bytes: int = 0  # working memory of F
+    backward_bytes: int = 0  # of B
+    first_bytes: int = 0  # more in the first B of a step, whose gradients stay as they are made
+    input_bytes: int = 0  # of I
+    weight_bytes: int = 0  # of W
+    first_weight_bytes: int = 0  # of the first W of a step, beside the gradients
+    update_bytes: int = 0  # of the optimizer
+    # The gradient that a stage's end gets in B and I. It is held until the stage is done, as the
+    # stage's output is; while this layer works, both are in its working memory.
     given_bytes: int = 0
-    keeps_given: bool = False
-    exchange_bytes: int = 0
+    keeps_given: bool = False  # whether that gradient is among what is deferred
+    exchange_bytes: int = 0  # buffers of the exchange with replicas, held always
+    # Copies of the parameters in half precision that it computes with, beside their masters; as
+    # much again are their gradients, until they are added to the masters' behind each backward.
     rounded_bytes: int = 0
-    within: "LayerMemory | None" = None
+    within: "LayerMemory | None" = None  # the same where its stage has a layer behind it
 
 
 StageMemory = Sequence[LayerMemory]
@@ -112,12 +106,10 @@ class _Walk:
         ]
         self._stages = stages
         self._keeps_gradients = keeps_gradients
-        self._rounded: list[
-            tuple[int, int, LayerMemory]
-        ] = []  # whose gradients are not with their masters yet
-        self._made: set[tuple[int, int]] = (
-            set()
-        )  # the layers, by stage and place in it, that have gradients
+        # Layers whose gradients are not with their masters yet: stage, index in it, layer.
+        self._rounded: list[tuple[int, int, LayerMemory]] = []
+        # Layers that have gradients: stage, index in it.
+        self._made: set[tuple[int, int]] = set()
         self._now = RankMemory(
             parameters=_total(own, "parameter_bytes") + _total(own, "rounded_bytes"),
             gradients=_total(own, "gradient_bytes") if keeps_gradients else 0,

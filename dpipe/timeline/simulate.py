@@ -86,30 +86,41 @@ class Simulation:
         self.clock = self.machines.clock
         self.spans = self.machines.spans
         self.replicas = replicas
-        num_replicas = 1 if replicas is None else replicas.count
-        # Replicas that are alike are one simulation; the coordinator is at one of them alone.
-        self.mirrored = (
-            replicas is not None
-            and not hosts
-            and ballots is None
-            and replicas.alike(network, schedule.num_ranks)
-        )
-        simulated = 1 if self.mirrored else num_replicas
+        self.mirrored = ballots is None and not hosts and self._replicas_are_alike
+        simulated = 1
+        if replicas is not None and not self.mirrored:
+            simulated = replicas.count
         self.programs = schedule.programs * simulated
+        # By replica, then by rank of all that are simulated.
         self.done: list[set[Action]] = [set() for _ in range(simulated)]
         self.position = [0 for _ in self.programs]
         # When the rank ran out of work; None while it computes.
         self.idle_since: list[float | None] = [0.0 for _ in self.programs]
         # What the rank's next action still lacks.
         self.awaited: list[set[Action]] = [set() for _ in self.programs]
-        self.exchanges: StageExchanges | None = None
-        if replicas is not None:
-            self.exchanges = StageExchanges(
-                *(self.machines, schedule, cost, replicas, self._reduced), mirrored=self.mirrored
-            )
+        self.exchanges = self._stage_exchanges()
         self.votes: Votes | None = None
         if ballots is not None:
             self.votes = Votes(self.clock, ballots, len(self.programs), self._voted)
+
+    @property
+    def _replicas_are_alike(self) -> bool:
+        """Then one of them is simulated, and stands for all."""
+        return self.replicas is not None and self.replicas.alike(
+            self.network, self.schedule.num_ranks
+        )
+
+    def _stage_exchanges(self) -> StageExchanges | None:
+        if self.replicas is None:
+            return None
+        return StageExchanges(
+            self.machines,
+            self.schedule,
+            self.cost,
+            self.replicas,
+            self._reduced,
+            mirrored=self.mirrored,
+        )
 
     def run(self) -> Timeline:
         if self.exchanges is not None:
@@ -119,11 +130,14 @@ class Simulation:
         self.clock.run()
         if any(len(done) < len(self.schedule.index) for done in self.done):
             check(self.schedule)  # says which action on which rank waits for what
-        if self.replicas is None:
-            return Timeline(self.schedule.num_ranks, tuple(self.spans))
         per_replica = self.schedule.num_ranks
-        spans = self.replicas.everyone(self.spans, per_replica) if self.mirrored else self.spans
-        return Timeline(per_replica * self.replicas.count, tuple(spans), self.replicas.count)
+        if self.replicas is None:
+            return Timeline(per_replica, tuple(self.spans))
+        spans = self.spans
+        if self.mirrored:
+            spans = self.replicas.everyone(spans, per_replica)
+        num_replicas = self.replicas.count
+        return Timeline(per_replica * num_replicas, tuple(spans), num_replicas)
 
     def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
         """`action` is over; its rank may have waited for it."""
@@ -144,9 +158,8 @@ class Simulation:
         while self.idle_since[rank] is not None and self.position[rank] < len(program):
             action = program[self.position[rank]]
             if action.op not in RECVS:
-                self.awaited[rank] = {
-                    need for need in self.schedule.requires(action) if need not in done
-                }
+                needs = self.schedule.requires(action)
+                self.awaited[rank] = {need for need in needs if need not in done}
                 if self.awaited[rank]:
                     return
             self.position[rank] += 1
@@ -209,7 +222,8 @@ class Simulation:
 
     def _send(self, rank: int, action: Action) -> None:
         receive = counterpart(action, self.schedule.num_stages)
-        target = rank - rank % self.schedule.num_ranks + self.schedule.rank_of_stage[receive.stage]
+        first_of_replica = rank - rank % self.schedule.num_ranks
+        target = first_of_replica + self.schedule.rank_of_stage[receive.stage]
         self.machines.sending[rank].add(action)
 
         def left(start_us: float) -> None:

@@ -9,9 +9,7 @@ from dpipe.schedule.action import Action
 
 class Lane(StrEnum):
     """Where on a rank a span lies. A SEND or RECV span is bytes moving; WAIT is a rank that has
-    nothing to run.
-
-    TENSOR is what the ranks that hold a stage together exchange, most of it inside COMPUTE.
+    nothing to run; TENSOR is what a tensor-parallel group exchanges, most of it inside COMPUTE.
     """
 
     COMPUTE = "compute"
@@ -59,19 +57,15 @@ class Timeline:
     num_ranks: int
     spans: tuple[Span, ...]
     num_replicas: int = 1
-    tensor_size: int = 1  # ranks that hold a stage together, one behind the other
+    tensor_size: int = 1  # ranks of a tensor-parallel group, numbered consecutively
 
     @property
     def duration_us(self) -> float:
-        return max((s.end_us for s in self.spans), default=0.0) - min(
-            (s.start_us for s in self.spans), default=0.0
-        )
+        first_us = min((span.start_us for span in self.spans), default=0.0)
+        last_us = max((span.end_us for span in self.spans), default=0.0)
+        return last_us - first_us
 
     def on(self, rank: int, lane: Lane) -> tuple[Span, ...]:
         """The spans of one lane of one rank, by start."""
-        return tuple(
-            sorted(
-                (s for s in self.spans if s.rank == rank and s.lane == lane),
-                key=lambda s: s.start_us,
-            )
-        )
+        spans = [span for span in self.spans if span.rank == rank and span.lane == lane]
+        return tuple(sorted(spans, key=lambda span: span.start_us))

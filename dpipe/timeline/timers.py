@@ -75,7 +75,9 @@ class Timers:
         self._steps.append({**timers_ms(spans), **parts})
 
     def line(self) -> str:
-        """`time (ms) | forward-compute: 12.3 | optimizer: 1.0`: the mean of the steps since the last line."""
+        """The mean of the steps since the last line, such as `time (ms) | forward-compute: 12.3 |
+        optimizer: 1.0`.
+        """
         steps = self._steps
         self._steps = []
         ran = [name for name in (*TIMERS, *PARTS) if any(name in step for step in steps)]
@@ -93,10 +95,10 @@ def _timer(lane: Lane, op: Op) -> str | None:
             return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
         case Lane.UPDATE:
             return "optimizer"
-        case Lane.TENSOR:  # but for that of gradients it is inside of compute
+        case Lane.TENSOR:
+            # All others are inside of compute.
             return "backward-layernorm-all-reduce" if op is Op.COMPLETE else None
-        case (
-            Lane.RECV | Lane.REDUCE
-        ):  # bytes moving beside compute: what of it was waited for is in WAIT
+        case Lane.RECV | Lane.REDUCE:
+            # Bytes moving beside compute: what of it was waited for is in WAIT.
             return None
     assert_never(lane)

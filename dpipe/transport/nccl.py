@@ -1,7 +1,7 @@
 """From GPU to GPU by NCCL (through cupy): for GPUs with a fast network or NVLink between them.
 
     rank 1                                              rank 2
-    link 1->2   --wait(made)--[send]--*  ===========>   *--[recv]--    link 1->2
+    link 1->2   --wait(mark)--[send]--*  ===========>   *--[recv]--    link 1->2
     link 2->1   --[recv]--*              <===========   --[send]--     link 2->1
 
 Each directed link is a communicator of two ranks with a stream of its own: no link waits for
@@ -339,9 +339,9 @@ class NcclTransport:
         link = self._links[self.rank, peer]
         link.raise_if_broken()
         tensor = tensor.detach().contiguous()
-        made = self._streams.mark()
+        ready = self._streams.mark()
         with self._streams.on(link.stream):
-            self._streams.wait(made)
+            self._streams.wait(ready)
             self._streams.keep(tensor)
             what = f"to hand over {tag} to"
             move = _nothing if self._rehearses else link.communicator.send

@@ -15,7 +15,7 @@ from dpipe.wire.rpc import TLS_NAME, Security
 _WRITE_BYTES = 512 << 10
 # A thread that reads a tensor is woken for so many: each wake interrupts the sender's core.
 _WAKE_BYTES = 512 << 10
-_FEW_BYTES = 64 << 10  # of so few the kernel is not told
+_FEW_BYTES = 64 << 10  # up to here a thread is woken for the first byte, without a system call
 _MORE = getattr(socket, "MSG_MORE", 0)  # more follows: do not send a packet for this alone
 _WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
 # Seconds, seconds, probes; the same as gRPC's keep-alive.

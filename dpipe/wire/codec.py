@@ -128,5 +128,6 @@ def fp16() -> Codec:
 
 def codec(name: str) -> Codec:
     """The codec of the wire format `name`; raises `ConfigError` on an unknown one."""
-    made: Codec = function_at(FORMATS.named(name).codec)()
-    return made
+    maker = function_at(FORMATS.named(name).codec)
+    wire_codec: Codec = maker()
+    return wire_codec

@@ -152,8 +152,8 @@ class _CheckToken(grpc.ServerInterceptor):
         )
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
-        shown = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
-        if hmac.compare_digest(str(shown).encode(), self._token):
+        token = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
+        if hmac.compare_digest(str(token).encode(), self._token):
             return continuation(handler_call_details)
         return self._refuse
 

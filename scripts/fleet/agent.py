@@ -12,7 +12,7 @@ FOLDER/
 
 A rank is held by a process in a session of its own, which waits for it and writes how it ended:
 
-    sshd ── agent start ──► hold ──► dpipe train          agent and sshd may go; hold and the rank stay
+    sshd ── agent start ──► hold ──► dpipe train       agent and sshd may go; hold and the rank stay
 """
 
 import json

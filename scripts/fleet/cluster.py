@@ -153,11 +153,11 @@ def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **giv
     up again.
     """
     what = job.Job.of(config, hosts=hosts, **given)
-    used = machines[: len({seat.host for seat in what.seats})]
+    used = machines[: len({rank.host for rank in what.ranks})]
     install.require_installed(used)
     with signals() as asked:
         offsets = job.start(what, used)
-        _say(f"run {what.name}: {len(what.seats)} ranks on {len(used)} hosts")
+        _say(f"run {what.name}: {len(what.ranks)} ranks on {len(used)} hosts")
         if not detach or asked:
             sys.exit(
                 attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say)

@@ -3,7 +3,7 @@
 user = "ubuntu"             # said once, it holds for every host
 key = "~/.ssh/cloud.pem"
 [[host]]
-address = "18.185.3.4"      # rank 0, where the ranks meet
+address = "18.185.3.4"      # rank 0, which runs the coordinator
 advertise = "10.0.0.4"
 [[host]]
 address = "18.185.3.5"      # ranks 1 and 2
@@ -104,13 +104,13 @@ class Hosts:
 
     path: Path
     hosts: tuple[Host, ...]
-    meeting_port: int
+    coordinator_port: int
 
     @property
     def coordinator(self) -> str:
-        return f"{self.hosts[0].reached_at}:{self.meeting_port}"
+        return f"{self.hosts[0].reached_at}:{self.coordinator_port}"
 
-    def seats(self, num_ranks: int) -> list[HostRank]:
+    def ranks(self, num_ranks: int) -> list[HostRank]:
         """Raises `HostsError` where there are fewer slots than ranks."""
         every = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         if len(every) < num_ranks:
@@ -126,7 +126,7 @@ class Hosts:
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    meeting_port: Port = 7000  # of rank 0, where the ranks meet
+    meeting_port: Port = 7000  # on which rank 0's coordinator listens
     host: Annotated[tuple[Host, ...], Field(min_length=1)]
 
 
@@ -175,7 +175,7 @@ def _check(path: Path, hosts: Sequence[Host]) -> None:
             )
     if hosts[0].reached_at == "none":
         raise HostsError(
-            f'hosts file {path}: host 0 is where the ranks meet; it cannot have advertise = "none"'
+            f'hosts file {path}: host 0 runs the coordinator; it cannot have advertise = "none"'
         )
     for number, host in enumerate(hosts):
         if host.key is not None and not host.key.expanduser().is_file():

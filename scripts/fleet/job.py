@@ -23,16 +23,16 @@ KILL_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is run, and where its ranks sit. `resume` goes on with the run of this name."""
+    """What is run, and on which host each rank runs."""
 
-    name: str
-    text: str
+    name: str  # of the run; with `resume`, of the one that is continued
+    text: str  # of the configuration file
     config: Config
     overrides: tuple[str, ...]
-    seats: tuple[HostRank, ...]
-    coordinator: str
+    ranks: tuple[HostRank, ...]
+    coordinator: str  # HOST:PORT
     resume: bool = False
-    fallback: bool = False
+    fallback: bool = False  # to the checkpoint before, if the newest is damaged
 
     @classmethod
     def of(
@@ -57,40 +57,44 @@ class Job:
         if not any(text.startswith("run.folder=") for text in overrides):
             overrides = (*overrides, f'run.folder="runs/{name}"')
         config = load(path, overrides)
-        seats = tuple(hosts.seats(config.world_size))
+        ranks = tuple(hosts.ranks(config.world_size))
         text = path.read_text(encoding="utf-8")
         return cls(
-            name, text, config, overrides, seats, hosts.coordinator, resume is not None, fallback
+            name, text, config, overrides, ranks, hosts.coordinator, resume is not None, fallback
         )
 
-    def spec(self, seats: Sequence[HostRank], token: str) -> dict[str, Any]:
-        """What the agent of one host is told of the ranks that sit there."""
-        ranks = [
-            {"rank": s.rank, "argv": self.argv(s), "environ": self.environ(s, token)} for s in seats
+    def spec(self, ranks: Sequence[HostRank], token: str) -> dict[str, Any]:
+        """What the agent of one host needs to start its ranks."""
+        specs = [
+            {"rank": r.rank, "argv": self.argv(r), "environ": self.environ(r, token)} for r in ranks
         ]
         return {
             "run": self.name,
             "config": self.text,
             "folder": self.config.run.folder,
             "resume": self.resume,
-            "ranks": ranks,
+            "ranks": specs,
         }
 
-    def argv(self, seat: HostRank) -> list[str]:
-        """Of one rank, after the interpreter. The configuration's own [node] says less than the
-        hosts file.
+    def argv(self, rank: HostRank) -> list[str]:
+        """The command line of one rank, after the interpreter. The hosts file overrides the
+        configuration's [node].
         """
-        node = ('node.bind="0.0.0.0"', f'node.advertise="{seat.host.reached_at}"')
-        given = [word for text in (*node, *self.overrides) for word in ("-o", text)]
-        on = ["--resume", self.config.run.folder] if self.resume else []
-        on += ["--fallback"] if self.fallback else []
-        return ["-m", "dpipe", "train", f"../cluster/{self.name}/job.toml", *given, *on]
+        node = ('node.bind="0.0.0.0"', f'node.advertise="{rank.host.reached_at}"')
+        argv = ["-m", "dpipe", "train", f"../cluster/{self.name}/job.toml"]
+        for override in (*node, *self.overrides):
+            argv += ["-o", override]
+        if self.resume:
+            argv += ["--resume", self.config.run.folder]
+        if self.fallback:
+            argv += ["--fallback"]
+        return argv
 
-    def environ(self, seat: HostRank, token: str) -> dict[str, str]:
+    def environ(self, rank: HostRank, token: str) -> dict[str, str]:
         return {
-            "DPIPE_RANK": str(seat.rank),
-            "DPIPE_LOCAL_RANK": str(seat.local_rank),
-            "DPIPE_WORLD_SIZE": str(len(self.seats)),
+            "DPIPE_RANK": str(rank.rank),
+            "DPIPE_LOCAL_RANK": str(rank.local_rank),
+            "DPIPE_WORLD_SIZE": str(len(self.ranks)),
             "DPIPE_COORDINATOR": self.coordinator,
             "DPIPE_TOKEN": token,
         }
@@ -102,7 +106,7 @@ def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]
     """
     token = secrets.token_urlsafe(16)
     of_host = {
-        host.name: list(seats) for host, seats in groupby(job.seats, key=lambda seat: seat.host)
+        host.name: list(ranks) for host, ranks in groupby(job.ranks, key=lambda rank: rank.host)
     }
     used = [machine for machine in machines if machine.host.name in of_host]
     try:
@@ -117,11 +121,10 @@ def start(job: Job, machines: Sequence[Machine]) -> dict[Machine, dict[int, int]
 
 
 def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float = 0.0) -> list[str]:
-    """Signal what is alive of a run (of the newest on each machine), and wait a while for it to
-    end.
+    """Send the signal `how` to the live ranks of a run (the newest on each machine), and wait up to
+    `wait_s` for them to end.
 
-    Returns what is in doubt, a line a machine: one that was not reached, or where a rank outlives
-    the wait.
+    Returns a line for each machine that was not reached, or where a rank outlived the wait.
     """
 
     def tell(machine: Machine) -> str | None:
@@ -131,11 +134,8 @@ def stop(machines: Sequence[Machine], run: str | None, how: str, wait_s: float =
             )["alive"]
         except DpipeError as error:  # the others are told all the same
             return str(error)
-        late = bool(left) and wait_s > 0
-        return (
-            f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}"
-            if late
-            else None
-        )
+        if left and wait_s > 0:
+            return f"host {machine.host.name}: ranks {left} are alive {wait_s:g} s after {how}"
+        return None
 
     return [doubt for doubt in each(machines, tell) if doubt is not None]

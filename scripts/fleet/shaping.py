@@ -1,6 +1,6 @@
 """A network profile on every machine, by its own `tc`; node i is the i-th host of the file.
 
-shape on all ──► keep on all          a machine that `keep` cannot reach takes its profile off by itself
+shape on all ──► keep on all      a machine that `keep` cannot reach takes its profile off by itself
     └── one refuses: off on all
 """
 

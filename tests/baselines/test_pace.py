@@ -85,7 +85,7 @@ def test_part_that_would_exceed_the_limit_is_left_out_and_said_to_be(clock, caps
 
 
 def test_first_part_is_measured_whatever_it_takes(clock) -> None:
-    assert list(begun(clock, limit_s=0.0).parts(["a", "b"], str))[0] == "a"
+    assert next(begun(clock, limit_s=0.0).parts(["a", "b"], str)) == "a"
 
 
 def test_processes_of_a_part_take_as_many_rounds(clock) -> None:

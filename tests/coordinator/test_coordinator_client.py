@@ -72,7 +72,7 @@ def test_join_waits_for_the_coordinator_to_come_up(run):
 
 
 def test_what_is_waited_for_is_said_now_and_then(monkeypatch):
-    """Two reasons that took turns filled the log."""
+    """Two reasons that alternated filled the log."""
     now, heard = 0.0, []
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now))
     say = client._now_and_then(lambda text: heard.append((now, text)))
@@ -361,7 +361,7 @@ def test_lost_coordinator_is_named(run):
 
 
 def _deafen(monkeypatch) -> None:
-    """A coordinator that reads and does not answer, nor show that it lives."""
+    """A coordinator that reads, but sends no answer and no sign of life."""
     monkeypatch.setattr(CoordinatorServer, "_take", lambda self, message, guest: None)
     monkeypatch.setattr(Membership, "tick", lambda self, now: self.members.clear())
 

@@ -21,7 +21,7 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 
 class Stranger:
-    """Speaks on a stream as it likes."""
+    """A client that sends whatever a test wants."""
 
     def __init__(self, port: int, *frames: bytes) -> None:
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -163,7 +163,7 @@ def test_close_waits_for_those_who_are_leaving(run):
 
 
 class _SlowToEnd(queue.SimpleQueue):
-    """An outbox whose reader lives on for a while after its last word."""
+    """An outbox whose reader ends some time after the last message."""
 
     def put(self, message, *rest):
         super().put(message, *rest)

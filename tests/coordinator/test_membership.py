@@ -1,6 +1,4 @@
-"""Who may join, who is lost and which cause wins, without a network: what each rank hears, line by
-line.
-"""
+"""Who may join, who is lost and which cause wins, without a network: each message to each rank."""
 
 import json
 
@@ -12,7 +10,7 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 
 
 class Room:
-    """A membership, its clock, and what was told to each process that knocked."""
+    """A membership, its clock, and the messages to each process that has asked to join."""
 
     def __init__(self, world_size: int) -> None:
         self.now = 100.0
@@ -43,7 +41,7 @@ class Room:
         return [m for m in members if m]
 
     def tick(self, seconds: float) -> None:
-        """Time passes as the server lets it: a tick each second or oftener."""
+        """Let time pass with a tick a second, as the server does."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 1.0, until)

@@ -223,7 +223,11 @@ def test_text_with_sentences_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("context", "held_out", "message"),
     [
-        (4, 0.5, "model.context 4 holds no two passages and their 3 marks; raise it to 5"),
+        (
+            4,
+            0.5,
+            "model.context 4 has no room for two passages and 3 special tokens; raise it to 5",
+        ),
         (200, 0.5, "training text has .* tokens, BERT with model.context 200 needs more than 800"),
         (32, 0.1, "held-out text has .* tokens, BERT with model.context 32 needs more than 128"),
     ],

@@ -145,13 +145,13 @@ def test_server_holds_what_is_counted(wire: str) -> None:
     )
     rule = StepRule((0, 1), 0.1, (0.9, 0.95), wire)
     state = StageTensors.zeros(NUM_VALUES, lossy=rule.lossy_parameters)
-    master = StageState(row, rule, state, step=0, num_updates=0)
+    stage_state = StageState(row, rule, state, step=0, num_updates=0)
     for replica in range(2):
         for chunk in range(8):
-            master.add(0, replica, chunk, torch.ones(NUM_VALUES // 8))
-        master.decide(0, replica, StepDecision(0.1, 1.0))
-    master.commit()
-    assert reachable(master) == pytest.approx(on_server, rel=0.08)  # and chunks as they went out
+            stage_state.add(0, replica, chunk, torch.ones(NUM_VALUES // 8))
+        stage_state.decide(0, replica, StepDecision(0.1, 1.0))
+    stage_state.commit()
+    assert reachable(stage_state) == pytest.approx(on_server, rel=0.08)  # and chunks as they went out
 
 
 def test_worker_of_a_server_keeps_no_moments() -> None:

@@ -86,9 +86,7 @@ def stored(dtype: torch.dtype) -> Iterator[None]:
 
 
 class OneOf:
-    """The first of the ranks that hold a stage together, as to sizes: the others have what it
-    has.
-    """
+    """The first rank of a tensor-parallel group, as to sizes: the others have what it has."""
 
     rank = 0
 

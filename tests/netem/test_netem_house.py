@@ -3,12 +3,25 @@
 """
 
 import ast
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
 
 SOURCES = sorted((Path(__file__).resolve().parent.parent.parent / "netem").glob("*.py"))
 ALLOWED = {"dpipe.network.link", "dpipe.network.profile", "dpipe.errors"}
+
+
+def num_tokens(text: str, function: ast.FunctionDef) -> int:
+    """Names, operators and literals, as tests/test_architecture.py counts them in dpipe."""
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    lines = [
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type in kinds
+    ]
+    return sum(function.lineno <= line <= function.end_lineno for line in lines)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -30,5 +43,5 @@ def test_netem_knows_the_ground_of_dpipe_alone(path):
 def test_netem_stays_small(path):
     text = path.read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert text.count("\n") <= 400
-    assert all((f.end_lineno or 0) - f.lineno < 60 for f in functions)
+    assert text.count("\n") <= 600
+    assert max((num_tokens(text, f) for f in functions), default=0) <= 300

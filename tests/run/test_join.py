@@ -7,9 +7,11 @@ from dpipe.coordinator.alone import Alone
 from dpipe.errors import ConfigError, JoinError
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import torch_group
-from dpipe.run.build import launch_ranks, train_rank
+from dpipe.run.api import train
+from dpipe.run.build import run_rank
 from dpipe.run.environment import ProcessInfo
 from dpipe.run.join import address_toward, advertised_host
+from dpipe.run.start import launch_ranks
 
 
 @pytest.mark.parametrize(
@@ -52,21 +54,19 @@ def test_coordinator_whose_name_is_unknown_is_named() -> None:
 def test_another_number_of_processes_than_ranks_says_what_to_set(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[pipeline]\nstages = 4\n")
-    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
     with pytest.raises(ConfigError, match="2 processes were started.*-o pipeline.stages=2"):
-        train_rank(str(path), (), rank=0, world_size=2, **flags)
+        train(path, rank=0, world_size=2, coordinator="127.0.0.1:1")
 
 
 def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('[pipeline]\nstages = 4\n[data_parallel]\nkind = "all-reduce"\nreplicas = 2\n')
-    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
     with pytest.raises(
         ConfigError, match=r"6 processes were started.*replicas 2 need 8.*-o pipeline.stages=3"
     ):
-        train_rank(str(path), (), rank=0, world_size=6, **flags)
+        train(path, rank=0, world_size=6, coordinator="127.0.0.1:1")
     with pytest.raises(ConfigError, match="replicas 2 do not divide 5 processes"):
-        train_rank(str(path), (), rank=0, world_size=5, **flags)
+        train(path, rank=0, world_size=5, coordinator="127.0.0.1:1")
     with pytest.raises(ConfigError, match="replicas 2 do not divide 3 processes"):
         launch_ranks(str(path), (), num_ranks=3, resume=None, fallback=False, say=lambda line: None)
 
@@ -74,15 +74,14 @@ def test_replicas_count_among_the_processes_that_are_needed(tmp_path) -> None:
 def test_ranks_of_a_stage_count_among_the_processes_that_are_needed(tmp_path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[pipeline]\nstages = 2\n[tensor_parallel]\nsize = 2\n")
-    flags = {"coordinator": "127.0.0.1:1", "timeout": None, "resume": None, "fallback": False}
     with pytest.raises(
         ConfigError, match=r"tensor_parallel.size 2 and .* need 4.*-o pipeline.stages=3"
     ):
-        train_rank(str(path), (), rank=0, world_size=6, **flags)
+        train(path, rank=0, world_size=6, coordinator="127.0.0.1:1")
     with pytest.raises(
         ConfigError, match="of stages on tensor_parallel.size 2 ranks do not divide 5 processes"
     ):
-        train_rank(str(path), (), rank=0, world_size=5, **flags)
+        train(path, rank=0, world_size=5, coordinator="127.0.0.1:1")
 
 
 def test_torch_group_needs_addresses(tiny) -> None:
@@ -94,16 +93,12 @@ def test_torch_group_needs_addresses(tiny) -> None:
 
 
 def test_coordinator_that_is_not_there_is_given_up_after_the_timeout(tiny, run_ranks) -> None:
-    from dpipe.run.build import run_rank
-
     config: Config = tiny(pipeline__stages=2)
     with pytest.raises(JoinError, match="127.0.0.1:9"):
         run_rank(config, ProcessInfo(1, 2, 1, "127.0.0.1:9"), join_s=1.0)
 
 
 def test_port_in_use_is_refused(tiny) -> None:
-    from dpipe.run.build import run_rank
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

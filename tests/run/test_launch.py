@@ -49,8 +49,11 @@ def launcher(tmp_path):
     return Launcher(tmp_path)
 
 
-def test_launch_tells_each_rank_its_place(launcher):
-    show = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('DPIPE')}))"
+def test_launch_tells_each_rank_its_number(launcher):
+    show = (
+        "import os, json; own = {k: v for k, v in os.environ.items() if k.startswith('DPIPE')}; "
+        "print(json.dumps(own))"
+    )
     assert launcher("", show, show) == 0
     first, second = json.loads(launcher.log(1)), json.loads(launcher.log(2))
     assert [first.pop("DPIPE_RANK"), second.pop("DPIPE_RANK")] == ["1", "2"]
@@ -227,13 +230,16 @@ import sys
 from pathlib import Path
 from dpipe.run.launch import launch
 argv = [sys.executable, "-S", "-c", sys.argv[1]]
-sys.exit(launch(lambda rank: argv, 2, logs=Path("logs"), on_line=lambda line: print(line, flush=True)))
+say = lambda line: print(line, flush=True)
+sys.exit(launch(lambda rank: argv, 2, logs=Path("logs"), on_line=say))
 """
 
 
 def _noting(path: str | Path) -> str:
     """Code that writes the process's id to `path`, whole or not at all."""
-    return f"import os; open('{path}.new', 'w').write(str(os.getpid())); os.rename('{path}.new', '{path}')\n"
+    new = f"{path}.new"
+    write = f"open('{new}', 'w').write(str(os.getpid()))"
+    return f"import os; {write}; os.rename('{new}', '{path}')\n"
 
 
 NOTE_PID = "import os; rank = os.environ['DPIPE_RANK']\n" + _noting("' + rank + '")

@@ -514,7 +514,10 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
             serve_parameters, str(tmp_path / "job.toml"), (), bind, lambda line: None
         )
         errors = run_ranks(served(2, data_parallel__address=(bind,), train__steps=10))
-        reason = r"step 2 of stage 0: cannot write \S+kept/server/stage-0/\S+: .*No space left; make room there"
+        reason = (
+            r"step 2 of stage 0: cannot write \S+kept/server/stage-0/\S+: "
+            r".*No space left; make room there"
+        )
         with pytest.raises(RunError, match=reason):
             server.result(30)
     assert any(re.search(reason, str(error)) for error in errors)

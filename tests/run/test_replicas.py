@@ -336,8 +336,12 @@ class Layer(nn.Module):
         return self.head(Exploding.apply(self.embedding(tokens), tokens))
 
 
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def layers():
-    return [Layer()], lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return [Layer()], loss
 """
 
 

@@ -23,8 +23,8 @@ from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, 
 from dpipe.plan.run_plan import draft
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs, load_trace, write_chrome
-from dpipe.run.build import sample_text
 from dpipe.run.generate import continue_ids, generate_text
+from dpipe.run.results import sample_text
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.stage import Stage
@@ -450,7 +450,7 @@ def test_text_is_continued_by_the_checkpoint_before_a_damaged_one(
 
 
 def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder of a run"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         generate_text(tmp_path, "The quick", tokens=5, temperature=0, seed=0)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dpipe.config.load import Config
 from dpipe.errors import CheckpointError, ConfigError, JoinError, RunError
-from dpipe.run.build import launch_ranks
+from dpipe.run.start import launch_ranks
 from dpipe.store.run_folder import (
     absent,
     keep_upload,
@@ -83,7 +83,7 @@ def test_folder_without_locks_is_said_to_be_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with opened(tiny(), False, 0):
-        assert "nothing keeps a second process from it" in caplog.text
+        assert "nothing prevents a second process from using it" in caplog.text
 
 
 def start_that_fails(config: Config, rank: int, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Two ends of a socket come to know each other, or do not."""
+"""Two ends of a socket prove that they know the token, or fail to."""
 
 import socket
 import threading

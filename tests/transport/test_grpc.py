@@ -31,12 +31,12 @@ def hello(**fields: int) -> bytes:
 
 
 def first(sequence: int = 0) -> bytes:
-    """What a tensor's first message starts with."""
+    """The beginning of a tensor's first message."""
     return framed(Header(sequence, "x", SCALAR).encode())
 
 
 class Stranger:
-    """A client that is no dpipe: opens a stream with whatever hello, and sends whatever
+    """A client that is not dpipe: opens a stream with whatever hello, and sends whatever
     messages.
     """
 

@@ -40,7 +40,7 @@ time.sleep(60)
 """
 
 
-# Meeting
+# Connecting
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_connect_names_a_peer_that_does_not_dial(make: Make) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a peer that takes calls and says nothing."""
+    """The address of a peer that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_abort_before_links_are_opened_is_raised_in_their_place(make: Make, silent: str) -> None:
-    """It was forgotten: after timeouts.connect a peer was blamed that had done nothing wrong."""
+    """The error was lost, and after timeouts.connect an innocent peer was blamed."""
     end = make(0, connect_timeout_s=2.0)
     end.fail(RunAborted("rank 2 failed"))
     with pytest.raises(RunAborted, match="rank 2 failed"):

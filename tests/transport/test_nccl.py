@@ -57,9 +57,7 @@ def test_each_directed_link_has_a_communicator_of_its_own() -> None:
 
 
 def test_ids_are_given_to_cupy_as_it_gave_them() -> None:
-    """Bytes since cupy 14, a tuple of signed numbers before; in between they were numbers on their
-    way to the peer.
-    """
+    """Bytes since cupy 14, a tuple of signed numbers before; JSON makes lists of both."""
     ends, nccl = transports(2, ids=tuple)
     connect(ends)
     assert len(nccl.communicators) == 4
@@ -78,7 +76,7 @@ def test_error_that_cupy_has_no_name_for_is_a_lost_peer(
 
 
 def test_communicator_is_not_called_while_it_is_ended(pair: list[NcclTransport]) -> None:
-    """The watching thread asks it for errors, and computes beside the one that gives up."""
+    """The watching thread asks it for errors while another thread aborts it."""
     link = pair[0]._links[0, 1]
     with link._calling:
         asking = Thread(target=link.look)

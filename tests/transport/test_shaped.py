@@ -46,7 +46,7 @@ def make() -> Iterator[Make]:
 def arrivals_ms(
     sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport]
 ) -> list[float]:
-    """Send a megabit on each of the given (sender, peer) at once; when each has arrived."""
+    """Send a megabit on each (sender, peer) at once; returns when each has arrived."""
     expected = [
         ranks[peer].recv(TensorSpec.of(MEGABIT), sender.rank, "x") for sender, peer in sends
     ]
@@ -141,7 +141,7 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
-    """An event that a device has not come to: until it has, tensors of more than one value are not
+    """An event that a device has not reached: until it has, tensors of more than one value are not
     on the host.
     """
     event = FakeEvent(enable_timing=True)

@@ -1,4 +1,4 @@
-"""On the way through host memory nobody waits for the GPU but the thread that reads the bytes."""
+"""On the way through host memory only the thread that reads the bytes waits for the GPU."""
 
 import pytest
 import torch

@@ -3,8 +3,10 @@ machines'.
 """
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,23 @@ FLEET = Path(__file__).resolve().parents[3] / "scripts/fleet"
 SOURCES = sorted(FLEET.glob("*.py"))
 
 
+def num_tokens(text: str, function: ast.FunctionDef) -> int:
+    """Names, operators and literals, as tests/test_architecture.py counts them in dpipe."""
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    lines = [
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type in kinds
+    ]
+    return sum(function.lineno <= line <= function.end_lineno for line in lines)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_fleet_stays_small(path):
     text = path.read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert text.count("\n") <= 400
-    assert all((f.end_lineno or 0) - f.lineno < 60 for f in functions)
+    assert text.count("\n") <= 600
+    assert max((num_tokens(text, f) for f in functions), default=0) <= 300
 
 
 def test_agent_needs_the_standard_library_alone():

@@ -16,8 +16,8 @@ def hosts(tmp_path):
 
 
 def test_order_of_hosts_is_that_of_ranks(hosts):
-    seats = hosts(TWO + "slots = 2\n").seats(3)
-    assert [(seat.rank, seat.host.address, seat.local_rank) for seat in seats] == [
+    ranks = hosts(TWO + "slots = 2\n").ranks(3)
+    assert [(rank.rank, rank.host.address, rank.local_rank) for rank in ranks] == [
         (0, "10.0.0.1", 0),
         (1, "10.0.0.2", 0),
         (2, "10.0.0.2", 1),
@@ -46,7 +46,7 @@ def test_fewer_slots_than_ranks_are_refused(hosts):
     with pytest.raises(
         HostsError, match=r"3 ranks need as many slots; .*hosts.toml has 2 on 2 hosts: add hosts"
     ):
-        hosts(TWO).seats(3)
+        hosts(TWO).ranks(3)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_fewer_slots_than_ranks_are_refused(hosts):
         (f'folder = "~/"\n{TWO}', "host 0: folder: must be a folder of its own, got '~/'"),
         (f'{TWO}[[host]]\naddress = "10.0.0.1"', "the same address and port, 10.0.0.1; slots = 2"),
         (f'{TWO}advertise = "10.0.0.1"', "two hosts have the same advertise, 10.0.0.1"),
-        ('[[host]]\naddress = "a"\nadvertise = "none"', "host 0 is where the ranks meet"),
+        ('[[host]]\naddress = "a"\nadvertise = "none"', "host 0 runs the coordinator"),
         (f'key = "/none/key"\n{TWO}', "host 0 (10.0.0.1): key /none/key does not exist"),
     ],
 )

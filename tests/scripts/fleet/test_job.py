@@ -28,7 +28,7 @@ def job(tmp_path):
 
 
 def test_rank_finds_its_place_in_its_environment(job):
-    environ = job().environ(job().seats[2], "secret")
+    environ = job().environ(job().ranks[2], "secret")
     assert environ == {
         "DPIPE_RANK": "2",
         "DPIPE_LOCAL_RANK": "1",
@@ -39,7 +39,7 @@ def test_rank_finds_its_place_in_its_environment(job):
 
 
 def test_rank_listens_to_others_and_says_where_it_is_reached(job):
-    argv = job("train.steps=5", name="n").argv(job().seats[0])
+    argv = job("train.steps=5", name="n").argv(job().ranks[0])
     assert argv[:4] == ["-m", "dpipe", "train", "../cluster/n/job.toml"]
     assert argv[5::2] == [
         'node.bind="0.0.0.0"',
@@ -51,7 +51,7 @@ def test_rank_listens_to_others_and_says_where_it_is_reached(job):
 
 def test_resumed_run_keeps_its_name_and_folder(job):
     resumed = job(resume="n", fallback=True)
-    assert resumed.argv(resumed.seats[0])[-3:] == ["--resume", "runs/n", "--fallback"]
+    assert resumed.argv(resumed.ranks[0])[-3:] == ["--resume", "runs/n", "--fallback"]
 
 
 def test_folder_that_is_given_stays(job):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpipe.run.rows import RowPipe, rows_to_launcher
+from dpipe.report.rows import RowPipe, rows_to_launcher
 
 ROWS = [{"step": 0, "loss": 5.5, "mb_per_s": {"0->1": 2.0}}, {"step": 0, "held_out_loss": 5.25}]
 

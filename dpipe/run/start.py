@@ -1,0 +1,128 @@
+"""What `dpipe launch` and `dpipe train` do with a configuration: check it, then start the ranks.
+
+launch_ranks   check everything, then one process a rank on this machine
+train_rank     which rank this process is, then train it
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from dpipe.config.load import Config, load
+from dpipe.errors import ConfigError, InputError
+from dpipe.plan.forecast import without_search
+from dpipe.plan.run_plan import draft
+from dpipe.report.rows import OnRow, rows_to_launcher
+from dpipe.run.build import run_rank
+from dpipe.run.environment import environment, process_info
+from dpipe.run.launch import launch
+from dpipe.store.run_folder import absent, open_folder, refuse_folder, take_back
+
+
+def launch_ranks(
+    path: str,
+    overrides: tuple[str, ...],
+    *,
+    num_ranks: int | None,
+    resume: str | None,
+    fallback: bool,
+    say: Callable[[str], None],
+    quiet: bool = False,
+    on_row: OnRow | None = None,
+) -> int:
+    """All ranks as processes of this machine; returns the exit code. Mistakes in the configuration
+    are found before any process starts.
+
+    `num_ranks` overrides pipeline.stages; `quiet` and `on_row` are `launch`'s.
+    """
+    if num_ranks is not None:
+        overrides = (*overrides, _stages_override(load(path, overrides), num_ranks))
+    of_folder = () if resume is None else (f"run.folder={json.dumps(resume)}",)
+    config = load(path, (*overrides, *of_folder))
+    # Before the draft, which leaves a cache of the text that it reads.
+    refuse_folder(config, resume is not None)
+    draft(config, choose=without_search, predicts_memory=False)
+    folder = Path(config.run.folder)
+    new_folders = absent(folder)
+    open_folder(config, resume is not None)
+    argv = [sys.executable, "-m", "dpipe", "train", path]
+    for override in overrides:
+        argv += ["-o", override]
+    if resume:
+        argv += ["--resume", resume]
+    if fallback:
+        argv += ["--fallback"]
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
+    if exit_code == InputError.exit_code:
+        take_back(folder, new_folders)
+    return exit_code
+
+
+def train_rank(
+    config: Config,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    coordinator: str | None,
+    timeout: float | None,
+    resume: bool,
+    fallback: bool,
+    console: Console,
+    on_row: OnRow | None,
+) -> None:
+    """One rank, from configuration to summary. The arguments or else the environment say which.
+
+    Raises `ConfigError` if another number of processes was started than the configuration needs.
+    """
+    process = process_info(environment(), rank, world_size, coordinator)
+    if process.world_size != config.world_size:
+        override = _stages_override(config, process.world_size)
+        pipeline = config.pipeline
+        raise ConfigError(
+            f"{process.world_size} processes were started, but pipeline.stages {pipeline.stages}, "
+            f"pipeline.stages_per_rank {pipeline.stages_per_rank}, tensor_parallel.size "
+            f"{config.tensor_parallel.size} and data_parallel.replicas "
+            f"{config.data_parallel.replicas} need {config.world_size}; start that many, or set "
+            f"-o {override}"
+        )
+    run_rank(
+        config,
+        process,
+        resume=resume,
+        fallback=fallback,
+        join_s=timeout,
+        console=console,
+        on_row=on_row or rows_to_launcher(environment()),
+    )
+
+
+def _stages_override(config: Config, num_ranks: int) -> str:
+    """The override that makes a run of `num_ranks`. Raises `ConfigError` if the replicas, or their
+    tensor-parallel groups, do not divide them.
+    """
+    replicas = config.data_parallel.replicas
+    size = config.tensor_parallel.size
+    if num_ranks % (replicas * size) == 0:
+        ranks = num_ranks // (replicas * size)
+        return f"pipeline.stages={ranks * config.pipeline.stages_per_rank}"
+    if size == 1:
+        raise ConfigError(
+            f"data_parallel.replicas {replicas} do not divide {num_ranks} processes: each replica "
+            f"is a whole pipeline; start a multiple of {replicas}, or set another "
+            "-o data_parallel.replicas"
+        )
+    raise ConfigError(
+        f"data_parallel.replicas {replicas} of stages on tensor_parallel.size {size} ranks do not "
+        f"divide {num_ranks} processes; start a multiple of {replicas * size}, or set another "
+        "-o tensor_parallel.size"
+    )
