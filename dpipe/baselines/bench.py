@@ -54,7 +54,7 @@ def bench_text(
     """The table of a bench, or its rows as JSON.
 
     `hosts`: one process on each of them, of which this is `rank`, instead of all here; for
-    all-reduce only. `quick`: at most a minute, with fewer rounds and perhaps fewer rows.
+    all-reduce only. `quick`: about a minute, with fewer rounds and perhaps fewer rows.
     """
     bench = _BENCHES[name]
     pace = Pace(name, bench.part_s, QUICK_S if quick else math.inf)
