@@ -2,6 +2,7 @@
 
 load.py           a checkpoint's values into the tensors of a model
 checkpoint.py     one step's parameters and optimizer state, on a disk or an object store
+load.py           copying a checkpoint's values into the tensors of a model
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size
 run_folder.py     the folder of a run: opened by one process, never written over
 
