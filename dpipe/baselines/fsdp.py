@@ -89,7 +89,9 @@ def make_step(config: Config, rank: int) -> Step:
         for s, module in modules.items()
     ]
     plan = torch_schedule(order, stages, run_plan.model.loss)
-    update = Update(config.train, [p for module in modules.values() for p in module.parameters()])
+    update = _ShardedUpdate(
+        config.train, [p for module in modules.values() for p in module.parameters()]
+    )
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
     def step(number: int) -> float:
@@ -145,7 +147,7 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
     return module
 
 
-class Update:
+class _ShardedUpdate:
     """AdamW and clipping as `engine/update.py` has them, on the slices of parameters that are
     here.
     """
