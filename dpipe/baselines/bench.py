@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dpipe.baselines.pace import QUICK_S, Pace
 from dpipe.config.load import build
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Network
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
+from dpipe.report.pace import QUICK_S, Pace
 from dpipe.schedule.generate import GENERATORS, GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:

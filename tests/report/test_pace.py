@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from dpipe.baselines import pace as pacing
-from dpipe.baselines.pace import MIN_ROUNDS, QUICK_S, Pace, agreed_rounds, silent
+from dpipe.report.pace import MIN_ROUNDS, QUICK_S, Pace, agreed_rounds, silent
 
 
 class Clock:
