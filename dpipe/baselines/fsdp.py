@@ -12,7 +12,7 @@ learning rate), so that its losses are ours but for rounding.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -33,6 +33,7 @@ from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.schedule.schedule import Schedule
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
@@ -77,11 +78,9 @@ def make_step(config: Config, rank: int) -> Step:
     assert run_plan.model is not None and run_plan.corpus is not None
     mesh = init_device_mesh(device.type, (here.dp_size, here.pp_size), mesh_dim_names=("dp", "pp"))
     order = run_plan.forecast.schedule
-    row = mesh["pp"].get_group()
-    own = [s for s, rank in enumerate(order.rank_of_stage) if rank == here.pp_rank]
+    own = [s for s, pp_rank in enumerate(order.rank_of_stage) if pp_rank == here.pp_rank]
     modules = {s: _module(run_plan, s, mesh["dp"]) for s in own}
-    stages = [PipelineStage(modules[s], s, order.num_stages, device, group=row) for s in own]
-    plan = torch_schedule(order, stages, run_plan.model.loss)
+    plan = torch_schedule(order, _stages(modules, order, device, mesh), run_plan.model.loss)
     update = _ShardedUpdate(config.train, list(nn.ModuleList(modules.values()).parameters()))
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
     first = 0 in own
@@ -95,6 +94,19 @@ def make_step(config: Config, rank: int) -> Step:
         return mean_loss(losses, here.dp_size, device)
 
     return step
+
+
+def _stages(
+    modules: Mapping[int, nn.Sequential],
+    order: Schedule,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> list[PipelineStage]:
+    group = mesh["pp"].get_group()
+    return [
+        PipelineStage(module, stage, order.num_stages, device, group=group)
+        for stage, module in modules.items()
+    ]
 
 
 def _whole_batch(

@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 from torch.distributed import HashStore
 
-from dpipe.baselines import pace as pacing
+from dpipe.report import pace as pacing
 from dpipe.report.pace import MIN_ROUNDS, QUICK_S, Pace, agreed_rounds, silent
 
 
