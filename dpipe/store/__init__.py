@@ -1,7 +1,7 @@
 """What a run leaves on disk, and reads again: checkpoints, and the run's folder.
 
+load.py           a checkpoint's values into the tensors of a model
 checkpoint.py     one step's parameters and optimizer state, on a disk or an object store
-load.py           values of a checkpoint copied into the tensors of a model
 storage.py        the folder or URL of checkpoints: its steps, and files written whole
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size
 identity.py       which run a folder of checkpoints is of: any other is refused
