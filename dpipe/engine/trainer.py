@@ -58,7 +58,7 @@ class Job:
     timeout_s: float  # of every wait for the other ranks
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
     wants_stop: Callable[[], bool]  # whether a signal has asked for the end
-    identity: RunIdentity | None = None  # kept in each checkpoint
+    identity: RunIdentity  # kept in each checkpoint
     metrics: Metrics | None = None  # rank 0
     streams: Streams = HOST  # of the device
     # MFU of a step of so many seconds; None where it is not known

@@ -28,6 +28,7 @@ from dpipe.plan.probe import LayerCost, measure, probe
 from dpipe.stage.model import LayeredModel, load_layers
 from dpipe.stage.scatter import part_spec
 from dpipe.store.checkpoint import check_url
+from dpipe.store.run_folder import checkpoint_url
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import wire_bytes
 from dpipe.wire.spec import TensorSpec
@@ -45,6 +46,11 @@ class RunPlan:
     corpus: Corpus | None  # None for replay
     boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
     forecast: Forecast
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """None for replay: there is nothing to keep."""
+        return None if self.model is None else checkpoint_url(self.config)
 
     def layers_of(self, stage: int) -> range:
         """The layers of the model that make a stage."""

@@ -37,7 +37,7 @@ from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
-from dpipe.run.resume import agreed_identity, agreed_start, find_start, restore, stages_at
+from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
@@ -46,9 +46,8 @@ from dpipe.schedule.links import neighbours
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.tensor_group import TensorGroup
-from dpipe.store.identity import RunIdentity, claim, release
+from dpipe.store.identity import RunIdentity, agreed_identity, claimed
 from dpipe.store.run_folder import (
-    checkpoint_url,
     logging_to,
     opened,
     refuse_folder,
@@ -88,16 +87,14 @@ def run_rank(
         joined(config, process, peers, join_s, streams) as (coordinator, transport),
     ):
         run_plan = adopt_plan_of_rank_0(run_plan, coordinator)
-        identity = agreed_identity(config, coordinator)
         if resume:
-            start = agreed_start(config, run_plan, start, coordinator, fallback, identity)
+            start = agreed_start(config, run_plan, start, coordinator, fallback)
         first_step = 0 if start is None else start.step
         with ExitStack() as stack:
             resources = _resources(run_plan, process, coordinator, transport, streams, stack)
             job = assemble(run_plan, resources, stack)
             restore(start, job.stages, job.update, job.here)
             start = None  # as large as the model and its moments
-            job = _with_claim(job, identity, resume, stack)
             job = _with_metrics(job, config, folder, first_step, console, on_row, stack)
             outcome = _train(job, resources, config, first_step)
         if rank == 0:
@@ -162,6 +159,7 @@ class RankResources:
     servers: Servers | None  # None without parameter servers
     group: TensorGroup | None  # None on one rank a stage, and for a replay
     wants_stop: Callable[[], bool]
+    identity: RunIdentity
 
 
 def _resources(
@@ -198,20 +196,8 @@ def _resources(
         servers=servers,
         group=group,
         wants_stop=wants_stop,
+        identity=agreed_identity("run", config, coordinator),
     )
-
-
-def _with_claim(job: Job, identity: RunIdentity, resume: bool, stack: ExitStack) -> Job:
-    """`job` with the place of its checkpoints, on each machine, marked as this run's; `stack`
-    unmarks it if none was written.
-
-    All ranks call it when they have been assembled: none has refused then.
-    """
-    job.coordinator.barrier("assembled", job.timeout_s)
-    if job.checkpoint_url is not None:
-        claim(job.checkpoint_url, identity, takes_unmarked=resume)
-        stack.callback(release, job.checkpoint_url, identity)
-    return replace(job, identity=identity)
 
 
 def _with_metrics(
@@ -225,10 +211,14 @@ def _with_metrics(
 ) -> Job:
     """On rank 0: `job` with metrics that are written, displayed and given to `on_row`.
 
-    All ranks call it when they have claimed the place of the checkpoints: none has refused then,
-    and only now the folder changes.
+    All ranks call it when they have been assembled: none has refused then, and only now the folder
+    changes. Each marks the place of its checkpoints as this run's.
     """
-    job.coordinator.barrier("claimed", job.timeout_s)
+    job.coordinator.barrier("assembled", job.timeout_s)
+    if job.checkpoint_url is not None:
+        stack.enter_context(
+            claimed(job.checkpoint_url, job.identity, takes_unmarked=first_step > 0)
+        )
     if job.here.rank > 0:
         return job
     save_configuration(folder, config)
@@ -294,8 +284,9 @@ def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> J
         feed=_make_feed(run_plan, here, stages),
         coordinator=resources.coordinator,
         timeout_s=config.timeouts.transfer,
-        checkpoint_url=None if run_plan.model is None else checkpoint_url(config),
+        checkpoint_url=run_plan.checkpoint_url,
         wants_stop=resources.wants_stop,
+        identity=resources.identity,
         streams=resources.streams,
         utilisation=partial(utilisation, config, resources.streams.device),
     )

@@ -1,7 +1,6 @@
 """Resuming from a checkpoint: which one every rank has whole, and copying its values in."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
@@ -12,7 +11,7 @@ from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
-from dpipe.store.identity import RunIdentity, from_table, identity_of, of_another
+from dpipe.store.identity import agreed_identity, check_writer
 from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
@@ -46,17 +45,17 @@ def agreed_start(
     start: checkpoint.Loaded | None,
     coordinator: Coordination,
     fallback: bool,
-    identity: RunIdentity,
 ) -> checkpoint.Loaded:
     """The newest checkpoint that every rank has whole: the oldest of those that the ranks have
     loaded as their `start`. All ranks call it.
 
     It is loaded again if it is another, and if a measured split may have given this rank other
     layers. Raises `CheckpointError` if the ranks' differ, unless `fallback` allows it, and if this
-    rank's is not of the run `identity`.
+    rank's is of another run than rank 0's folder.
     """
     assert start is not None
-    _check_writer(config, start, identity)
+    identity = agreed_identity("run to resume", config, coordinator)
+    check_writer(checkpoint_url(config), start.run, identity)
     steps = coordinator.share("checkpoint found", start.step, config.timeouts.transfer)
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
@@ -66,25 +65,8 @@ def agreed_start(
     if start.step == min(steps) and config.pipeline.split != "measured":
         return start
     start = find_start(config, run_plan, coordinator.rank, step=min(steps))
-    _check_writer(config, start, identity)
+    check_writer(checkpoint_url(config), start.run, identity)
     return start
-
-
-def _check_writer(config: Config, start: checkpoint.Loaded, identity: RunIdentity) -> None:
-    """Rank 0 has decided before it joined whether checkpoints without an id are this run's."""
-    if start.run is not None and start.run.id != identity.id:
-        raise of_another(checkpoint_url(config), start.run, identity)
-
-
-def agreed_identity(config: Config, coordinator: Coordination) -> RunIdentity:
-    """The run, as the folder of rank 0 says. All ranks call it."""
-    identity = None
-    if coordinator.rank == 0:
-        identity = identity_of(Path(config.run.folder))
-        assert identity is not None, "rank 0 has opened the folder"
-    table = None if identity is None else identity.as_table()
-    tables = coordinator.share("run", table, config.timeouts.transfer)
-    return from_table(tables[0], "what rank 0 sent")
 
 
 def restore(

@@ -13,10 +13,14 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dpipe.config.load import Config
+from dpipe.coordinator.base import Coordination
 from dpipe.errors import CheckpointError
 from dpipe.store.storage import INDEX, Storage, parsed_json, regular_bytes
 
@@ -120,6 +124,36 @@ def release(url: str, identity: RunIdentity) -> None:
     owner = owner_of(url)
     if owner is not None and owner.id == identity.id and not storage.folders():
         storage.remove_file(RUN_FILE)
+
+
+@contextmanager
+def claimed(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> Iterator[None]:
+    """`claim`, and `release` at the end."""
+    claim(url, identity, takes_unmarked=takes_unmarked)
+    try:
+        yield
+    finally:
+        release(url, identity)
+
+
+def agreed_identity(key: str, config: Config, coordinator: Coordination) -> RunIdentity:
+    """The run, as the folder of rank 0 says. All ranks call it, each time with another `key`."""
+    identity = None
+    if coordinator.rank == 0:
+        identity = identity_of(Path(config.run.folder))
+        assert identity is not None, "rank 0 has opened the folder"
+    table = None if identity is None else identity.as_table()
+    tables = coordinator.share(key, table, config.timeouts.transfer)
+    return from_table(tables[0], "what rank 0 sent")
+
+
+def check_writer(url: str, writer: RunIdentity | None, identity: RunIdentity) -> None:
+    """Raises `CheckpointError` if the `writer` of a checkpoint at `url` is another run.
+
+    Rank 0 has decided before it joined whether checkpoints without an id are this run's.
+    """
+    if writer is not None and writer.id != identity.id:
+        raise of_another(url, writer, identity)
 
 
 def of_another(

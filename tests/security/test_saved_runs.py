@@ -12,7 +12,7 @@ import pytest
 
 from dpipe.config.load import Config
 from dpipe.errors import CheckpointError, RunAborted, RunError
-from dpipe.run import build
+from dpipe.plan import run_plan
 from dpipe.run.start import launch_ranks
 from dpipe.store import storage
 from dpipe.store.checkpoint import latest
@@ -194,7 +194,7 @@ def test_each_machine_checks_its_own_folder(
     def url_here(config: Config) -> str:
         return earlier if threading.current_thread().name == "rank 1" else checkpoint_url(config)
 
-    monkeypatch.setattr(build, "checkpoint_url", url_here)
+    monkeypatch.setattr(run_plan, "checkpoint_url", url_here)
     errors = run_ranks(tiny(pipeline__stages=2))
     assert isinstance(errors[1], CheckpointError)
     assert str(identity_of(tmp_path / "earlier")) in str(errors[1])
