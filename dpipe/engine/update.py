@@ -25,7 +25,7 @@ import torch
 
 from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.base import DataParallel, Report
-from dpipe.errors import NumericError
+from dpipe.errors import CheckpointError, NumericError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.stage import Timed
@@ -33,6 +33,7 @@ from dpipe.stage.stage import Timed
 INITIAL_LOSS_SCALE = 2.0**16
 # Steps without an overflow before the scale doubles, as in torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
+_MAX_COUNT = 1 << 53
 
 
 class Gathering(Protocol):
@@ -102,9 +103,13 @@ class LossScale:
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """A run of another precision may have had no scale, or one that this run does not need."""
-        if self.dynamic and numbers["loss_scale"] is not None:
-            self.value = numbers["loss_scale"]
-            self.good_steps = numbers["good_steps"]
+        scale = numbers.get("loss_scale")
+        if not self.dynamic or scale is None:
+            return
+        if not (type(scale) is float and 0 < scale < math.inf):
+            raise CheckpointError(f"the checkpoint's loss_scale is {scale!a:.60}, not a number > 0")
+        self.value = scale
+        self.good_steps = _count_in(numbers, "good_steps")
 
 
 class Update:
@@ -203,7 +208,7 @@ class Update:
         return numbers, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
-        self.num_updates = numbers["num_updates"]
+        self.num_updates = _count_in(numbers, "num_updates")
         self.loss_scale.restore(numbers)
         self._data_parallel.restore(self.num_updates, moments)
 
@@ -228,6 +233,14 @@ class Update:
                 "with train.clip_norm, or resume from the last checkpoint"
             )
         return verdict
+
+
+def _count_in(numbers: Mapping[str, Any], key: str) -> int:
+    """Raises `CheckpointError` if the state of a checkpoint has no count there."""
+    value = numbers.get(key)
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise CheckpointError(f"the checkpoint's {key} is {value!a:.60}, not a count")
+    return value
 
 
 def count(

@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dpipe.errors import CheckpointError
 from dpipe.store.run_folder import needing_room
+from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
 Show = Callable[[Mapping[str, Any]], None]
@@ -109,9 +111,15 @@ class _Board:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run, in order."""
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """All rows of a run, in order. Raises `CheckpointError` naming a line that is none."""
+    path = folder / "metrics.jsonl"
+    rows = []
+    for number, line in enumerate(regular_bytes(path, folder).splitlines(), 1):
+        row = parsed_json(line, f"{path} line {number}")
+        if not _is_row(row):
+            raise CheckpointError(f"{path} line {number} is damaged: it is no row of metrics")
+        rows.append(row)
+    return rows
 
 
 def keep_rows_before(path: Path, step: int) -> None:
@@ -127,9 +135,14 @@ def keep_rows_before(path: Path, step: int) -> None:
 def _step_of(line: bytes) -> float:
     """Infinity for a line that is no row, such as one cut short by a crash."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError):
+        row = json.loads(line)
+    except (ValueError, RecursionError):
         return math.inf
+    return row["step"] if _is_row(row) else math.inf
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int
 
 
 def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -14,13 +14,14 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeVar
 
-from dpipe.errors import ConfigError, ScheduleError
+from dpipe.errors import CheckpointError, ConfigError, ScheduleError
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.schedule import Schedule
 from dpipe.store.run_folder import needing_room
+from dpipe.store.storage import regular_bytes
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
@@ -138,10 +139,20 @@ def load_inputs(folder: Path) -> TraceInputs:
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
     remedy = "copy the run again from where it is whole, or train some more of it"
     try:
-        return parse(path.read_bytes())
+        return parse(regular_bytes(path, path.parent))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
-    except (ValueError, LookupError, TypeError, ScheduleError) as error:
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        ScheduleError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {remedy}") from None
 
 

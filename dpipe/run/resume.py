@@ -1,5 +1,6 @@
 """Resuming from a checkpoint: which one every rank has whole, and copying its values in."""
 
+import re
 from collections.abc import Mapping
 
 from dpipe.config.load import Config
@@ -12,9 +13,11 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
 from dpipe.store.identity import agreed_identity, check_writer
-from dpipe.store.load import fill, fill_buffers
+from dpipe.store.load import check_moments, fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
+
+_LAYER = re.compile(r"layers\.\d{1,9}\.", re.ASCII)
 
 
 def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
@@ -33,8 +36,7 @@ def find_start(
     layers = {layer for stage in stages for layer in run_plan.layers_of(stage)}
 
     def is_wanted(name: str) -> bool:
-        _, layer, *_ = name.split(".")
-        return int(layer) in layers
+        return _LAYER.match(name) is not None and int(name.split(".")[1]) in layers
 
     return checkpoint.load(checkpoint_url(config), is_wanted, step, fallback)
 
@@ -83,4 +85,5 @@ def restore(
     for stage in stages.values():
         fill(stage.named_parameters(), start)
         fill_buffers(stage.named_buffers(), start)
+        check_moments(stage.named_parameters(), start)
     update.restore(start.state, start.optimizer)

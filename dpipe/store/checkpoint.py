@@ -37,7 +37,7 @@ from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
 LOG = logging.getLogger("dpipe")
 
 # Some elements of a flattened tensor of which several ranks hold parts.
-_SLICE = re.compile(r"(.+)\[(\d+):(\d+)\]")
+_SLICE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 _KINDS = ("model", "optimizer")
 _PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
 _TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
@@ -253,12 +253,22 @@ def _load_step(store: Storage, step: int, names: _Names, skipped: tuple[str, ...
     joined = _with_slices_joined(optimizer, store.path(step))
     for name, layout in index.get("layouts", {}).items():
         if name in joined:
-            shard = Shard(**layout)
-            joined[name] = shard.join(joined[name].chunk(shard.size))
+            joined[name] = _in_order(joined[name], layout, name, store.path(step, INDEX))
     run = None
     if index.get("run") is not None:
         run = from_table(index["run"], store.path(step, INDEX))
     return Loaded(step, index["state"], model, joined, skipped, run)
+
+
+def _in_order(row: torch.Tensor, layout: Mapping[str, Any], name: str, path: str) -> torch.Tensor:
+    """`row`, the parts of all ranks, in the order of the whole tensor. Raises `CheckpointError` if
+    `layout` is not one of a tensor of that size.
+    """
+    try:
+        shard = Shard(**layout)
+        return shard.join(row.chunk(shard.size))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: the layout of {name!a}: {error}") from None
 
 
 def _filtered(names: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[str, str]:
@@ -350,6 +360,7 @@ def _read_tensors(
             raise CheckpointError(
                 f"{path} is missing; several machines need a run.checkpoint_url in common"
             ) from None
-        except SafetensorError as error:
+        # A name that is not UTF-8 is a ValueError.
+        except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from None
     return tensors

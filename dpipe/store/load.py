@@ -36,3 +36,17 @@ def fill_buffers(named: Iterable[tuple[str, torch.Tensor]], loaded: Loaded) -> N
         )
     saved = ((name, buffer) for name, buffer in buffers.items() if name in loaded.tensors)
     fill(saved, loaded)
+
+
+def check_moments(named: Iterable[tuple[str, torch.Tensor]], loaded: Loaded) -> None:
+    """Raises `CheckpointError` if AdamW's moments of a parameter have another size than it has
+    here, with which the first step would fail.
+    """
+    for name, parameter in named:
+        for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
+            moment = loaded.optimizer.get(key)
+            if moment is not None and moment.numel() != parameter.numel():
+                raise CheckpointError(
+                    f"{key} has {moment.numel()} values in the checkpoint and "
+                    f"{parameter.numel()} here; check [model]"
+                )

@@ -25,6 +25,7 @@ from dpipe.store.identity import (
     owner_of,
     unmarked,
 )
+from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
 
@@ -204,12 +205,13 @@ def save_configuration(folder: Path, config: Config) -> None:
 def load_configuration(folder: Path) -> Config:
     """Raises `ConfigError` if `folder` is not the folder of a run."""
     try:
-        table = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        path = folder / "config.json"
+        table = parsed_json(regular_bytes(path, folder), str(path))
+    except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from None
     try:
         return build(table)
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json is not what a run writes: {error}") from None
 
 

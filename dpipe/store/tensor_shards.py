@@ -20,7 +20,7 @@ from dpipe.store.checkpoint import Tensors
 
 Stages = Mapping[int, PipelineStage]
 
-_RANGE = re.compile(r"(.+)\[(\d+):(\d+)\]")
+_RANGE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
 
 def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
