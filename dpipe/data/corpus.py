@@ -6,17 +6,21 @@ without talking.
                                                       corpus.json    counts, bytes, entropy
 
 The folder's name is a digest of the text and of everything that decides its tokens, so a folder is
-never stale and never rewritten.
+never stale. corpus.json has the digest of each block of tokens and of itself: a folder in which a
+byte has changed is made anew.
 """
 
 import glob
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,10 +32,13 @@ from numpy.typing import NDArray
 from dpipe.data.tokenizer import Tokenizer
 from dpipe.errors import DataError
 
+LOG = logging.getLogger("dpipe")
 Part = Literal["train", "held_out"]
 TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
-_FORMAT = "dpipe-corpus-1"
+_FORMAT = "dpipe-corpus-2"
+_BLOCK_BYTES = 1 << 22
+_THREADS = 4  # that check blocks; hashlib lets them run at once
 _PIECE = 1 << 20  # characters that a tokenizer gets at once
 # 2^64 over the golden ratio: any number of its multiples are spread evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -150,18 +157,28 @@ def prepare(
     paths = find_files(files)
     text = between.join(path.read_bytes() for path in paths)
     folder = cache / _digest(text, tokenizer, held_out)
+    is_damaged = False
     if folder.exists():
-        corpus = _open(folder, tokenizer)
-        accept(corpus)
-        return corpus
+        try:
+            corpus = _open(folder, tokenizer)
+        except _DamagedCache as error:
+            LOG.warning("the token cache %s is damaged (%s): it is made anew", folder, error)
+            is_damaged = True
+        else:
+            accept(corpus)
+            return corpus
     if not text:
         raise DataError(f"data.files: {len(paths)} files hold no text")
     for path in paths:
         check_utf8(path)
     corpus = _tokenise(text.decode(), tokenizer, held_out)
     accept(corpus)
-    _store(corpus, folder)
-    return _open(folder, tokenizer)
+    _store(corpus, folder, replaces=is_damaged)
+    try:
+        return _open(folder, tokenizer)
+    except _DamagedCache as error:
+        LOG.warning("the token cache %s cannot be read back (%s): not used", folder, error)
+        return corpus
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -257,9 +274,13 @@ def _bigram_bits(text: str) -> float:
     return float(-(pairs * np.log2(probabilities)).sum() / max(1, pairs.sum()))
 
 
-def _store(corpus: Corpus, folder: Path) -> None:
+class _DamagedCache(Exception):  # noqa: N818 - never leaves this file
+    """What is in the folder is not what was written."""
+
+
+def _store(corpus: Corpus, folder: Path, *, replaces: bool) -> None:
     """Write under a temporary name, sync, rename: a folder that exists is complete, whoever wrote
-    it.
+    it. It `replaces` a damaged one, which is removed; a process that has that open keeps it.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -268,10 +289,15 @@ def _store(corpus: Corpus, folder: Path) -> None:
         raise DataError(
             f"the token cache {folder.parent} cannot be written: {error}; set data.cache"
         ) from None
+    ready = unfinished / "ready"
     try:
-        _write(unfinished / "tokens.bin", corpus.tokens.tobytes())
-        _write(unfinished / "corpus.json", json.dumps(asdict(corpus.facts)).encode())
-        os.rename(unfinished, folder)
+        ready.mkdir()
+        _write(ready / "tokens.bin", corpus.tokens.tobytes())
+        _write(ready / "corpus.json", _described(corpus))
+        if replaces:
+            with suppress(FileNotFoundError):
+                os.rename(folder, unfinished / "damaged")
+        os.rename(ready, folder)
     except OSError as error:
         if not folder.exists():  # otherwise another process was first, with the same bytes
             raise DataError(
@@ -279,6 +305,25 @@ def _store(corpus: Corpus, folder: Path) -> None:
             ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _described(corpus: Corpus) -> bytes:
+    """Its corpus.json."""
+    table = {"facts": asdict(corpus.facts), "blocks": _digests(corpus.tokens)}
+    return json.dumps({**table, "sha256": _table_digest(table)}).encode()
+
+
+def _digests(tokens: NDArray[Any]) -> list[str]:
+    """The SHA-256 of each block."""
+    content = tokens.view(np.uint8)
+    starts = range(0, len(content), _BLOCK_BYTES)
+    blocks = [content[start : start + _BLOCK_BYTES] for start in starts]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(lambda block: hashlib.sha256(block).hexdigest(), blocks))
+
+
+def _table_digest(table: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -289,11 +334,21 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
+    """Raises `_DamagedCache` if one byte differs from what was written."""
+    path = folder / "tokens.bin"
     try:
-        facts = Facts(**json.loads((folder / "corpus.json").read_bytes()))
-        tokens = np.memmap(folder / "tokens.bin", _dtype(tokenizer), "r", shape=(facts.num_tokens,))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            f"the token cache {folder} is damaged ({error}); delete it and start again"
-        ) from None
+        table = json.loads((folder / "corpus.json").read_bytes())
+        digest = table.pop("sha256")
+        if digest != _table_digest(table):
+            raise _DamagedCache("corpus.json does not have its digest")
+        facts = Facts(**table["facts"])
+        tokens = np.memmap(path, _dtype(tokenizer), "r", shape=(facts.num_tokens,))
+        num_bytes = path.stat().st_size
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise _DamagedCache(error) from None
+    if num_bytes != tokens.nbytes:
+        raise _DamagedCache(f"tokens.bin has {num_bytes} bytes instead of {tokens.nbytes}")
+    for number, digest in enumerate(_digests(tokens)):
+        if digest != table["blocks"][number]:
+            raise _DamagedCache(f"tokens.bin differs after byte {number * _BLOCK_BYTES}")
     return Corpus(tokens, facts, tokenizer)

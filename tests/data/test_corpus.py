@@ -227,15 +227,6 @@ def crash(*args: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_damaged_cache_is_named() -> None:
-    write("text.txt")
-    corpus()
-    (folder,) = Path("cache").iterdir()
-    (folder / "tokens.bin").write_bytes(b"ab")
-    with pytest.raises(DataError, match=rf"{folder} is damaged .*delete it"):
-        corpus()
-
-
 @pytest.mark.parametrize("blocked", ["cache", "rename"])
 def test_cache_that_cannot_be_written_is_named(
     blocked: str, monkeypatch: pytest.MonkeyPatch
