@@ -2,7 +2,7 @@
 """Runs every cell of a sweep file that has not been measured yet, and appends a line of JSON for
 each.
 
-    scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml   every network, engine, schedule, wire
+    scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml   networks x engines x schedules x ...
     scripts/table.py gpt3xl_gpipe_network --mode replay         what came out
     scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml        layouts x engines, on GPUs here
 
