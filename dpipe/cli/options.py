@@ -33,12 +33,18 @@ def resuming(command: F) -> F:
         is_flag=True,
         help="With --resume: if the newest checkpoint is damaged, use the one before.",
     )
+    change = click.option(
+        "--change",
+        multiple=True,
+        metavar="KEY",
+        help="With --resume: KEY, such as train.seed, may differ from the run's; may be repeated.",
+    )
     resume = click.option(
         "--resume",
         metavar="RUN",
         help="Continue the run in this folder from its newest checkpoint.",
     )
-    return resume(fallback(command))
+    return resume(fallback(change(command)))
 
 
 class NumberRange(click.FloatRange):

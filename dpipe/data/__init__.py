@@ -2,6 +2,7 @@
 
 corpus.py     text to tokens, cached; windows of it
 tokenizer.py  text to token ids, and back
+sampling.py   tokens drawn from a model's distribution, one at a time
 bert_data.py  what BERT reads: two passages, some words masked out
 feed.py       a step's batch as a function of (seed, step, replica), cut into micro-batches
 batch.py      the type of such a batch

@@ -35,6 +35,7 @@ def train(
     fallback: bool = False,
     on_row: OnRow | None = None,
     show: bool = False,
+    change: Sequence[str] = (),
 ) -> Path:
     """Train one rank in this process, as `dpipe train` does; returns the run's folder.
 
@@ -42,7 +43,8 @@ def train(
     Without `rank`, `world_size` and `coordinator` ("host:port") they come from the environment of
     torchrun or Slurm, and where there is none this is the only rank. `timeout_s` is how long to
     wait for the other ranks (default: timeouts.join). `resume` is the folder of a run to continue;
-    with `fallback` from the checkpoint before the newest, if that is damaged.
+    with `fallback` from the checkpoint before the newest, if that is damaged. `change` names keys,
+    such as "train.seed", that may differ from the run's although they make another run of it.
 
     On rank 0 `on_row` gets each row of metrics.jsonl as it is written; what it raises ends the
     run. With `show` rank 0 prints what `dpipe train` prints.
@@ -60,6 +62,7 @@ def train(
         timeout=timeout_s,
         resume=resume is not None,
         fallback=fallback,
+        change=change,
         console=Console(file=lasting(sys.stdout)) if show else Console(file=StringIO(), quiet=True),
         on_row=on_row,
     )
@@ -74,6 +77,7 @@ def launch(
     resume: str | Path | None = None,
     fallback: bool = False,
     on_row: OnRow | None = None,
+    change: Sequence[str] = (),
 ) -> Path:
     """Train all ranks as processes of this machine, and wait; returns the run's folder.
 
@@ -100,6 +104,7 @@ def launch(
             num_ranks=num_ranks,
             resume=None if resume is None else str(resume),
             fallback=fallback,
+            change=change,
             say=lines.append,
             quiet=True,
             on_row=on_row,

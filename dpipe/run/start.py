@@ -6,7 +6,7 @@ train_rank     which rank this process is, then train it
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
 from dpipe.run.environment import environment, process_info
 from dpipe.run.launch import launch
-from dpipe.store.run_folder import absent, open_folder, refuse_folder, take_back
+from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
 
 
 def launch_ranks(
@@ -32,6 +32,7 @@ def launch_ranks(
     say: Callable[[str], None],
     quiet: bool = False,
     on_row: OnRow | None = None,
+    change: Sequence[str] = (),
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. Mistakes in the configuration
     are found before any process starts.
@@ -44,6 +45,8 @@ def launch_ranks(
     config = load(path, (*overrides, *of_folder))
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
+    if resume is not None:
+        refuse_changes(config, change)
     draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     new_folders = absent(folder)
@@ -55,6 +58,8 @@ def launch_ranks(
         argv += ["--resume", resume]
     if fallback:
         argv += ["--fallback"]
+    for key in change:
+        argv += ["--change", key]
     exit_code = launch(
         lambda rank: argv,
         config.world_size,
@@ -79,6 +84,7 @@ def train_rank(
     fallback: bool,
     console: Console,
     on_row: OnRow | None,
+    change: Sequence[str] = (),
 ) -> None:
     """One rank, from configuration to summary. The arguments or else the environment say which.
 
@@ -95,6 +101,8 @@ def train_rank(
             f"{config.data_parallel.replicas} need {config.world_size}; start that many, or set "
             f"-o {override}"
         )
+    if resume and process.rank == 0:
+        refuse_changes(config, change)
     run_rank(
         config,
         process,

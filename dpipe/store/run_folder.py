@@ -8,8 +8,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +29,11 @@ from dpipe.store.identity import (
 from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
+# The keys that decide which model comes of it; the others decide where, how fast and how long.
+_ANOTHER_RUN = re.compile(
+    r"model\..*|data\.(?!cache$).*|train\.(seed|batch_size|learning_rate|min_learning_rate"
+    r"|warmup_steps|decay|weight_decay|betas|clip_norm)"
+)
 
 
 def refuse_folder(config: Config, resume: bool) -> RunIdentity | None:
@@ -86,6 +92,54 @@ def _has_written(config: Config) -> bool:
         if key in ("run.folder", "train.seed") or key.startswith(("model.", "data."))
     ]
     return "run.folder" in keys and all(saved[key] == of_folder[key] for key in keys)
+
+
+def refuse_changes(config: Config, change: Collection[str]) -> None:
+    """Raises `ConfigError` if the run in the folder was of another configuration, in a key that
+    makes another run of it and that is not in `change`.
+    """
+    unknown = set(change) - config.shared().keys()
+    if unknown:
+        raise ConfigError(f"--change {min(unknown)}: there is no such key, such as train.seed")
+    refused = [
+        line
+        for key, line in changes(config).items()
+        if _ANOTHER_RUN.fullmatch(key) and key not in change
+    ]
+    if refused:
+        folder = config.run.folder
+        refused_keys = "; ".join(refused)
+        raise ConfigError(
+            f"{folder} is a run of another configuration: {refused_keys}; leave it as it was, or "
+            "give --change KEY for each that is meant"
+        )
+
+
+def changes(config: Config) -> dict[str, str]:
+    """By key, what differs from the configuration that the run's folder holds. Raises
+    `ConfigError` if that cannot be read.
+    """
+    folder = Path(config.run.folder)
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        table = parsed_json(regular_bytes(path, folder), str(path))
+        saved = {
+            f"{name}.{key}": value
+            for name, section in table.items()
+            for key, value in section.items()
+        }
+    except (AttributeError, CheckpointError, OSError) as error:
+        raise ConfigError(
+            f"{path} is not what a run writes: {error}; delete it to resume without comparing"
+        ) from None
+    # A key that an earlier version did not have, or has called otherwise, cannot be compared.
+    return {
+        key: f"{key} was {saved[key]!a:.200} and is {value!a:.200}"
+        for key, value in config.shared().items()
+        if key in saved and saved[key] != value
+    }
 
 
 def open_folder(config: Config, resume: bool) -> Path:
@@ -194,6 +248,8 @@ def save_configuration(folder: Path, config: Config) -> None:
     no token.
     """
     path = folder / "config.json"
+    for line in changes(config).values():
+        LOG.warning("resumed with another configuration: %s", line)
     # A run that is resumed writes the file again, and must not lose it meanwhile.
     temporary = path.with_suffix(".tmp")
     with needing_room(path):

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from dpipe.config.load import Config
+from dpipe.data.sampling import continue_ids
 from dpipe.engine.trainer import Trainer
 from dpipe.errors import CheckpointError, ConfigError, DataError, NumericError, RunAborted, RunError
 from dpipe.plan.run_plan import draft
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_inputs, load_trace, write_chrome
-from dpipe.run.generate import continue_ids, generate_text
+from dpipe.run.generate import generate_text
 from dpipe.run.results import sample_text
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
