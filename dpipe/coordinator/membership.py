@@ -184,6 +184,13 @@ class Membership:
         if self.members.get(member.rank) is member:
             self.end(f"lost {member}: {why}")
 
+    def put_out(self, member: Member, why: str) -> None:
+        """A member broke the rules of `limits.py`, or sent no message at all: the run ends without
+        it.
+        """
+        if self.members.get(member.rank) is member:
+            self.end(f"{member} was put out: it sent what dpipe does not send ({why})")
+
     def tick(self, now: float) -> None:
         """End the run where a deadline has passed. Call it a few times a heartbeat, and more often
         than `SYMPTOM_GRACE_S`.

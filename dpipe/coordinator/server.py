@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.frame import METHOD, assemble, cut
+from dpipe.coordinator.limits import refuse_upload
 from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Member, Membership, host_of
 from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
@@ -34,8 +35,8 @@ class CoordinatorServer:
     `join_s` bounds the wait for all ranks, counted from the constructor. A rank is lost when its
     stream breaks, at once for a killed process, or when nothing came from it for `heartbeat_s`.
     `on_upload(rank, kind, payload)` is called from a thread of that rank, in the order of its
-    uploads; where it raises, the run ends with that reason. Raises `JoinError` where it cannot
-    bind.
+    uploads, whose kinds are in `limits.py`; where it raises, the run ends with that reason. Raises
+    `JoinError` where it cannot bind.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class CoordinatorServer:
         except grpc.RpcError:
             pass  # the stream broke: `why` says it
         except DecodeError as error:
-            why = f"it sent what dpipe does not send ({error})"
+            with self._lock:
+                if guest.member:
+                    self._membership.put_out(guest.member, str(error))
         finally:
             with self._lock:
                 if guest.member:
@@ -167,6 +170,7 @@ class CoordinatorServer:
                 raise DecodeError(f"unexpected {kind}")
 
     def _store(self, member: Member, upload: pb.Upload) -> None:
+        refuse_upload(upload.kind)
         if self._on_upload is None:
             return
         member.heard_at = math.inf  # not silent: nothing is read from it meanwhile

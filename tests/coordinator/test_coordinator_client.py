@@ -276,9 +276,9 @@ def test_upload_arrives_whole_before_leave_returns(run):
     )
     large = bytes(range(256)) * 40_000
     second.upload("trace", large)
-    first.upload("metrics", b"{}")
+    first.upload("trace", b"{}")
     run.at_once(first.leave, second.leave)
-    assert taken == {(1, "trace"): large, (0, "metrics"): b"{}"}
+    assert taken == {(1, "trace"): large, (0, "trace"): b"{}"}
 
 
 def test_upload_beyond_all_bounds_is_refused_here(run, monkeypatch):

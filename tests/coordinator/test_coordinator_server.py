@@ -104,7 +104,7 @@ def test_rank_that_talks_nonsense_is_lost(run, nonsense):
     server = run.serve(1)
     stranger = Stranger(server.port, _join(0, 1), nonsense)
     assert stranger.hears() == ["welcome", "abort"]
-    with pytest.raises(JoinError, match=r"lost rank 0 .*it sent what dpipe does not send"):
+    with pytest.raises(JoinError, match=r"rank 0 .* was put out: it sent what dpipe does not send"):
         run.join(0, 1)
 
 
@@ -155,7 +155,7 @@ def test_close_waits_for_those_who_are_leaving(run):
     closing = threading.Thread(target=run.servers[0].close)
     first.leave()
     closing.start()
-    second.upload("metrics", b"the last ones")
+    second.upload("trace", b"the last ones")
     second.leave()
     closing.join(5)
     assert not closing.is_alive()
