@@ -23,6 +23,7 @@ from dpipe.coordinator.base import Coordination, Gathered, name_ranks
 from dpipe.coordinator.frame import MAX_BYTES, METHOD, PROTOCOL, assemble, cut
 from dpipe.errors import JoinError, RunAborted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
 T = TypeVar("T")
@@ -251,7 +252,7 @@ class Coordinator(Coordination):
                 self._take(message)
         self._call.cancel()
         if not self._reached:
-            details = self._call.details() or ""
+            details = visible(self._call.details() or "")
             _settle(self._welcome, error=_explain(self._call.code(), details, self._address))
         if not self._leaving:
             self._end(self._lost())

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from dpipe.wire.text import visible
+
 M = TypeVar("M", bound=Message)
 
 METHOD = "/dpipe.wire.v1.Coordinator/Attend"
@@ -17,6 +19,8 @@ PROTOCOL = 1
 FRAME_BYTES = 256 << 10
 MAX_BYTES = 512 << 20  # of a message: bounds what a peer can make this process hold
 
+# Parsed, not shown: what is in it is escaped where it is shown.
+_JSON_FIELDS = ("shared",)
 _LAST = b"\0"
 _MORE = b"\1"
 
@@ -31,7 +35,9 @@ def cut(message: Message) -> Iterator[bytes]:
 
 
 def assemble(frames: Iterable[bytes], kind: type[M]) -> Iterator[M]:
-    """The messages that `cut` has cut. Raises protobuf's `DecodeError` on anything else."""
+    """The messages that `cut` has cut, with texts made `visible`. Raises protobuf's `DecodeError`
+    on anything else.
+    """
     data = bytearray()
     for frame in frames:
         if frame[:1] not in (_LAST, _MORE) or len(data) + len(frame) > MAX_BYTES:
@@ -40,5 +46,19 @@ def assemble(frames: Iterable[bytes], kind: type[M]) -> Iterator[M]:
             )
         data += frame[1:]
         if frame[:1] == _LAST:
-            yield kind.FromString(bytes(data))
+            message = kind.FromString(bytes(data))
             data.clear()
+            _make_visible(message)
+            yield message
+
+
+def _make_visible(message: Message) -> None:
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            if field.name not in _JSON_FIELDS:
+                setattr(message, field.name, visible(value))
+        elif isinstance(value, Message):
+            _make_visible(value)
+        elif field.message_type is not None:
+            for part in value:
+                _make_visible(part)

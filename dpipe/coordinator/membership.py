@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from dpipe.coordinator.base import name_ranks
 from dpipe.coordinator.frame import PROTOCOL
+from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
 Tell = Callable[[pb.FromCoordinator | None], None]
@@ -27,6 +28,7 @@ Tell = Callable[[pb.FromCoordinator | None], None]
 # its neighbours notice.
 SYMPTOM_GRACE_S = 1.0
 _FIELDS_SHOWN = 8  # of configurations that differ
+_CHARACTERS_SHOWN = 200  # of a name or a value in them
 
 
 @dataclass(eq=False)
@@ -245,7 +247,7 @@ def _compare(member: Member, ours: dict[str, Any]) -> str:
     theirs = member.shared
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     parts = [
-        f"{name} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
+        f"{_cut(visible(name))} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
         for name in names[:_FIELDS_SHOWN]
     ]
     if len(names) > _FIELDS_SHOWN:
@@ -256,4 +258,10 @@ def _compare(member: Member, ours: dict[str, Any]) -> str:
 def _show(shared: dict[str, Any], name: str) -> str:
     if name not in shared:
         return "absent"
-    return json.dumps(shared[name])
+    return _cut(json.dumps(shared[name]))
+
+
+def _cut(text: str) -> str:
+    if len(text) > _CHARACTERS_SHOWN:
+        return text[:_CHARACTERS_SHOWN] + "..."
+    return text
