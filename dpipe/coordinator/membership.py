@@ -11,14 +11,25 @@ its stream.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
+from google.protobuf.message import DecodeError
+from pydantic_core import from_json
+
 from dpipe.coordinator.base import name_ranks
 from dpipe.coordinator.frame import PROTOCOL
+from dpipe.coordinator.limits import (
+    OPEN_BYTES,
+    OPEN_GATHERS,
+    REASON_CHARACTERS,
+    WHOLE_BYTES,
+    refuse_size,
+)
 from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
@@ -27,6 +38,7 @@ Tell = Callable[[pb.FromCoordinator | None], None]
 # For the cause behind a symptom: the stream of a killed process breaks within milliseconds of what
 # its neighbours notice.
 SYMPTOM_GRACE_S = 1.0
+_ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}")
 _FIELDS_SHOWN = 8  # of configurations that differ
 _CHARACTERS_SHOWN = 200  # of a name or a value in them
 
@@ -39,10 +51,14 @@ class Member:
     peer: str  # where its connection comes from, as gRPC writes it
     tell: Tell
     heard_at: float
+    uploaded: set[str] = field(default_factory=set)  # the kinds
+    # Gathers that it has given its part of, and others have not; and the bytes of those parts.
+    num_open: int = 0
+    open_bytes: int = 0
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        return dict(json.loads(self.join.shared))
+        return dict(from_json(self.join.shared))
 
     @property
     def rank(self) -> int:
@@ -118,6 +134,8 @@ class Membership:
                 f"rank {join.rank} has already joined{where}; two processes were given the same "
                 "rank"
             )
+        if join.HasField("advertised") and not _ADDRESS.fullmatch(join.advertised):
+            return f"its address {_cut(join.advertised)!r} is not host:port"
         if not _is_json_object(join.shared):
             return "its configuration is not a JSON object"
         return None
@@ -155,12 +173,20 @@ class Membership:
     # Running
 
     def part(self, member: Member, part: pb.Part) -> None:
+        """Raises `DecodeError` where the member gives a part twice, or holds too many open."""
         parts = self._parts.setdefault(part.key, {})
+        if member.rank in parts:
+            raise DecodeError(f"a second part of {part.key!r}")
         parts[member.rank] = part.payload
-        if len(parts) == self._world_size:
-            del self._parts[part.key]
-            whole = pb.Whole(key=part.key, parts=[parts[rank] for rank in sorted(parts)])
-            self._tell_all(pb.FromCoordinator(whole=whole))
+        _count_open(member, part.key, part.payload, +1)
+        refuse_size(f"parts of {part.key!r}", sum(map(len, parts.values())), WHOLE_BYTES)
+        if len(parts) < self._world_size:
+            return
+        del self._parts[part.key]
+        for other in self.members.values():
+            _count_open(other, part.key, parts[other.rank], -1)
+        whole = pb.Whole(key=part.key, parts=[parts[rank] for rank in sorted(parts)])
+        self._tell_all(pb.FromCoordinator(whole=whole))
 
     def ask(self, member: Member, key: str) -> None:
         missing = pb.Missing(key=key, ranks=self._absent(self._parts.get(key, {})))
@@ -228,8 +254,18 @@ class Membership:
             member.tell(message)
 
 
+def _count_open(member: Member, key: str, payload: bytes, sign: int) -> None:
+    member.num_open += sign
+    member.open_bytes += sign * (len(key) + len(payload))
+    if member.num_open > OPEN_GATHERS or member.open_bytes > OPEN_BYTES:
+        raise DecodeError(
+            f"parts of {member.num_open} gathers, {member.open_bytes} bytes, that others have not "
+            f"given theirs of; the most is {OPEN_GATHERS} and {OPEN_BYTES}"
+        )
+
+
 def _abort(reason: str) -> pb.FromCoordinator:
-    return pb.FromCoordinator(abort=pb.Abort(reason=reason))
+    return pb.FromCoordinator(abort=pb.Abort(reason=reason[:REASON_CHARACTERS]))
 
 
 def _advertised(join: pb.Join) -> str | None:
@@ -238,7 +274,7 @@ def _advertised(join: pb.Join) -> str | None:
 
 def _is_json_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(from_json(text), dict)
     except ValueError:
         return False
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.limits import UPLOADS
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, StepResult
@@ -95,8 +96,24 @@ class Trainer:
                 stopped |= self._hear_verdicts()
                 self._save()
         if self._traces:
-            job.coordinator.upload("trace", dump_steps(self._traces))
+            self._upload_traces()
         return self.next_step < job.train.steps
+
+    def _upload_traces(self) -> None:
+        """Give rank 0 the spans of the last steps, as many as an upload takes."""
+        steps = list(self._traces)
+        content = dump_steps(steps)
+        while len(content) > UPLOADS["trace"] and len(steps) > 1:
+            steps = steps[-(len(steps) // 2) :]
+            content = dump_steps(steps)
+        if len(steps) < len(self._traces):
+            LOG.warning(
+                "the trace has the last %d of run.trace_steps %d: an upload takes at most %d bytes",
+                len(steps),
+                self.job.run.trace_steps,
+                UPLOADS["trace"],
+            )
+        self.job.coordinator.upload("trace", content)
 
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpipe.coordinator import client
+from dpipe.coordinator import client, limits
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
@@ -283,8 +283,10 @@ def test_upload_arrives_whole_before_leave_returns(run):
 
 def test_upload_beyond_all_bounds_is_refused_here(run, monkeypatch):
     (alone,) = run.meet(1)
-    monkeypatch.setattr("dpipe.coordinator.client.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"upload of 10.. bytes; the most is 1000"):
+    monkeypatch.setitem(limits.UPLOADS, "trace", 999)
+    with pytest.raises(
+        ValueError, match=r"rank 0 may not .*: upload of 1000 bytes; the most is 999"
+    ):
         alone.upload("trace", bytes(1000))
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from dpipe.coordinator import frame
+from dpipe.coordinator import frame, limits
 from dpipe.errors import JoinError, RunAborted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.v1 import coordinator_pb2 as pb
@@ -36,7 +36,10 @@ class Stranger:
         """The kinds of what the server says until it ends the stream."""
         try:
             return [
-                str(m.WhichOneof("kind")) for m in frame.assemble(self._call, pb.FromCoordinator)
+                str(m.WhichOneof("kind"))
+                for m in frame.assemble(
+                    self._call, pb.FromCoordinator, limits.FROM_COORDINATOR.__getitem__
+                )
             ]
         except grpc.RpcError as error:
             return [str(error.code())]

@@ -5,6 +5,7 @@ it likes; each test does to a real server what must not work.
 import contextlib
 import json
 import queue
+import re
 import socket
 import threading
 import time
@@ -17,9 +18,12 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpipe.coordinator import frame
 from dpipe.coordinator.client import Coordinator
+from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.store.run_folder import keep_upload
@@ -30,6 +34,8 @@ from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1 import coordinator_pb2 as pb
 from dpipe.wire.v1.transport_pb2 import Hello
+
+PUT_OUT = r"rank 1 \(127\.0\.0\.1\) was put out: it sent what dpipe does not send \("
 
 
 class EvilRank:
@@ -148,10 +154,14 @@ def test_configuration_commands_no_terminal(shared: dict[str, object]) -> None:
 def test_address_commands_no_terminal() -> None:
     """Each rank's address is told to all, and is in what they say of that rank."""
     join = pb.Join(advertised=f"{ESCAPES}:1", rank=1)
-    (heard,) = frame.assemble(frame.cut(pb.ToCoordinator(join=join)), pb.ToCoordinator)
+    (heard,) = frame.assemble(
+        frame.cut(pb.ToCoordinator(join=join)), pb.ToCoordinator, lambda kind: 1000
+    )
     assert heard.join.advertised == f"{SHOWN}:1"
     welcome = pb.Welcome(addresses=[pb.Address(), pb.Address(advertised=ESCAPES)])
-    (told,) = frame.assemble(frame.cut(pb.FromCoordinator(welcome=welcome)), pb.FromCoordinator)
+    (told,) = frame.assemble(
+        frame.cut(pb.FromCoordinator(welcome=welcome)), pb.FromCoordinator, lambda kind: 1000
+    )
     assert told.welcome.addresses[1].advertised == SHOWN
 
 
@@ -187,3 +197,144 @@ def test_details_of_a_broken_stream_command_no_terminal() -> None:
 
     Broken.__abstractmethods__ = frozenset()
     assert transport_grpc._reason(Broken(), opened=True) == SHOWN
+
+
+# Sizes and counts
+
+
+def part(key: str, payload: bytes = b"") -> pb.Part:
+    return pb.Part(key=key, payload=payload)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (
+            [{"part": part("step/1", bytes(2 << 20))}],
+            "part of 'step/1' of 2097152 bytes; the most is 1048576",
+        ),
+        (
+            [{"part": part("barrier/end", b"x")}],
+            "part of 'barrier/end' of 1 bytes; the most is 0",
+        ),
+        ([{"part": part("plan", bytes(17 << 20))}], r"part of \d+ bytes; the most is"),
+        ([{"part": part("k" * 201)}], "a key of 201 characters; the most is 200"),
+        ([{"ask": pb.Ask(key="k" * 201)}], "a key of 201 characters"),
+        ([{"part": part("a")}, {"part": part("a")}], "a second part of 'a'"),
+        (
+            [{"part": part(f"share/{i}", bytes(15 << 20))} for i in range(3)],
+            r"parts of 3 gathers, 4718\d+ bytes, that others have not given",
+        ),
+        ([{"part": part(f"{i}")} for i in range(5000)], "parts of 4097 gathers"),
+        ([{"failure": pb.Failure(reason="x" * 100_000)}], r"failure of \d+ bytes; the most is"),
+        ([{"upload": pb.Upload(kind="trace")}] * 2, "a second upload named 'trace'"),
+        ([{}], "a message of no kind"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_rank_that_sends_too_much_is_put_out(
+    attack: Attack, messages: list[dict[str, object]], why: str
+) -> None:
+    for message in messages:
+        attack.evil.send(**message)
+    assert re.fullmatch(f"{PUT_OUT}{why}.*", attack.outcome())
+
+
+def test_announced_4_gib_are_refused_at_the_first_frame(attack: Attack) -> None:
+    upload_of_4_gib = b"\x2a\x84\x80\x80\x80\x10"
+    content = upload_of_4_gib + bytes(frame.FRAME_BYTES - len(upload_of_4_gib))
+    attack.evil.send_frames(b"\1" + content)
+    assert re.fullmatch(rf"{PUT_OUT}upload of 42949\d+ bytes; the most is \d+\)", attack.outcome())
+
+
+@pytest.mark.parametrize(
+    "shared",
+    ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "9" * 100_000 + "}", '{"a": 1', "nan", '"a"'],
+    ids=["lists", "objects", "a number", "cut off", "no JSON", "a string"],
+)
+def test_configuration_is_a_flat_object_or_refused_in_words(shared: str) -> None:
+    with ExitStack() as stack:
+        server = CoordinatorServer(2)
+        stack.callback(server.close, wait_s=0.0)
+        stack.callback(EvilRank(server.port, shared=shared).close)
+        with pytest.raises(JoinError, match=r"rank 1 at 127.0.0.1 could not join|differs") as said:
+            Coordinator.join(f"127.0.0.1:{server.port}", 0, 2, shared={}, join_s=20.0)
+    assert len(str(said.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "advertised", ["", "host", "host:port", "unix:/run/x.sock:1", "a b:1", "\x1b[2J:1", "x\0:1"]
+)
+def test_address_is_host_and_port_or_refused(advertised: str) -> None:
+    heard: list[pb.FromCoordinator | None] = []
+    membership = Membership(2, heartbeat_s=8.0, join_s=120.0, now=0.0)
+    join = pb.Join(protocol=frame.PROTOCOL, rank=1, world_size=2, shared="{}")
+    join.advertised = advertised
+    assert membership.join(join, "ipv4:10.0.0.1:5", heard.append, 0.0) is None
+    assert heard[0] is not None
+    assert re.search("its address '.*' is not host:port", heard[0].abort.reason)
+
+
+NAMES = st.one_of(st.text(max_size=20), st.sampled_from(["step/1", "barrier/x", "trace"]))
+MESSAGES = st.one_of(
+    st.builds(lambda k, p: pb.ToCoordinator(part=part(k, p)), NAMES, st.binary(max_size=50)),
+    st.builds(lambda k: pb.ToCoordinator(ask=pb.Ask(key=k)), NAMES),
+    st.builds(lambda k: pb.ToCoordinator(upload=pb.Upload(kind=k)), NAMES),
+    st.builds(
+        lambda r, s: pb.ToCoordinator(failure=pb.Failure(reason=r, symptom=s)), NAMES, st.booleans()
+    ),
+    st.builds(
+        lambda r, w, a, s: pb.ToCoordinator(
+            join=pb.Join(protocol=frame.PROTOCOL, rank=r, world_size=w, advertised=a, shared=s)
+        ),
+        st.integers(-2, 3),
+        st.integers(1, 3),
+        st.one_of(st.just("host:1"), NAMES),
+        st.one_of(st.just("{}"), NAMES),
+    ),
+    st.just(pb.ToCoordinator(leave=pb.Leave())),
+    st.just(pb.ToCoordinator(ping=pb.Ping(sent_ns=1))),
+    st.just(pb.ToCoordinator()),
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[CoordinatorServer]:
+    server = CoordinatorServer(2)
+    yield server
+    server.close(wait_s=0.0)
+
+
+def test_rank_that_asks_and_never_listens_is_put_out(fuzzed: CoordinatorServer) -> None:
+    """Without a network, whose buffers would take the first answers."""
+    fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
+    honest: list[pb.FromCoordinator | None] = []
+    first, second = (
+        pb.Join(protocol=frame.PROTOCOL, rank=rank, world_size=2, shared="{}") for rank in (0, 1)
+    )
+    fuzzed._membership.join(first, "ipv4:10.0.0.7:1", honest.append, 0.0)
+    words = [pb.ToCoordinator(join=second), *[pb.ToCoordinator(ping=pb.Ping())] * 11_000]
+    frames = [piece for message in words for piece in frame.cut(message)]
+    fuzzed._read(iter(frames), "ipv4:127.0.0.1:5", queue.SimpleQueue())
+    (reason,) = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
+    assert re.fullmatch(f"{PUT_OUT}more, with 10001 answers that it has not read.*", reason)
+
+
+@settings(max_examples=300)
+@given(joins=st.booleans(), messages=st.lists(MESSAGES, max_size=8), garbage=st.binary(max_size=9))
+def test_whatever_a_rank_says_the_server_has_an_answer(
+    fuzzed: CoordinatorServer, joins: bool, messages: list[pb.ToCoordinator], garbage: bytes
+) -> None:
+    """Not a traceback; and what it tells the others is text that commands no terminal."""
+    fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
+    honest: list[pb.FromCoordinator | None] = []
+    first = pb.Join(protocol=frame.PROTOCOL, rank=0, world_size=2, shared="{}")
+    fuzzed._membership.join(first, "ipv4:10.0.0.7:1", honest.append, 0.0)
+    if joins:
+        second = pb.Join(protocol=frame.PROTOCOL, rank=1, world_size=2, shared="{}")
+        messages = [pb.ToCoordinator(join=second), *messages]
+    frames = [piece for message in messages for piece in frame.cut(message)]
+    fuzzed._read(iter([*frames, garbage]), "ipv4:10.0.0.1:5", queue.SimpleQueue())
+    reasons = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
+    assert all(reason.replace("\n  ", "").isprintable() for reason in reasons)
+    assert set(fuzzed._membership.members) <= {0}
