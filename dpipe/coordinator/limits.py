@@ -15,8 +15,8 @@ from dpipe.wire.v1 import coordinator_pb2 as pb
 UPLOADS = {"trace": 64 << 20}
 KEY_CHARACTERS = 200
 # Of a rank's part of a gather, by what stands before the key's first slash.
-PART_BYTES = {"barrier": 0, "step": 1 << 20}
-SHARE_BYTES = 16 << 20  # of any other part
+PART_BYTES = {"barrier": 0, "plan": 16 << 20, "checkpoint": 16 << 20}
+SHARE_BYTES = 1 << 20  # of any other part; a ballot is one
 # Gathers at once that a rank has given its part of, and others have not.
 OPEN_GATHERS = 4096
 OPEN_BYTES = 32 << 20
@@ -29,7 +29,7 @@ _ENVELOPE = 4 << 10  # for names and lengths around a payload
 TO_COORDINATOR = {
     "join": 16 << 20,
     "ping": 64,
-    "part": SHARE_BYTES + _ENVELOPE,
+    "part": max(PART_BYTES.values()) + _ENVELOPE,
     "ask": _ENVELOPE,
     "upload": max(UPLOADS.values()) + _ENVELOPE,
     "failure": 4 * REASON_CHARACTERS + _ENVELOPE,

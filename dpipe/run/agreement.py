@@ -18,6 +18,9 @@ from dpipe.ranks import ParallelRanks
 from dpipe.run.parameter_servers import Servers, chunk_bytes
 from dpipe.transport.base import Transport
 from dpipe.wire.collective import open_store
+from dpipe.wire.schema import Port, Schema
+
+_PORT = Schema[int](Port)
 
 
 def data_parallel(
@@ -86,9 +89,9 @@ def torch_group(
     host = _host(coordinator.addresses[here.rank], here.rank)
     if here.dp_rank == 0:
         store = open_store(host, 0, timeout_s, master=True)
-        coordinator.share("torch group", store.port, timeout_s)
+        coordinator.share("torch group", store.port, timeout_s, _PORT)
     else:
-        ports = coordinator.share("torch group", 0, timeout_s)
+        ports = coordinator.share("torch group", 0, timeout_s, _PORT)
         store_host = _host(coordinator.addresses[first], first)
         store = open_store(store_host, ports[first], timeout_s, master=False)
     group = TorchGroup(

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from dpipe.config.load import Config, load
 from dpipe.coordinator.base import Coordination
 from dpipe.dataparallel.kinds import KINDS, names_where
-from dpipe.errors import ConfigError, InputError, RunError
+from dpipe.errors import ConfigError, InputError, RunError, TransferError
 from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
@@ -34,6 +35,7 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
+from dpipe.wire.schema import Port, Schema, Shape
 
 LOG = logging.getLogger("dpipe")
 _POLL_S = 1.0
@@ -126,6 +128,16 @@ def _embedding_ranks(config: Config, schedule: Schedule, rank: int) -> list[int]
     return [pp_rank * size + tp_rank for pp_rank in schedule.rank_of_stage]
 
 
+class Embedded(Shape):
+    """What a rank says of the server that it embeds; its session counts if it is rank 0."""
+
+    session: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    port: Port | None
+
+
+_EMBEDDED = Schema[Embedded](Embedded)
+
+
 def _exchange_addresses(
     config: Config,
     schedule: Schedule,
@@ -137,20 +149,22 @@ def _exchange_addresses(
     """All ranks say which server they embed; rank 0 names the run."""
     port = None if server is None else server.port
     mine = {"session": secrets.token_hex(8), "port": port}
-    everybody = coordinator.share("parameter servers", mine, config.timeouts.join)
+    everybody = coordinator.share("parameter servers", mine, config.timeouts.join, _EMBEDDED)
     addresses = config.data_parallel.address
     if hosts:
         listening = (coordinator.addresses[host] for host in hosts)
-        ports = (everybody[host]["port"] for host in hosts)
+        ports = (everybody[host].port for host in hosts)
         addresses = tuple(map(_beside, listening, ports, hosts))
     elif len(addresses) == 1:
         addresses *= schedule.num_stages
     tp_rank = coordinator.rank % config.tensor_parallel.size
-    return Servers(everybody[0]["session"], addresses, security, tp_rank)
+    return Servers(everybody[0].session, addresses, security, tp_rank)
 
 
-def _beside(listening: str | None, port: int, rank: int) -> str:
+def _beside(listening: str | None, port: int | None, rank: int) -> str:
     """A server listens on the host where its rank does."""
+    if port is None:
+        raise TransferError(f"rank {rank} sent no port of the parameter server that it embeds")
     if listening is None:
         raise ConfigError(
             f"rank {rank} would host a parameter server, but node.advertise is none there: nobody "

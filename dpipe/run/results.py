@@ -22,8 +22,10 @@ from dpipe.report.trace import TraceInputs, save_inputs
 from dpipe.run.generate import sample
 from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.store.run_folder import checkpoint_url
+from dpipe.wire.schema import Count, Schema, Text
 
 LOG = logging.getLogger("dpipe")
+_MACHINE = Schema[tuple[str, int]](tuple[Text, Count])  # hostname and cores
 _SAMPLE_TOKENS = 300
 
 
@@ -57,7 +59,7 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     as measured.
     """
     here = [socket.gethostname(), len(os.sched_getaffinity(0))]
-    machines = coordinator.share("trained", here, config.timeouts.transfer)
+    machines = coordinator.share("trained", here, config.timeouts.transfer, _MACHINE)
     on_cpu = config.model.family.computes and torch.device(config.node.device).type == "cpu"
     if not on_cpu or config.tensor_parallel.size > 1:
         return ()

@@ -14,6 +14,9 @@ from dpipe.store import checkpoint
 from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
+from dpipe.wire.schema import Count, Schema
+
+_STEP = Schema[int](Count)
 
 
 def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
@@ -52,7 +55,8 @@ def agreed_start(
     layers. Raises `CheckpointError` if the ranks' differ, unless `fallback` allows it.
     """
     assert start is not None
-    steps = coordinator.share("checkpoint found", start.step, config.timeouts.transfer)
+    timeout_s = config.timeouts.transfer
+    steps = coordinator.share("checkpoint found", start.step, timeout_s, _STEP)
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
             f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the "

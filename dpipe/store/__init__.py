@@ -1,6 +1,7 @@
 """What a run leaves on disk, and reads again: checkpoints, and the run's folder.
 
 checkpoint.py     one step's parameters and optimizer state, on a disk or an object store
+checkpoint_part.py  what each rank tells of its part of a checkpoint, and its schema
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size
 run_folder.py     the folder of a run: opened by one process, never written over
 

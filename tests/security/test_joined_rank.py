@@ -9,11 +9,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -21,11 +23,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpipe.config.load import Config
 from dpipe.coordinator import frame
+from dpipe.coordinator.base import Gathered
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, RunAborted, TransferError
+from dpipe.plan.run_plan import draft
+from dpipe.run.build import adopt_plan_of_rank_0
+from dpipe.run.parameter_servers import _beside
 from dpipe.store.run_folder import keep_upload
 from dpipe.transport import greeting
 from dpipe.transport import grpc as transport_grpc
@@ -222,7 +229,7 @@ def part(key: str, payload: bytes = b"") -> pb.Part:
         ([{"ask": pb.Ask(key="k" * 201)}], "a key of 201 characters"),
         ([{"part": part("a")}, {"part": part("a")}], "a second part of 'a'"),
         (
-            [{"part": part(f"share/{i}", bytes(15 << 20))} for i in range(3)],
+            [{"part": part(f"plan/{i}", bytes(15 << 20))} for i in range(3)],
             r"parts of 3 gathers, 4718\d+ bytes, that others have not given",
         ),
         ([{"part": part(f"{i}")} for i in range(5000)], "parts of 4097 gathers"),
@@ -338,3 +345,73 @@ def test_whatever_a_rank_says_the_server_has_an_answer(
     reasons = [heard.abort.reason for heard in honest if heard and heard.HasField("abort")]
     assert all(reason.replace("\n  ", "").isprintable() for reason in reasons)
     assert set(fuzzed._membership.members) <= {0}
+
+
+# Shapes: a rank that runs dpipe, but for what it shares
+
+
+def sends_instead(monkeypatch: pytest.MonkeyPatch, key: str, payload: bytes) -> None:
+    """Rank 1 sends `payload` where others give their part of `key`."""
+    gather = Coordinator.gather
+
+    def evil_gather(self: Coordinator, name: str, own: bytes) -> Gathered:
+        return gather(self, name, payload if self.rank == 1 and name == key else own)
+
+    monkeypatch.setattr(Coordinator, "gather", evil_gather)
+
+
+@pytest.mark.parametrize(
+    ("key", "payload"),
+    [
+        ("step/1", b"\xff{"),
+        ("step/1", b"[" * 50_000),
+        ("step/1", b'{"loss": "\\u001b[2J"}'),
+        ("step/1", b'{"loss": null, "norms": {}, "bad": null, "stop": false, "report": null}'),
+        ("step/1", b'{"loss": null, "norms": {}, "bad": null, "stop": false, "report": {}}'),
+        ("held-out/0", b"[]"),
+        ("held-out/0", b"[null]"),
+        ("held-out/0", b'[null, "1"]'),
+        ("trained", b'["host"]'),
+        ("checkpoint/3", b'{"bad": null}'),
+        (
+            "checkpoint/3",
+            b'{"bad": null, "model": {"names": {"a": "../../x"}, "files": {}}, "layouts": {}}',
+        ),
+        ("plan", b'{"a": 1}'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_share_of_another_shape_ends_the_run_in_words(
+    tiny: Callable[..., Config],
+    run_ranks: Callable[..., list[BaseException | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    payload: bytes,
+) -> None:
+    sends_instead(monkeypatch, key, payload)
+    config = tiny(
+        model__num_layers=4,
+        pipeline__stages=2,
+        pipeline__split="measured" if key == "plan" else "estimated",
+        train__eval_every=2,
+    )
+    raised = run_ranks(config)
+    for error in raised:
+        assert isinstance(error, TransferError | RunAborted), repr(error)
+        assert re.search(
+            r"rank 1 sent \d+ bytes for|0 ranks report a loss|no rank sent a held-out loss",
+            str(error),
+        )
+        assert str(error).replace("\n  ", "").isprintable()
+
+
+def test_rank_0_without_a_plan_is_named(tiny: Callable[..., Config]) -> None:
+    run_plan = draft(tiny(model__num_layers=4, pipeline__stages=2, pipeline__schedule="auto"))
+    coordinator: Any = SimpleNamespace(rank=1, share=lambda *asked: [None, None])
+    with pytest.raises(TransferError, match="rank 0 sent no plan"):
+        adopt_plan_of_rank_0(run_plan, coordinator)
+
+
+def test_rank_that_embeds_no_server_is_named() -> None:
+    with pytest.raises(TransferError, match="rank 2 sent no port of the parameter server"):
+        _beside("10.0.0.7:4000", None, 2)
