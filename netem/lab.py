@@ -223,7 +223,10 @@ def observe_ring(
 def _paced(lab: Lab) -> str:
     if lab.congestion_control != "bbr":
         return ""
-    return ", above all with this kernel's BBR, which spaces them: --sysctl net.ipv4.tcp_congestion_control=reno"
+    return (
+        ", above all with this kernel's BBR, which spaces them: --sysctl "
+        "net.ipv4.tcp_congestion_control=reno"
+    )
 
 
 def _egress_gbps(lab: Lab, network: Network) -> float:

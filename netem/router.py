@@ -30,14 +30,14 @@ GUEST_PROGRAMS = ("linux.uml", "insmod", "ethtool", "ip", "tc", "setsid", "nice"
 QUEUE_PACKETS = "10000"
 
 _INIT = """#!/bin/sh
-# The guest's only process: loads what shaping needs, then runs each script that it is sent the path of.
+# The guest's only process: loads what shaping needs, then runs each script whose path it is sent.
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 stty -echo -icanon
 mount -t proc proc /proc && mount -t sysfs sys /sys
 cd /usr/lib/uml/modules/"$(uname -r)"/kernel
 failed=0
-for module in drivers/net/ifb net/sched/sch_ingress net/sched/act_mirred net/sched/cls_u32 net/sched/sch_htb \\
-    net/sched/sch_netem; do
+for module in drivers/net/ifb net/sched/sch_ingress net/sched/act_mirred net/sched/cls_u32 \\
+    net/sched/sch_htb net/sched/sch_netem; do
     insmod $module.ko || failed=1
 done
 for vec in /sys/class/net/vec*; do

@@ -3,7 +3,7 @@
     all links alike:                 links that differ by peer:
 
     device ── netem                  device ── htb ── :1 the interface, at the fastest link's rate
-                                                       ├── :f   netem   every address that is not a peer's
+                                                       ├── :f   netem   addresses of no peer
                                                        ├── :10  netem   node 0
                                                        └── :12  netem   node 2
 

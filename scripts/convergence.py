@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains one model in several ways and holds the final held-out losses against the first one's.
 
-    scripts/convergence.py                                        runs what is missing, then prints the table
-    scripts/convergence.py scripts/sweeps/convergence.toml        the same
+    scripts/convergence.py                              runs what is missing, then prints the table
+    scripts/convergence.py scripts/sweeps/convergence.toml    the same
 
 Each cell of the file is a `dpipe launch` on this machine with overrides of its own; a line of JSON
 for each is appended to the results. Ends with 1 where a run failed or a loss lies outside the

@@ -1,7 +1,7 @@
 """The engines that a sweep compares, and how a cell spreads a model over its ranks.
 
 dpipe       ours
-torch       torch's own pipeline: on a real model (with FSDP where there are replicas) or on replay stages
+torch       torch's own pipeline: on a real model (replicas: with FSDP) or on replay stages
 fsdp        the same, on a real model alone
 megatron    megatron-core, on a real model alone
 """

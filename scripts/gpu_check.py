@@ -241,7 +241,8 @@ def run_test_file(file: Path, timeout_s: float, log: TextIO) -> str:
 
 def label(case: Case) -> str:
     stages = f"{case.stages} stage{'s' * (case.stages > 1)}"
-    return f"{case.name}, sequence {case.context}, {stages}, recompute {case.recompute}{', compiled' * case.compiled}"
+    compiled = ", compiled" if case.compiled else ""
+    return f"{case.name}, sequence {case.context}, {stages}, recompute {case.recompute}{compiled}"
 
 
 def aims(rows: list[dict[str, Any]]) -> list[str]:

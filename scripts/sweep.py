@@ -2,9 +2,9 @@
 """Runs every cell of a sweep file that has not been measured yet, and appends a line of JSON for
 each.
 
-    scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml         networks x engines x schedules x wire formats
-    scripts/table.py gpt3xl_gpipe_network --mode replay               what came out
-    scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml              layouts x engines, on the GPUs of this machine
+    scripts/sweep.py scripts/sweeps/gpt3xl_gpipe_network.toml   networks x engines x schedules x ...
+    scripts/table.py gpt3xl_gpipe_network --mode replay         what came out
+    scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml        layouts x engines, on GPUs here
 
 A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped
 transport. Stop it when you like and start it again: what is in the results stays, a line that was

@@ -2,7 +2,8 @@
 """Every way to spread a tiny model over ranks, beside one process: how far the losses of three
 steps are apart.
 
-    scripts/tensor_product.py        tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute x GPT, BERT
+    scripts/tensor_product.py     tensor_parallel.size 1, 2, 4 x stages 1, 2 x sequence x recompute
+                                  x GPT, BERT
 
 The ranks are threads of this process over real links and gloo; dropout is on, but where attention
 cores are run again: torch's checkpoint sets the random numbers of the process, which threads share.
@@ -58,7 +59,8 @@ class Arrangement:
 
     def __str__(self) -> str:
         positions = "sequence" if self.sequence else "-"
-        return f"{self.layers:4}  T {self.size}  stages {self.stages}  {positions:8}  recompute {self.recompute:9}"
+        cut = f"{self.layers:4}  T {self.size}  stages {self.stages}"
+        return f"{cut}  {positions:8}  recompute {self.recompute:9}"
 
 
 def arrangements() -> Iterator[Arrangement]:

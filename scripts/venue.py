@@ -1,6 +1,6 @@
 """Where the ranks of a sweep's cell run, and what makes their network slow.
 
-local     processes of this machine, on its GPUs where the configuration says so; the network is the machine's own
+local     processes of this machine, on its GPUs where the configuration says so; its own network
 shaped    processes of this machine behind the shaped transport; needs no root
 lab       a host of a `netem lab` each: the kernel's own TCP over shaped links
 """

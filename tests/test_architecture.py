@@ -207,7 +207,7 @@ def test_room_says_why_it_exists_and_what_is_in_it(room: str) -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """Private classes and names of types count too, where two files give them different meanings."""
+    """Private classes do not count: nobody outside their file can mistake one for another."""
     homes = defaultdict(list)
     for module, name in MODULES.items():
         for node in ast.parse((ROOT / "dpipe" / name).read_text()).body:

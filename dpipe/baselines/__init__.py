@@ -2,7 +2,6 @@
 ratio.
 
 bench.py              `dpipe bench`: the comparisons that need no second machine
-pace.py               how far a bench is and how long it will take; the minute of `--quick`
 foreign.py            one rank of another engine on our configuration: same place, same rows
 fsdp.py               the GPT on torch alone: torch.distributed.pipelining, FSDP2 over replicas
 gloo.py               a tensor between two processes: gloo against our transports

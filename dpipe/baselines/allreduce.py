@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from dpipe.baselines.pace import Pace, agreed_rounds, silent
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.torch_group import TorchGroup
+from dpipe.report.pace import Pace, agreed_rounds, silent
 from dpipe.run.launch import free_port
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport

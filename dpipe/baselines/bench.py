@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dpipe.baselines.pace import QUICK_S, Pace
 from dpipe.config.load import build
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Network
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
+from dpipe.report.pace import QUICK_S, Pace
 from dpipe.schedule.generate import GENERATORS, GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def bench_text(
     """The table of a bench, or its rows as JSON.
 
     `hosts`: one process on each of them, of which this is `rank`, instead of all here; for
-    all-reduce only. `quick`: at most a minute, with fewer rounds and perhaps fewer rows.
+    all-reduce only. `quick`: about a minute, with fewer rounds and perhaps fewer rows.
     """
     bench = _BENCHES[name]
     pace = Pace(name, bench.part_s, QUICK_S if quick else math.inf)

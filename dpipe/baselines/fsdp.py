@@ -12,7 +12,7 @@ learning rate), so that its losses are ours but for rounding.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -28,10 +28,12 @@ from dpipe.baselines.foreign import Step, command, refuse
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.config.load import Config
 from dpipe.config.run import TrainConfig
+from dpipe.data.batch import Batch
 from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.schedule.schedule import Schedule
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
 from dpipe.streams import upload
@@ -74,35 +76,50 @@ def make_step(config: Config, rank: int) -> Step:
     here = config.ranks_of(rank)
     device = torch.device(config.node.device)
     assert run_plan.model is not None and run_plan.corpus is not None
-    mesh = init_device_mesh(
-        device.type, (here.dp_size, here.pp_size), mesh_dim_names=("replica", "place")
-    )
+    mesh = init_device_mesh(device.type, (here.dp_size, here.pp_size), mesh_dim_names=("dp", "pp"))
     order = run_plan.forecast.schedule
-    row = mesh["place"].get_group()
-    modules = {
-        s: _module(run_plan, s, mesh["replica"])
-        for s, at in enumerate(order.rank_of_stage)
-        if at == here.pp_rank
-    }
-    stages = [
-        PipelineStage(module, s, order.num_stages, device, group=row)
-        for s, module in modules.items()
-    ]
-    plan = torch_schedule(order, stages, run_plan.model.loss)
-    update = Update(config.train, [p for module in modules.values() for p in module.parameters()])
+    own = [s for s, pp_rank in enumerate(order.rank_of_stage) if pp_rank == here.pp_rank]
+    modules = {s: _module(run_plan, s, mesh["dp"]) for s in own}
+    plan = torch_schedule(order, _stages(modules, order, device, mesh), run_plan.model.loss)
+    update = _ShardedUpdate(config.train, list(nn.ModuleList(modules.values()).parameters()))
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
+    first = 0 in own
+    last = order.num_stages - 1 in own
 
     def step(number: int) -> float:
-        batch = feed.training(number)
         losses = list[torch.Tensor]()
-        inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),) if 0 in modules else ()
-        ends = order.num_stages - 1 in modules
-        targets = upload(torch.cat(list(batch.targets)), device) if ends else None
-        plan.step(*inputs, target=targets, losses=losses if ends else None)
+        inputs, targets = _whole_batch(feed.training(number), first, last, device)
+        plan.step(*inputs, target=targets, losses=losses if last else None)
         update.step(number)
         return mean_loss(losses, here.dp_size, device)
 
     return step
+
+
+def _stages(
+    modules: Mapping[int, nn.Sequential],
+    order: Schedule,
+    device: torch.device,
+    mesh: DeviceMesh,
+) -> list[PipelineStage]:
+    group = mesh["pp"].get_group()
+    return [
+        PipelineStage(module, stage, order.num_stages, device, group=group)
+        for stage, module in modules.items()
+    ]
+
+
+def _whole_batch(
+    batch: Batch, first: bool, last: bool, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Inputs on the first stage's rank and targets on the last's, micro-batches put together."""
+    inputs: tuple[torch.Tensor, ...] = ()
+    targets = None
+    if first:
+        inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),)
+    if last:
+        targets = upload(torch.cat(list(batch.targets)), device)
+    return inputs, targets
 
 
 class Layer(nn.Module):
@@ -145,7 +162,7 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
     return module
 
 
-class Update:
+class _ShardedUpdate:
     """AdamW and clipping as `engine/update.py` has them, on the slices of parameters that are
     here.
     """

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from dpipe.baselines.pace import Pace, agreed_rounds, silent
+from dpipe.report.pace import Pace, agreed_rounds, silent
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec

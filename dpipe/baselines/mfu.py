@@ -22,13 +22,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
-from dpipe.baselines.pace import Pace, silent
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.optimizer import AdamSettings, whole
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
+from dpipe.report.pace import Pace, silent
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
@@ -214,26 +214,13 @@ def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> 
 def _plain_loop(case: Case) -> _Loop:
     """A training loop without dpipe's engine, in this process."""
     layers = case.layers(range(case.num_layers + 2))
-    half = None if case.parameters == "fp32" else _DTYPES[case.parameters]
-    masters = None if half is None else MasterWeights(layers, half)
-    own = [
-        (str(i), p)
-        for i, p in enumerate(p for layer in layers.values() for p in layer.parameters())
-    ]
-    named = (
-        own if masters is None else [(n, p) for pairs in masters.named.values() for n, p in pairs]
-    )
-    groups = [
-        {
-            "params": [s.values for s in whole(named) if s.decays is decays],
-            "weight_decay": 0.1 * decays,
-        }
-        for decays in (True, False)
-    ]
-    fused = torch.device(case.device).type == "cuda"
-    optimizer = torch.optim.AdamW(
-        groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused or None
-    )
+    device = torch.device(case.device)
+    masters = None
+    named = list(nn.ModuleList(layers.values()).named_parameters())
+    if case.parameters != "fp32":
+        masters = MasterWeights(layers, _DTYPES[case.parameters])
+        named = [pair for pairs in masters.named.values() for pair in pairs]
+    optimizer = _plain_adamw(named, device)
     forward = _plain_forward(case, list(layers.values()))
     batch = case.batch()
 
@@ -242,10 +229,7 @@ def _plain_loop(case: Case) -> _Loop:
         if masters is not None:
             masters.refresh()
         for (inputs,), targets in zip(batch.inputs, batch.targets, strict=True):
-            loss = forward(
-                upload(inputs, torch.device(case.device)),
-                upload(targets, torch.device(case.device)),
-            )
+            loss = forward(upload(inputs, device), upload(targets, device))
             (loss / case.num_microbatches).backward()
             losses.append(loss.detach())
             if masters is not None:
@@ -255,6 +239,21 @@ def _plain_loop(case: Case) -> _Loop:
         return sum(float(loss) for loss in losses) / len(losses)
 
     return _Loop(step)
+
+
+def _plain_adamw(
+    named: Sequence[tuple[str, nn.Parameter]], device: torch.device
+) -> torch.optim.AdamW:
+    """With weight decay on what our optimizer decays."""
+    groups = [
+        {
+            "params": [s.values for s in whole(named) if s.decays is decays],
+            "weight_decay": 0.1 * decays,
+        }
+        for decays in (True, False)
+    ]
+    fused = True if device.type == "cuda" else None
+    return torch.optim.AdamW(groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused)
 
 
 def _plain_forward(
@@ -321,10 +320,9 @@ def _one_stage(case: Case) -> _Loop:
     return _dpipe_loop(case, 0, LocalHub(1).transport(0), streams_of(case.device))
 
 
-def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loop:
+def _dpipe_stage(case: Case, rank: int, device: torch.device) -> Stage:
     last = rank == case.stages - 1
-    batch = case.batch()
-    stage = Stage(
+    return Stage(
         rank,
         case.layers(case.layers_of(rank)),
         num_microbatches=case.num_microbatches,
@@ -334,8 +332,13 @@ def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loo
         parameters=case.parameters,
         compiled=case.compiled,
         splits_backward=False,  # as for any run whose schedule does not
-        device=streams.device,
+        device=device,
     )
+
+
+def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loop:
+    batch = case.batch()
+    stage = _dpipe_stage(case, rank, streams.device)
     replicas = Single({rank: stage}, _ADAM)
     recorder = Recorder(rank, streams)
     boundary = TensorSpec(

@@ -21,12 +21,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.gloo import connect
-from dpipe.baselines.pace import Pace, agreed_rounds, silent
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
+from dpipe.report.pace import Pace, agreed_rounds, silent
+from dpipe.run.launch import free_port
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.stage.gpt import gpt
@@ -118,14 +119,6 @@ def compare_pipelining(
     }
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _rank(
     rank: int, schedule: str, size: Size, kind: str, port: int, pace: Pace, results: Any
 ) -> None:
@@ -133,34 +126,40 @@ def _rank(
     store = TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     transport = connect(rank, f"{kind} x1", store)
-    steps = (our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
-    times: tuple[list[float], list[float]] = ([], [])
-    losses: tuple[list[float], list[float]] = ([], [])
-
-    def take_turns(index: int) -> None:
-        """One step of each; who goes first alternates, as a step may slow down the next one."""
-        inputs, targets = size.batch(index)
-        for engine in (index % 2, 1 - index % 2):
-            dist.barrier()
-            began = time.perf_counter()
-            loss = steps[engine](inputs, targets)
-            dist.barrier()
-            times[engine].append(time.perf_counter() - began)
-            losses[engine].append(0.0 if loss is None else loss)
-
+    turns = _Turns(our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
     for index in range(_WARM_UP):
-        take_turns(index)
-    round_s = times[0][-1] + times[1][-1]
+        turns.take(index, *size.batch(index))
+    round_s = sum(times[-1] for times in turns.times)
     rounds = agreed_rounds(pace, rank, store, size.num_steps - _WARM_UP, round_s)
     for number in range(rounds):
-        take_turns(_WARM_UP + number)
+        index = _WARM_UP + number
+        turns.take(index, *size.batch(index))
         if rank == 0:
             pace.done(number + 1, rounds)
     transport.close()
     if rank == NUM_RANKS - 1:
-        results.put((times[0][_WARM_UP:], times[1][_WARM_UP:], losses[0], losses[1]))
+        results.put((*(times[_WARM_UP:] for times in turns.times), *turns.losses))
     dist.barrier()
     dist.destroy_process_group()
+
+
+class _Turns:
+    """Seconds and losses of the steps of two engines, ours first, that take turns."""
+
+    def __init__(self, ours: Step, theirs: Step) -> None:
+        self._steps = (ours, theirs)
+        self.times: tuple[list[float], list[float]] = ([], [])
+        self.losses: tuple[list[float], list[float]] = ([], [])
+
+    def take(self, index: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """One step of each. Who goes first alternates: a step may slow down the next one."""
+        for engine in (index % 2, 1 - index % 2):
+            dist.barrier()
+            began = time.perf_counter()
+            loss = self._steps[engine](inputs, targets)
+            dist.barrier()
+            self.times[engine].append(time.perf_counter() - began)
+            self.losses[engine].append(0.0 if loss is None else loss)
 
 
 def _layers(rank: int, size: Size) -> dict[int, nn.Module]:

@@ -75,8 +75,8 @@ def check_config(config: Config) -> None:
         'pipeline.wire must be "none"': FORMATS[pipeline.wire].lossy,
         "pipeline.ranks must be above 1": pipeline.ranks < 2,
         "data_parallel.replicas must be 1": config.data_parallel.replicas > 1,
-        "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, or "
-        "a lab)": config.transport.shape is not None,
+        "transport.shape must be left out, its network is gloo's (shape the hosts instead: netem, "
+        "or a lab)": config.transport.shape is not None,
     }
     refuse("torch.distributed.pipelining", reasons)
 

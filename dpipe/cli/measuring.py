@@ -18,7 +18,7 @@ BENCHMARKS = ("engine", "transport", "all-reduce", "pipelining", "mfu")
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, help="With --hosts: which of them this is."
 )
-@click.option("--quick", is_flag=True, help="At most a minute: fewer rounds, and perhaps rows.")
+@click.option("--quick", is_flag=True, help="About a minute: fewer rounds, and perhaps rows.")
 @JSON
 def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
     """Measure a ratio, both sides in one run. Progress goes to stderr.

@@ -46,18 +46,18 @@ class Parts:
     """
 
     pp_rank: int
-    stages: Mapping[int, ComputingStage]
+    stages: Mapping[int, ComputingStage]  # those of this rank, by stage
     transport: Transport
-    codec: Codec
+    codec: Codec  # what tensors are on the wire between stages
     boundaries: Sequence[tuple[TensorSpec, ...]]  # [s]: what stage s gives to stage s + 1
-    data_parallel: DataParallel
-    recorder: Recorder
+    data_parallel: DataParallel  # exchanges gradients with the other replicas
+    recorder: Recorder  # notes when each action begins and ends
     # [s]: the weight that stage s shares with the other end of the model
     tied: Mapping[int, torch.nn.Parameter] = field(default_factory=dict)
     # both ends of it, first and last, where both live here
     tied_here: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
     pp_group: Sequence[int] = ()
-    streams: Streams = HOST
+    streams: Streams = HOST  # of the device: receive, compute, send
 
     def global_rank(self, pp_rank: int) -> int:
         return self.pp_group[pp_rank] if self.pp_group else pp_rank

@@ -51,25 +51,25 @@ _LOSSES = Schema[list[float | None]](
 class Job:
     """What one rank trains, and with what."""
 
-    here: ParallelRanks
-    train: TrainConfig
-    run: RunConfig
+    here: ParallelRanks  # this rank among the others
+    train: TrainConfig  # steps, batches and the optimizer's settings
+    run: RunConfig  # what is written, where, and how often
     context: int  # tokens of a sequence
     configuration: Mapping[str, Any]  # of the run, as it is kept in a checkpoint
-    schedule: Schedule
+    schedule: Schedule  # of a training step, lowered
     eval_schedule: Schedule  # forward only
-    stages: Mapping[int, PipelineStage]
-    executor: Executor
-    recorder: Recorder
-    data_parallel: DataParallel
-    update: Update
-    feed: Feed
-    coordinator: Coordination
+    stages: Mapping[int, PipelineStage]  # those of this rank, by stage
+    executor: Executor  # runs programs over the stages and the links
+    recorder: Recorder  # has the spans of what the executor does
+    data_parallel: DataParallel  # exchanges gradients with the other replicas
+    update: Update  # measures, votes and steps
+    feed: Feed  # a step's data
+    coordinator: Coordination  # the other ranks, for what is no tensor
     timeout_s: float  # of every wait for the other ranks
     checkpoint_url: str | None  # None where there is nothing to keep (replay)
-    wants_stop: Callable[[], bool]
+    wants_stop: Callable[[], bool]  # whether a signal has asked for the end
     metrics: Metrics | None = None  # rank 0
-    streams: Streams = HOST
+    streams: Streams = HOST  # of the device
     # MFU of a step of so many seconds; None where it is not known
     utilisation: Callable[[float], float | None] = lambda seconds: None
 

@@ -17,12 +17,12 @@ class TransformerSizes:
     """What decides the memory of a transformer's layers, and the sizes that the formulas share."""
 
     batch_size: int  # of a micro-batch
-    context: int
-    width: int
-    num_heads: int
+    context: int  # tokens of a sequence
+    width: int  # of a token's vector between blocks
+    num_heads: int  # of attention, in each block
     num_layers: int  # blocks
-    vocab_size: int
-    dropout: bool = False
+    vocab_size: int  # rows of the embedding
+    dropout: bool = False  # whether it drops anything
     masks: bool = False  # dropout keeps a mask of one byte a value, as on a GPU
     keeps_matrices: bool = False  # attention is not fused, as with dropout on a CPU
     half: bool = False  # autocast to 16 bits

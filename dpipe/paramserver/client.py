@@ -92,9 +92,7 @@ class ServerAccess:
 
 
 def reach(access: ServerAccess) -> None:
-    """Raises `JoinError` where no parameter server answers within `connect_s`, or one that does
-    not take such a worker.
-    """
+    """Raises `JoinError` where no server answers within `connect_s`, or refuses such a worker."""
     client = StageClient(access, -1, FlatSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
     try:
         client.reach()
@@ -103,17 +101,9 @@ def reach(access: ServerAccess) -> None:
 
 
 class StageClient:
-    """Used by one thread, but for `fail` and `close`. Raises `PeerLost` when the server stays
-    away.
-    """
+    """One thread uses it, but for `fail` and `close`. `PeerLost`: the server stays away."""
 
-    def __init__(
-        self,
-        access: ServerAccess,
-        stage: int,
-        spec: FlatSpec,
-        rule: StepRule,
-    ) -> None:
+    def __init__(self, access: ServerAccess, stage: int, spec: FlatSpec, rule: StepRule) -> None:
         self.stage = stage
         self.spec = spec
         self.rule = rule
@@ -162,11 +152,8 @@ class StageClient:
         self._persist(lambda: self._attend(again=True), self._access.connect_s, "")
 
     def push(self, step: int, outbox: Outbox) -> None:
-        """Send every chunk of the gradient of `step`. It is kept, and sent again where needed,
-        until `pull` has seen it committed.
-        """
-        self._step = step
-        self._kept[step] = outbox
+        """Send the gradient of `step`, again where needed, until `pull` has seen it committed."""
+        self.keep(step, outbox)
         self._repeat(lambda: self._push(step), f"pushing the gradient of step {step}")
 
     def norms(self, step: int) -> dict[int, float]:
@@ -175,14 +162,7 @@ class StageClient:
         answer = self._repeat(lambda: self._unary("Norms", b""), what)
         return dict(message_of(pb.Squares, answer).by_layer)
 
-    def pull(
-        self,
-        step: int,
-        decision: StepDecision,
-        put: Put,
-        *,
-        push: bool = False,
-    ) -> None:
+    def pull(self, step: int, decision: StepDecision, put: Put, *, push: bool = False) -> None:
         """Bring the decision, take every chunk as it comes, and wait until the step is committed.
 
         With `push` the gradient that `keep` was given goes out at the same time.
@@ -238,12 +218,7 @@ class StageClient:
     def _repeat(self, call: Callable[[], T], what: str) -> T:
         return self._persist(call, self._access.timeout_s, what)
 
-    def _persist(
-        self,
-        call: Callable[[], T],
-        patience_s: float,
-        what: str,
-    ) -> T:
+    def _persist(self, call: Callable[[], T], patience_s: float, what: str) -> T:
         """Make the call until it succeeds, for `patience_s` after the server was last seen.
 
         `what` is in progress there; "" where nothing is, so that there is nothing to come back to.
@@ -264,12 +239,7 @@ class StageClient:
                 assert self._error is not None, "`fail` sets the error before the event"
                 raise self._error
 
-    def _give_up(
-        self,
-        patience_s: float,
-        what: str,
-        why: str,
-    ) -> NoReturn:
+    def _give_up(self, patience_s: float, what: str, why: str) -> NoReturn:
         address = self._access.address
         if what:
             raise PeerLost(
@@ -300,21 +270,18 @@ class StageClient:
                 self._decide(step)
 
     def _decide(self, step: int) -> None:
-        """Bring the decision on an earlier step once more, which the server has lost: a pull that
-        wants no chunk.
-        """
-        decision = self._decisions.get(step)
-        if decision is None:
-            return
-        request = _wanted(decision, first=self.spec.num_chunks, stride=1)
-        self._translated(lambda: list(self._stream("Pull", request, 0, step)))
+        """Bring a decision that the server has lost once more: a pull of no chunk."""
+        if step in self._decisions:
+            request = _wanted(self._decisions[step], first=self.spec.num_chunks, stride=1)
+            self._translated(lambda: list(self._stream("Pull", request, 0, step)))
 
     def _connect(self) -> None:
         for channel in self._channels:
             channel.close()
         self._channels = []
+        address = self._access.address
         for _ in range(self._access.connections):
-            channel = open_channel(self._access.address, self._access.security, own_connection=True)
+            channel = open_channel(address, self._access.security, own_connection=True)
             self._channels.append(channel)
 
     # Calls
@@ -383,9 +350,7 @@ class StageClient:
     def _start_pulls(
         self, decision: StepDecision, incoming: "_IncomingParameters"
     ) -> list[Iterator[bytes]]:
-        """Chunks come in order, over the connections in turn; those that came before the server
-        went away do not come again.
-        """
+        """Chunks come over the connections in turn; those that have come do not come again."""
         stride = self._access.connections
         streams = []
         for connection in range(stride):
@@ -441,9 +406,7 @@ class StageClient:
         return self._translated(lambda: [call.result() for call in calls])
 
     def _translated(self, wait: Callable[[], T]) -> T:
-        """What `wait` returns. What gRPC raises becomes an error of dpipe's; `_Away` where it may
-        pass.
-        """
+        """What `wait` returns. Errors of gRPC become dpipe's; `_Away` where one may pass."""
         try:
             return wait()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:

@@ -15,12 +15,7 @@ from dpipe.errors import TransferError
 class GradientSum:
     """One step of one stage. A chunk of `average` [N] holds the mean where `is_final` says so."""
 
-    def __init__(
-        self,
-        num_replicas: int,
-        num_chunks: int,
-        average: torch.Tensor,
-    ) -> None:
+    def __init__(self, num_replicas: int, num_chunks: int, average: torch.Tensor) -> None:
         self.average = average
         self._num_replicas = num_replicas
         # by chunk, the replica whose turn it is
@@ -39,19 +34,11 @@ class GradientSum:
 
     def missing(self) -> list[int]:
         """The replicas of which some chunk is not in."""
-        missing = []
-        for replica in range(self._num_replicas):
-            if not all(self.has(replica, chunk) for chunk in range(len(self._next))):
-                missing.append(replica)
-        return missing
+        chunks = range(len(self._next))
+        replicas = range(self._num_replicas)
+        return [r for r in replicas if not all(self.has(r, chunk) for chunk in chunks)]
 
-    def add(
-        self,
-        replica: int,
-        chunk: int,
-        part: slice,
-        values: torch.Tensor,
-    ) -> None:
+    def add(self, replica: int, chunk: int, part: slice, values: torch.Tensor) -> None:
         """Take a replica's chunk, elements `part` of the gradient; one that is in already is not
         added again.
 

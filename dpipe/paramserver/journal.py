@@ -60,12 +60,7 @@ class Snapshots(Protocol):
 class Journal:
     """The folder of one stage, of one run (`session`)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        snapshots: Snapshots,
-        session: str,
-    ) -> None:
+    def __init__(self, folder: Path, snapshots: Snapshots, session: str) -> None:
         self._folder = folder
         self._snapshots = snapshots
         self.session = session
@@ -76,9 +71,7 @@ class Journal:
         self._num_written = 0
 
     def begin(self, stage: StageState) -> None:
-        """A run begins here, or goes on here from elsewhere: what is in the folder is of another
-        one, and removed.
-        """
+        """A run begins, or goes on from elsewhere: what another left in the folder is removed."""
         for path in (*self._folder.glob("average-*"), *self._folder.glob(f"{_LEFT}*")):
             path.unlink()
         self._save(stage.spec, stage.rule, stage.now, stage.step, stage.num_updates)
@@ -99,12 +92,7 @@ class Journal:
         for path in self._folder.glob(f"{_LEFT}*"):
             path.unlink()
 
-    def write(
-        self,
-        step: int,
-        decision: StepDecision,
-        average: torch.Tensor,
-    ) -> None:
+    def write(self, step: int, decision: StepDecision, average: torch.Tensor) -> None:
         """Keep what `StageState.replay` needs of a step; it is on the disk when this returns.
 
         Raises `RunError` where there is no room for it.
@@ -126,9 +114,7 @@ class Journal:
         self._num_written += 1
 
     def committed(self, stage: StageState) -> None:
-        """After a commit: begin a snapshot if one is due. `wait_for_snapshot` comes before the
-        next commit.
-        """
+        """Begin a snapshot if one is due. `wait_for_snapshot` comes before the next commit."""
         if self._num_written < _STEPS_A_SNAPSHOT:
             return
         self._num_written = 0
@@ -145,9 +131,7 @@ class Journal:
         self._thread.shutdown()
 
     def recover(self, stage: StageState) -> None:
-        """Take the steps behind the snapshot that `stage` was made from. Raises `CheckpointError`
-        naming what is damaged.
-        """
+        """Take the steps behind the snapshot. Raises `CheckpointError` naming what is damaged."""
         for path, step in _averages(self._folder):
             if step == stage.step:
                 decision, average = _read(path, self.session)

@@ -13,6 +13,7 @@ parameters, on the caller's thread: until then nothing that must last has change
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -137,30 +138,17 @@ class _StageWorker:
         self._pushing: Future[None] | None = None
         self._pulling: Future[None] | None = None
 
-    def open(
-        self,
-        step: int,
-        num_updates: int,
-        moments: Moments,
-    ) -> None:
+    def open(self, step: int, num_updates: int, moments: Moments) -> None:
         whole = slice(0, self.spec.length)
         self._flat.fill(self._values, whole, self._flat.parameters, 1.0)
-
-        def vectors() -> dict[str, torch.Tensor]:
-            return self._vectors(num_updates, moments)
-
+        vectors = partial(self._vectors, num_updates, moments)
         self._thread.submit(self.client.open, step, num_updates, vectors).result()
 
     def push(self, step: int, loss_scale: float) -> None:
         outgoing = self._take_gradient(step, loss_scale)
         self._pushing = self._thread.submit(self.client.push, step, outgoing.encode)
 
-    def push_and_pull(
-        self,
-        step: int,
-        decision: StepDecision,
-        loss_scale: float,
-    ) -> None:
+    def push_and_pull(self, step: int, decision: StepDecision, loss_scale: float) -> None:
         outgoing = self._take_gradient(step, loss_scale)
         self.client.keep(step, outgoing.encode)
         self._pulling = self._thread.submit(self.client.pull, step, decision, self._put, push=True)
@@ -231,12 +219,7 @@ class _StageWorker:
         )
         return self._outgoing
 
-    def _put(
-        self,
-        chunk: int,
-        whole: bool,
-        body: memoryview,
-    ) -> None:
+    def _put(self, chunk: int, whole: bool, body: memoryview) -> None:
         """Take a chunk that came back: its values if `whole`, else what is added to those here."""
         here = self._values[self.spec.chunk(chunk)]
         like = TensorSpec.of(here)
@@ -248,10 +231,7 @@ class _StageWorker:
             here += self._codec.decode(wire, like)
 
     def _vectors(self, num_updates: int, moments: Moments) -> dict[str, torch.Tensor]:
-        """What the server begins with: these parameters, and the moments of a checkpoint if there
-        is one.
-        """
-        names = self._flat.names
+        """What the server begins with: these parameters, and the moments of a checkpoint if any."""
         vectors = {
             "values": self._values,
             "exp_avg": torch.zeros(self.spec.length),
@@ -262,7 +242,7 @@ class _StageWorker:
             vectors["exp_avg_sq"] = self._joined(moments, "exp_avg_sq")
         if self.rule.lossy_parameters:
             vectors["held"] = self._values
-            if num_updates and all(f"{name}.master" in moments for name in names):
+            if num_updates and all(f"{name}.master" in moments for name in self._flat.names):
                 vectors["values"] = self._joined(moments, "master")
         return vectors
 
@@ -314,12 +294,7 @@ class ParameterServerWorker(DataParallel):
         self._num_updates = 0
         self._moments: Moments = {}
 
-    def begin(
-        self,
-        step: int,
-        learning_rate: float,
-        loss_scale: float,
-    ) -> None:
+    def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:
         self._step = step
         self._rate = learning_rate
         self._loss_scale = loss_scale

@@ -96,13 +96,7 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
     return vectors
 
 
-def attendance(
-    spec: FlatSpec,
-    rule: StepRule,
-    num_updates: int,
-    *,
-    again: bool,
-) -> Attendance:
+def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
     return Attendance(
         protocol=PROTOCOL,
         row=json.dumps(asdict(spec)),

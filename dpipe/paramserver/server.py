@@ -1,11 +1,10 @@
 """The parameter server (Li et al. 2014) over gRPC: it holds the stages that workers bring, averages
 their gradients, steps, and keeps what it has stepped.
 
-    worker, replica 0 ==push==>  .--------.              parameters.proto  the conversation
-    worker, replica 1 ==push==>  | stage 0|              stage_state.py    the arithmetic
-    worker, replica 2 ==push==>  | state, |              journal.py        what survives a kill
-            all      <==pull===  | journal|              stage_server.py   who waits for whom
-                                 '--------'
+    worker, replica 0 ==push==>  .----------------.
+    worker, replica 1 ==push==>  | stage 0: state |       parameters.proto has the conversation
+            all      <==pull===  '----------------'
+
 What workers push is averaged in replica order, so a run repeats itself bit for bit. With
 `staleness` 0 every worker has the same parameters before each step. With `staleness` s > 0 (stale
 synchronous parallel, Ho et al. 2013) a worker may begin step t with the newest parameters there
@@ -73,10 +72,6 @@ class _StageSpec:
     rule: StepRule
     num_updates: int
 
-    @classmethod
-    def of(cls, state: StageState) -> "_StageSpec":
-        return cls(state.spec, state.rule, state.num_updates)
-
 
 class ParameterServer:
     """Listens from the constructor on, at `port`, until `close`. Raises `JoinError` where it cannot
@@ -105,8 +100,10 @@ class ParameterServer:
         self._stages = dict(self._recovered())
         # of all that have attended, also of those that are not loaded yet
         self._known: dict[Session, _StageSpec] = {}
-        for stage in self._stages.values():
-            self._known[stage.session] = _StageSpec.of(stage.state)
+        for server in self._stages.values():
+            state = server.state
+            known = _StageSpec(state.spec, state.rule, state.num_updates)
+            self._known[server.session] = known
         # the last run to attend
         self._run: str | None = None
         self._closed = False
@@ -176,9 +173,7 @@ class ParameterServer:
         return bool(servers) and all(server.is_left_by_all for server in servers)
 
     def _in_use(self) -> list[StageServer]:
-        """The stages of the last run to attend: one before it, cut into more stages or parts, may
-        have left some behind.
-        """
+        """Those of the last run to attend: one before it, cut otherwise, may have left some."""
         servers = list(self._stages.values())
         if self._run is None:
             return servers
@@ -224,7 +219,8 @@ class ParameterServer:
                 self._make_room(session, stage)
             self._check_same(session, stage)
             while begins and place.replica > 0 and not self._has(session):
-                self._check_open(context)
+                if self._closed or not context.is_active():
+                    raise CallerGone
                 self._changed.wait(_POLL_S)
             return self._standing_of(session)
 
@@ -300,9 +296,7 @@ class ParameterServer:
     # Which run a stage belongs to: the newest. An older one is over, or hears so when it calls.
 
     def _make_room(self, session: Session, stage: _StageSpec) -> None:
-        """Let `session` have its stage: other runs lose all parts of it. Nothing changes where it
-        has it already.
-        """
+        """Let a new `session` have its stage: other runs lose all parts of it."""
         if session in self._known:
             return
         kept = {}
@@ -360,16 +354,11 @@ class ParameterServer:
         if self._folder is None:
             return None
         assert self._snapshots is not None, "a folder goes with what reads and writes in it"
-        name = f"stage-{session.stage}"
-        if session.part:
-            name += f"{_PART}{session.part}"
+        part = f"{_PART}{session.part}" if session.part else ""
+        name = f"stage-{session.stage}{part}"
         journal = Journal(self._folder / name, self._snapshots, session.name)
         journal.begin(state)
         return journal
-
-    def _check_open(self, context: grpc.ServicerContext) -> None:
-        if self._closed or not context.is_active():
-            raise CallerGone
 
 
 def _watched(context: grpc.ServicerContext, server: StageServer) -> grpc.ServicerContext:
@@ -415,9 +404,7 @@ _CODES = {
 
 
 def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
-    """Tell the caller what is wrong, in a code that `client.py` turns back into an error of the
-    same kind.
-    """
+    """Tell the caller what is wrong, in a code that `client.py` makes the same error of."""
     # The caller broke off in the middle of what it sent.
     if isinstance(error, grpc.RpcError):
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")

@@ -14,6 +14,7 @@ The field names of these classes are in journals on disk and in messages.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Self
 
 from dpipe.wire.format import FORMATS
@@ -58,9 +59,7 @@ class StepRule:
 
     @property
     def lossy_parameters(self) -> bool:
-        """Parameters are sent as rounded differences. With staleness a worker skips versions, so
-        it gets them whole.
-        """
+        """Rounded differences are sent. With staleness versions are skipped: whole values are."""
         return FORMATS.named(self.wire).lossy and self.staleness == 0
 
 
@@ -80,12 +79,8 @@ class FlatSpec:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins."""
-        starts = []
-        start = 0
-        for parameter in self.parameters:
-            starts.append(start)
-            start += parameter.num_values
-        return tuple(starts)
+        sizes = [parameter.num_values for parameter in self.parameters]
+        return tuple(accumulate([0, *sizes[:-1]])) if sizes else ()
 
     @cached_property
     def length(self) -> int:
@@ -93,9 +88,7 @@ class FlatSpec:
 
     @property
     def num_chunks(self) -> int:
-        """At least 1: of a stage without values an empty chunk is sent, so that the other end
-        knows that it has come.
-        """
+        """At least 1: an empty stage sends an empty chunk, by which the other end knows of it."""
         chunks = -(-self.length // self.chunk_values)
         return max(1, chunks)
 

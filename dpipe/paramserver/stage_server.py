@@ -40,9 +40,7 @@ class CallerGone(Exception):  # noqa: N818 - nobody is left to be told
 
 @dataclass(frozen=True)
 class Session:
-    """Whose run this is, and which stage; `part` is the tp_rank, where several ranks of a replica
-    share it.
-    """
+    """A run and its stage; `part` is the tp_rank, where several ranks share the stage."""
 
     name: str
     stage: int
@@ -54,20 +52,14 @@ class Session:
 
     @property
     def what(self) -> str:
-        if self.part:
-            return f"stage {self.stage}, part {self.part}"
-        return f"stage {self.stage}"
+        part = f", part {self.part}" if self.part else ""
+        return f"stage {self.stage}{part}"
 
 
 class StageServer:
     """Every call raises what went wrong in the background; once closed, what `close` was given."""
 
-    def __init__(
-        self,
-        session: Session,
-        state: StageState,
-        journal: Journal | None,
-    ) -> None:
+    def __init__(self, session: Session, state: StageState, journal: Journal | None) -> None:
         """Without a `journal` nothing is kept on disk."""
         self.session = session
         self.state = state
@@ -80,21 +72,10 @@ class StageServer:
         self._thread = threading.Thread(target=self._commit_steps, name=name, daemon=True)
         self._thread.start()
 
-    def add(
-        self,
-        step: int,
-        replica: int,
-        chunk: int,
-        values: torch.Tensor,
-    ) -> None:
+    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
         self._do(lambda: self.state.add(step, replica, chunk, values))
 
-    def decide(
-        self,
-        step: int,
-        replica: int,
-        decision: StepDecision,
-    ) -> None:
+    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
         self._do(lambda: self.state.decide(step, replica, decision))
 
     def leave(self, replica: int) -> None:
@@ -110,13 +91,7 @@ class StageServer:
 
         return self._wait(caller, f"all gradients of step {step}", attempt)
 
-    def give(
-        self,
-        step: int,
-        replica: int,
-        chunk: int,
-        caller: Caller,
-    ) -> OutgoingChunk:
+    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> OutgoingChunk:
         """Waits until the chunk may go to that replica."""
 
         def attempt() -> OutgoingChunk | None:
@@ -191,12 +166,7 @@ class StageServer:
             change()
             self._changed.notify_all()
 
-    def _wait(
-        self,
-        caller: Caller,
-        what: str,
-        attempt: Callable[[], T | None],
-    ) -> T:
+    def _wait(self, caller: Caller, what: str, attempt: Callable[[], T | None]) -> T:
         """What `attempt`, called with the lock held, returns once that is not None. Raises
         `CallerGone`, or `TransferTimeout` just before the caller's deadline.
         """

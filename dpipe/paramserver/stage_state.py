@@ -35,9 +35,7 @@ from dpipe.wire.spec import TensorSpec
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What the workers agreed on: the learning rate, and the gradient's factor; None skips the
-    step.
-    """
+    """The learning rate and the gradient's factor, as all workers agree; None skips the step."""
 
     learning_rate: float
     factor: float | None
@@ -127,13 +125,7 @@ class StageState:
         # memory of gradients that are done with
         self._spare: deque[torch.Tensor] = deque()
 
-    def add(
-        self,
-        step: int,
-        replica: int,
-        chunk: int,
-        values: torch.Tensor,
-    ) -> None:
+    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
         """Take a replica's chunk of the gradient. One of a committed step, or one that is in
         already, changes nothing.
 
@@ -156,9 +148,7 @@ class StageState:
         return step < self.step or self._gradient(step).final
 
     def missing(self) -> list[int]:
-        """The ranks that have not pushed all of the step in progress; else those that have not
-        brought its decision.
-        """
+        """The ranks whose chunks are missing in this step; if none, those whose decision is."""
         late = self._gradient(self.step).missing()
         if not late:
             decided = self._decided.get(self.step, set())
@@ -166,9 +156,7 @@ class StageState:
         return [self.rule.ranks[replica] for replica in late]
 
     def norms(self, step: int) -> dict[int, float]:
-        """By layer, the squared norm of the mean gradient; of a whole parameter at a time, so that
-        the chunk size does not change the result.
-        """
+        """By layer, the squared norm of the mean gradient, whatever the chunk size."""
         if step != self.step or not self.is_final(step):
             raise TransferError(
                 f"the norms of step {step} were asked for where step {self.step} is in progress"
@@ -183,15 +171,8 @@ class StageState:
             squares[parameter.layer] = squares.get(parameter.layer, 0.0) + square
         return squares
 
-    def decide(
-        self,
-        step: int,
-        replica: int,
-        decision: StepDecision,
-    ) -> None:
-        """Take the decision as a worker brings it: all have the same. Raises `TransferError` where
-        one differs.
-        """
+    def decide(self, step: int, replica: int, decision: StepDecision) -> None:
+        """Take a worker's decision. Raises `TransferError` where it differs from the others'."""
         self._check_step(step, f"replica {replica}'s decision on")
         if step < self.step:
             return
@@ -202,12 +183,7 @@ class StageState:
             )
         self._decided.setdefault(step, set()).add(replica)
 
-    def give(
-        self,
-        step: int,
-        replica: int,
-        chunk: int,
-    ) -> OutgoingChunk | None:
+    def give(self, step: int, replica: int, chunk: int) -> OutgoingChunk | None:
         """The chunk after `step`, as it goes to a worker; None where something is still missing
         for it.
 
@@ -227,13 +203,10 @@ class StageState:
             return None
         if chunk not in self._stepped:
             self._stepped[chunk] = self._step_chunk(step, chunk)
-        whole = not self.rule.lossy_parameters
-        return OutgoingChunk(whole, self._stepped[chunk])
+        return OutgoingChunk(not self.rule.lossy_parameters, self._stepped[chunk])
 
     def step_rest(self, step: int) -> None:
-        """Step the chunks of `step` that nobody has asked for: they reached the workers before a
-        restart.
-        """
+        """Step the chunks that nobody asks for: they reached the workers before a restart."""
         if step != self.step or self.rule.staleness:
             return
         for chunk in range(self.spec.num_chunks):
@@ -264,9 +237,7 @@ class StageState:
         return decision, self._gradient(self.step).average
 
     def commit(self) -> None:
-        """End the step in progress. With staleness it is stepped here: nobody has asked for its
-        chunks.
-        """
+        """End the step. With staleness it is taken here: nobody has asked for its chunks."""
         decision = self._decisions[self.step]
         if decision.factor is not None:
             for chunk in range(self.spec.num_chunks):
@@ -289,9 +260,7 @@ class StageState:
         self.commit()
 
     def _check_step(self, step: int, what: str) -> None:
-        """A worker is at the step in progress, or takes what the last one left; with staleness,
-        within its bound.
-        """
+        """Raises `TransferError` for a step that is neither the last, nor within the bound."""
         bound = self.rule.staleness
         if self.step - 1 - bound <= step <= self.step + bound:
             return
@@ -349,9 +318,7 @@ class StageState:
         return wire
 
     def _look_ahead(self, step: int, chunk: int) -> torch.Tensor:
-        """The chunk after `step` by the gradients that are in of the steps in progress. The worker
-        that asks has pushed to all of them.
-        """
+        """The chunk after `step`, by the gradients that are in; the caller's own are all in."""
         part = self.spec.chunk(chunk)
         vectors = self.now.of(part).by_name().values()
         ahead = StageTensors(*(vector.clone() for vector in vectors))

@@ -32,15 +32,15 @@ _LENGTH_BYTES = 4  # of a sequence's length, which BERT's blocks pass on
 class LayerCosts:
     """One value a layer, for one micro-batch. Empty tuples are zeros."""
 
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    forward_s: tuple[float, ...]  # of computing alone
+    backward_s: tuple[float, ...]  # the same; input and weight gradients together
     activation_bytes: tuple[int, ...]  # on the wire behind the layer, forward
     gradient_bytes: tuple[int, ...]  # on the wire behind the layer, backward
     tied_bytes: int = 0  # of the gradient that the first and the last layer exchange
     parameter_bytes: tuple[int, ...] = ()  # in fp32
     core_s: tuple[float, ...] = ()  # of forward: its attention cores
     exchange_forward_s: tuple[float, ...] = ()  # waiting for the tensor-parallel group
-    exchange_backward_s: tuple[float, ...] = ()
+    exchange_backward_s: tuple[float, ...] = ()  # the same, in backward
     # Layers a stage -> what the stages hold; None if nobody asks for it.
     memory_of: Callable[[Sequence[int]], Stages] | None = None
 

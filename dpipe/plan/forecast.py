@@ -44,9 +44,9 @@ class Forecast:
 
     split: tuple[int, ...]  # layers a stage
     schedule: Schedule  # of a training step, lowered and checked
-    eval_schedule: Schedule
-    cost: Cost
-    network: Network
+    eval_schedule: Schedule  # forward only
+    cost: Cost  # by stage and hop
+    network: Network  # that the prediction assumes
     timeline: Timeline  # of a step at which replicas exchange something, if they ever do
     replicas: Replicas | None  # how they exchange at such a step; None without replicas
     agreeing_share: float  # of the steps that are such steps

@@ -42,10 +42,10 @@ class StepSpans:
 class TraceInputs:
     """What a prediction needs besides measured times."""
 
-    schedule: Schedule
+    schedule: Schedule  # lowered
     cost: Cost  # only its bytes: `measured_cost` fills in the times
     network: str | None  # the profile; None is loopback
-    connections: int = 1
+    connections: int = 1  # TCP connections a link
     hosts: tuple[Host, ...] = ()  # the machines that have fewer cores than ranks
     replicas: Replicas | None = None  # those of a usual step
     headers: bool = False  # whether the network's rates include packet headers

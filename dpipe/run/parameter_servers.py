@@ -1,9 +1,9 @@
 """Where parameter servers live: embedded in ranks of replica 0, or processes of their own (`dpipe
 serve`).
 
-    data_parallel.servers   embedded (no data_parallel.address)        by themselves
-    one                     in rank 0, for all stages                  address = "host:port"
-    per-stage               in replica 0, each beside its stages       address = ["host:port", ...], by stage
+    data_parallel.servers   embedded (no data_parallel.address)      by themselves
+    one                     in rank 0, for all stages                address = "host:port"
+    per-stage               in replica 0, each beside its stages     address = ["host:port", ...]
 
 With tensor parallelism each rank has its own part of a stage on the server; embedded, "per-stage",
 it hosts that part itself.
@@ -175,7 +175,7 @@ def _beside(listening: str | None, port: int | None, rank: int) -> str:
 
 
 class FolderSnapshots:
-    """`paramserver.journal.Snapshots`: checkpoints of one stage, as `store/checkpoint.py` has them."""
+    """`paramserver.journal.Snapshots`: checkpoints of one stage, by `store/checkpoint.py`."""
 
     def save(
         self,

@@ -130,7 +130,8 @@ def _check_links(schedule: Schedule) -> None:
             if receive != expected:
                 message = (
                     f"the link from rank {source} to rank {target} disagrees on message {number}: "
-                    f"rank {source} sends {send} where rank {target} posts {receive}, not {expected}"
+                    f"rank {source} sends {send} where rank {target} posts {receive}, not "
+                    f"{expected}"
                 )
                 raise _error(schedule, message, receive)
 

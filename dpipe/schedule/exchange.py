@@ -64,7 +64,9 @@ class Exchange:
 
     # in `PATTERNS`
     name: str
+    # ends of the exchange, without the server
     num_replicas: int
+    # that each owner's share is cut into
     num_parts: int
     # the ends that each average an equal share
     owners: tuple[int, ...]

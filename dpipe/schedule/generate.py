@@ -66,8 +66,9 @@ def generate(
     }
     for parameter, default in defaults.items():
         if parameter not in generator.takes and parameters.pop(parameter) != default:
+            others = who_take(parameter)
             raise ScheduleError(
-                f"schedule {name!r} takes no {parameter}: use {who_take(parameter)}, or leave it out"
+                f"schedule {name!r} takes no {parameter}: use {others}, or leave it out"
             )
     return generator.make(num_stages, num_microbatches, **parameters)
 

@@ -26,6 +26,7 @@ class Family:
     layer.
     """
 
+    # in `model.layers`
     name: str
     # "package.module:function", imported when a model is built; None: no transformer of dpipe's own
     builder: str | None = None

@@ -1,5 +1,6 @@
 """What a run leaves on disk, and reads again: checkpoints, and the run's folder.
 
+load.py           a checkpoint's values into the tensors of a model
 checkpoint.py     one step's parameters and optimizer state, on a disk or an object store
 checkpoint_part.py  what each rank tells of its part of a checkpoint, and its schema
 tensor_shards.py  a tensor-parallel group's part of a checkpoint, whole again under any other size

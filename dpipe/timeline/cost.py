@@ -15,25 +15,21 @@ class Cost:
     """What each stage takes, one value a stage (microseconds), and what each hop carries, one value
     a hop (bytes).
 
-    `backward_us` is a whole B; `input_us` and `weight_us` are its halves I and W where a schedule
-    splits it. Hop s is between stages s and s + 1: `activation_bytes` go forth, `gradient_bytes`
-    come back (default: as many). `update_us` is the optimizer's step (default: nothing). Where
-    there are replicas, the whole gradient of a stage is `reduce_bytes` on the wire, and what is
-    agreed on `gather_bytes` (defaults: nothing; as many). Raises `ConfigError` where the lengths do
-    not fit each other.
+    Hop s is between stages s and s + 1. Raises `ConfigError` where the lengths do not fit each
+    other.
     """
 
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    input_us: tuple[float, ...]
-    weight_us: tuple[float, ...]
-    activation_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...] = ()
-    update_us: tuple[float, ...] = ()
-    vote_us: tuple[float, ...] = ()
-    reduce_bytes: tuple[int, ...] = ()
-    gather_bytes: tuple[int, ...] = ()
-    tied_bytes: int = 0
+    forward_us: tuple[float, ...]  # of F
+    backward_us: tuple[float, ...]  # of a whole B
+    input_us: tuple[float, ...]  # of I, where a schedule splits B
+    weight_us: tuple[float, ...]  # of W, the other half
+    activation_bytes: tuple[int, ...]  # forward over each hop
+    gradient_bytes: tuple[int, ...] = ()  # backward over each hop; default: as many
+    update_us: tuple[float, ...] = ()  # of the optimizer's step; default: nothing
+    vote_us: tuple[float, ...] = ()  # of a ballot's way through the coordinator; default: nothing
+    reduce_bytes: tuple[int, ...] = ()  # of a stage's gradient between replicas; default: nothing
+    gather_bytes: tuple[int, ...] = ()  # of what replicas get back; default: as many
+    tied_bytes: int = 0  # of a tied weight's gradient between the first and the last stage
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)

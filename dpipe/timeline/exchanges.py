@@ -107,14 +107,14 @@ class _Leg:
     """What one end of a stage's exchange sends in one go, and what it waits for meanwhile."""
 
     stage: int
-    end: int
-    rank: int
-    roles: Set[Role]
-    messages: list[Message]
-    over: Callable[[], None]
+    end: int  # a replica, or behind them the server
+    rank: int  # where that end is
+    roles: Set[Role]  # of the messages that it sends
+    messages: list[Message]  # to be sent, in order
+    over: Callable[[], None]  # called when all has left and come
     missing: set[Message] = field(default_factory=set)  # still to come, once it has started
-    position: int = 0
-    leaving: int = 0
+    position: int = 0  # of the next message to be sent
+    leaving: int = 0  # messages queued at the rank's egress
 
 
 class StageExchanges:

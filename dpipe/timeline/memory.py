@@ -26,9 +26,9 @@ class LayerMemory:
     the worst moment of an action.
     """
 
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
+    parameter_bytes: int = 0  # as they are stored
+    gradient_bytes: int = 0  # that add up over a step's micro-batches
+    optimizer_bytes: int = 0  # of its state, such as AdamW's two moments
     held_bytes: int = 0  # that one micro-batch leaves from F to B, or I
     deferred_bytes: int = 0  # that it leaves from I to W; with none, I does all that B does
     forward_bytes: int = 0  # working memory of F

@@ -207,7 +207,7 @@ def follow(spec: dict[str, Any]) -> None:
 
     {"rank": 2, "line": "...", "offset": 812}     offset: where the next line begins
     {"rank": 2, "state": "ended", "code": 0}      nothing comes after it
-    {}                                            a sign of life; the write fails where nobody listens any more
+    {}                                            a sign of life: the write fails if nobody reads
     """
     offsets = {Rank(spec["run"], int(number)): offset for number, offset in spec["offsets"].items()}
     spoke = time.monotonic()
@@ -299,8 +299,11 @@ def shape(spec: dict[str, Any]) -> dict[str, Any]:
     _write(SHAPED, {"profile": profile.stem, "device": device, "kept": False})
     subprocess.Popen(
         [sys.executable, __file__, "doubt", json.dumps(spec["doubt_s"])],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     return {"device": device}
 
 

@@ -2,10 +2,10 @@
 generate` read.
 
 INTO/RUN/
-    metrics.jsonl  config.json  trace/  logs/  tensorboard/       the run's own folder, of rank 0's machine
-    output/rank-N.log                                             what each rank has printed
-    checkpoints/step-N/index.json                                 tensors only if asked for: every machine has its own
-    checkpoints.json                                              which machine has which files
+    metrics.jsonl  config.json  trace/  logs/  tensorboard/    the run's folder on rank 0's machine
+    output/rank-N.log                                          what each rank has printed
+    checkpoints/step-N/index.json                              tensors only if asked for
+    checkpoints.json                                           which machine has which files
 """
 
 import json

@@ -1,7 +1,8 @@
 """Instances by the dozen, in several regions: launched whole or not at all, found and ended by
 their tag.
 
-    look (image, key, tag) in every region ──► group and instances, region by region ──► addresses ──► open between them
+    look (image, key, tag) in every region ──► group and instances, region by region
+        ──► addresses ──► open between them
        │ something is wrong                       │ something fails, or Ctrl-C
        └─► nothing was launched                   └─► all is terminated; what cannot be is named
 

@@ -1,6 +1,7 @@
 """The project on every machine, at one commit: a git archive over SSH, then scripts/setup there.
 
-    all answer? ── all can? ──► on each: files that are no longer tracked go, the others come, scripts/setup, `commit`
+    all answer? ── all can? ──► on each: files that are no longer tracked go, the others come,
+                                scripts/setup, `commit`
        │ no          │ no
        └─────────────┴──► nothing has been changed anywhere
 
@@ -27,7 +28,8 @@ Say = Callable[[Machine, str], None]
 # Asks only; a machine that is booting for the first time is given the time to finish.
 _CAN = """
 if command -v cloud-init >/dev/null; then timeout {boot:g} cloud-init status --wait >/dev/null; fi
-{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || echo "needs Python 3.11 or newer, and {python} is not"
+{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    echo "needs Python 3.11 or newer, and {python} is not"
 command -v tar >/dev/null && command -v gzip >/dev/null || echo "needs tar and gzip"
 """
 
@@ -53,12 +55,13 @@ _SETUP = """set -eu
 _SETUP_IN = """set -eu
 python=$(realpath --no-symlinks {interpreter})
 "$python" -c 'import grpc_tools' 2>/dev/null || {{
-    echo "$python has no grpcio-tools, which compile the protos: pip install grpcio-tools==1.85.1 there" >&2
+    echo "$python has no grpcio-tools to compile the protos: pip install grpcio-tools==1.85.1" >&2
     exit 1
 }}
 (
     cd {source}
-    timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. protos/dpipe/wire/v1/*.proto
+    timeout {limit:g} "$python" -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. \\
+        protos/dpipe/wire/v1/*.proto
     timeout {limit:g} "$python" -c 'import dpipe.run.build'
 )
 """

@@ -1,11 +1,13 @@
 """Machines of eight A100s as the simulator sees them: Megatron's ranks in its order, tensor, data,
 pipeline.
 
-tensor     all-reduces of the layers (tables/megatron.py), over NVLink; of more than 8 ranks over the machines' cards
-pipeline   dpipe's simulator; a hop holds up both its ends, as Megatron's does, and goes over a card of each GPU where
-           the next stage is another machine's. Scattered, each of the t ranks sends 1/t, and NVLink
-           gathers it
-data       a ring over the gradients of a rank, through its share of a machine's cards, after the last backward
+tensor     all-reduces of the layers (tables/megatron.py), over NVLink; of more than 8 ranks over
+           the machines' cards
+pipeline   dpipe's simulator; a hop holds up both its ends, as Megatron's does, and goes over a card
+           of each GPU where the next stage is another machine's. Scattered, each of the t ranks
+           sends 1/t, and NVLink gathers it
+data       a ring over the gradients of a rank, through its share of a machine's cards, after the
+           last backward
 tied       first and last stage add up the gradients of the words' table
 """
 

@@ -118,7 +118,8 @@ def _largest_error(rows: Sequence[Row]) -> str:
     errors = [
         abs(row.error_percent) for row in rows if row.error_percent is not None and not row.fitted
     ]
-    return f"mean error {sum(errors) / len(errors):.1f} %, largest {max(errors):.1f} %, fitted rows apart"
+    mean = sum(errors) / len(errors)
+    return f"mean error {mean:.1f} %, largest {max(errors):.1f} %, fitted rows apart"
 
 
 def _ends(rows: Sequence[Row]) -> str:

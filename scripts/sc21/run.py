@@ -61,7 +61,10 @@ def submit(name: str, experiment: Experiment, *, dry_run: bool) -> None:
         load(CONFIGURATION, overrides(case))
     for case in experiment.cases:
         if case.tensor > where.gpus_per_node:
-            said = f"a group of {case.tensor} needs one machine, and GPUS_PER_NODE is {where.gpus_per_node}"
+            said = (
+                f"a group of {case.tensor} needs one machine, and GPUS_PER_NODE is "
+                f"{where.gpus_per_node}"
+            )
             click.echo(f"left out: {case.series} at {case.x}: {said}")
             continue
         argv = batch_job(name, case, where)

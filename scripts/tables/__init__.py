@@ -1,11 +1,11 @@
 """The tables about Megatron's parallelism inside a stage, and what their systems are taken to be.
 
-megatron.py               Megatron-LM as the simulator sees it: memory of a rank, time of a layer, by strategy
-megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: peak memory, time over the baseline
-iteration.py              an iteration of tensor x pipeline x data parallel ranks, by dpipe's simulator
-scaling.py                GPT-3 XL and BERT 345M by cut, micro-batch and number of machines: seconds an iteration
-measured.py               what scripts/sweep.py measured of those last, beside what was published of the same layout
-replayed.py               what it measured on replay stages over networks: tensor parallelism where links are slow
+megatron.py               Megatron-LM as the simulator sees it: memory of a rank, time of a layer
+megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: memory, relative time
+iteration.py              an iteration of tensor x pipeline x data parallel ranks, simulated
+scaling.py                GPT-3 XL and BERT 345M by cut, micro-batch and number of machines
+measured.py               what scripts/sweep.py measured of those, beside what was published
+replayed.py               what it measured on replay stages: tensor parallelism over slow links
 form.py                   rows as Markdown, CSV or JSON
 
 Each table is a module with MODES, `simulated(source) -> rows`, `note(rows)` and `draw(rows,

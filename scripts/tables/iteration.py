@@ -1,9 +1,9 @@
 """An iteration of Megatron or of PyTorch's Pipe on given machines, simulated: stages, then
 gradients, then the update.
 
-stage time     layers x (forward, backward) of a layer on tensor parallel ranks, the logits on the last
+stage time     layers x (forward, backward) of a layer on tensor-parallel ranks, then the logits
 pipeline       dpipe's simulator over a link inside the machine
-all-reduce     every replica is one machine, whose network card carries the whole model's gradients, twice
+all-reduce     every replica is one machine, whose card carries the model's gradients, twice
 update         as fast as memory can be read and written
 """
 

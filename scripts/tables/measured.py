@@ -110,7 +110,10 @@ def _row(line: Mapping[str, Any], published_s: float | None, ours_s: float | Non
 def note(rows: Sequence[Row]) -> str:
     devices = ", ".join(dict.fromkeys(row.device for row in rows))
     beside = sum(row.published_s is not None for row in rows)
-    return f"{len(rows)} rows measured on {devices}; {beside} of them beside what the source published on its own GPUs."
+    return (
+        f"{len(rows)} rows measured on {devices}; {beside} of them beside what the source "
+        "published on its own GPUs."
+    )
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:

@@ -4,7 +4,8 @@ and strategy.
 Half precision throughout. A parameter has 2 bytes and 2 of gradient in a buffer of its own, a
 master copy and two moments of 4; in the optimizer's step 4 more, its gradient as fp32.
 
-    s sequence · b micro-batch · h width · a heads · t tensor parallel     S = s b h values     A = a s^2 b / t scores
+    s sequence · b micro-batch · h width · a heads · t tensor parallel
+    S = s b h values     A = a s^2 b / t scores
 
 What a layer leaves for its backward is Korthikanti et al. 2022, table 2. Working memory, from the
 order of operations of the source: an attention core's backward needs two fp16 gradients of the

@@ -72,7 +72,10 @@ def _row(line: Mapping[str, Any], pipeline_s: float | None) -> Row:
 
 def note(rows: Sequence[Row]) -> str:
     errors = [abs(row.error_percent) for row in rows]
-    return f"{len(rows)} rows measured on replayed stages; measured from predicted: mean {sum(errors) / len(rows):.1f} %."
+    mean = sum(errors) / len(rows)
+    return (
+        f"{len(rows)} rows measured on replayed stages; measured from predicted: mean {mean:.1f} %."
+    )
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:

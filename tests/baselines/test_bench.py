@@ -5,9 +5,9 @@ import pytest
 
 from dpipe.baselines import bench, loopback
 from dpipe.baselines.loopback import Loopback
-from dpipe.baselines.pace import Pace, silent
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Link
+from dpipe.report.pace import Pace, silent
 
 
 @pytest.fixture

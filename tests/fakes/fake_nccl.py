@@ -59,8 +59,11 @@ class FakeNccl:
         self.channels[unique_id] = _Channel()
         return unique_id
 
-    def NcclCommunicator(
-        self, ndev: int, commId: bytes | tuple[int, ...], rank: int
+    def NcclCommunicator(  # noqa: N802 - cupy's name
+        self,
+        ndev: int,
+        commId: bytes | tuple[int, ...],  # noqa: N803 - cupy's name
+        rank: int,
     ) -> "FakeCommunicator":
         assert ndev == 2
         if type(commId) is not self._ids:

@@ -151,7 +151,8 @@ def test_server_holds_what_is_counted(wire: str) -> None:
             stage_state.add(0, replica, chunk, torch.ones(NUM_VALUES // 8))
         stage_state.decide(0, replica, StepDecision(0.1, 1.0))
     stage_state.commit()
-    assert reachable(stage_state) == pytest.approx(on_server, rel=0.08)  # and chunks as they went out
+    # The rest are chunks as they went out.
+    assert reachable(stage_state) == pytest.approx(on_server, rel=0.08)
 
 
 def test_worker_of_a_server_keeps_no_moments() -> None:

@@ -236,7 +236,7 @@ def test_ranks_of_a_stage_are_counted_first(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "shape"),
+    ("options", "shape"),
     [
         ({}, (4, 16, 8)),
         ({"scatter_gather": False}, (4, 16, 16)),
@@ -244,9 +244,9 @@ def test_ranks_of_a_stage_are_counted_first(
     ],
 )
 def test_rank_sends_its_part_between_stages(
-    chosen: dict[str, bool], shape: tuple[int, ...]
+    options: dict[str, bool], shape: tuple[int, ...]
 ) -> None:
-    config = build({"tensor_parallel": {"size": 2, **chosen}})
+    config = build({"tensor_parallel": {"size": 2, **options}})
     lengths = TensorSpec((4,), torch.int32)
     whole = (TensorSpec((4, 16, 16), torch.float32), lengths)
     assert boundaries(config, [whole]) == ((TensorSpec(shape, torch.float32), lengths),)

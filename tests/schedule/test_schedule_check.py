@@ -29,7 +29,7 @@ def test_check_draws_the_grid_and_marks_the_culprit():
             schedule 'gpipe': 1B1 on rank 1 is out of order: the next input gradient of stage 1 is for micro-batch 0
             rank 0 |  0F0   0F1    .     .     .    0B0   0B1
             rank 1 |   .    1F0   1F1  >1B1<  1B0    .     .
-        """).strip()
+        """).strip()  # noqa: E501 - the message
     )
 
 

@@ -21,7 +21,7 @@ def test_draw_marks_an_action_and_cuts_what_is_far_from_it():
         dedent("""
             rank 0 | ...  0F4   0F5   0F6   0F7   0F8   0F9  0F10  0F11  0F12  0F13  0F14  0F15  0F16  ...
             rank 1 | ...  1F3   1F4   1F5   1F6   1F7   1F8  >1F9< 1F10  1F11  1F12  1F13  1F14  1F15  ...
-        """).strip()
+        """).strip()  # noqa: E501 - the grid
     )
 
 

@@ -6,7 +6,10 @@ from click.testing import CliRunner, Result
 from dpipe.data.bert_data import SentencePairs, SentenceTokenizer
 from dpipe.data.corpus import prepare
 
-SPEECH = "My fellow citizens, we met. Did you hear? It cost 3.5 dollars.\n\nThe end is\tnear! (Not yet.)\nSo be it"
+SPEECH = (
+    "My fellow citizens, we met. Did you hear? It cost 3.5 dollars.\n\n"
+    "The end is\tnear! (Not yet.)\nSo be it"
+)
 
 
 @pytest.fixture

@@ -145,9 +145,10 @@ def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, 
     assert run(sweep, tmp_path).exit_code == 0
     line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[3])
     told = {
-        "mode": "real", "engine": "fsdp", "device": "CPU", "gpus": 0, "data_parallel": 2, "tensor_parallel": 1,
-        "pipeline_parallel": 2, "micro_batch": 2, "batch_size": 16, "precision": "fp32", "recompute": "none",
-        "predicted_s": None, "delay_ms": None, "loss_difference": 1e-6,
+        "mode": "real", "engine": "fsdp", "device": "CPU", "gpus": 0, "data_parallel": 2,
+        "tensor_parallel": 1, "pipeline_parallel": 2, "micro_batch": 2, "batch_size": 16,
+        "precision": "fp32", "recompute": "none", "predicted_s": None, "delay_ms": None,
+        "loss_difference": 1e-6,
     }  # fmt: skip
     assert {key: line[key] for key in told} == told
 

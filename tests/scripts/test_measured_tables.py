@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 
 LINE = {
     "mode": "real", "engine": "megatron", "schedule": "1f1b", "device": "made up", "gpus": 8,
-    "tensor_parallel": 1, "pipeline_parallel": 8, "data_parallel": 1, "micro_batch": 1, "batch_size": 64,
-    "precision": "fp32", "recompute": "full",
+    "tensor_parallel": 1, "pipeline_parallel": 8, "data_parallel": 1, "micro_batch": 1,
+    "batch_size": 64, "precision": "fp32", "recompute": "full",
     "measured_s": 4.0, "memory_gb": 31.5, "mfu": 0.4, "loss_difference": 1e-6,
 }  # fmt: skip
 OURS = LINE | {"engine": "dpipe", "measured_s": 3.2, "loss_difference": None}

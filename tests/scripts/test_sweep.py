@@ -128,7 +128,8 @@ def test_line_has_the_columns_and_where_they_are_from(bench):
         "replay",
     )
     assert line["network"] == {
-        "name": "far", "delay_ms": 20, "bandwidth_gbps": 1, "jitter_ms": 0, "loss_percent": 0, "window_bytes": 4e6,
+        "name": "far", "delay_ms": 20, "bandwidth_gbps": 1, "jitter_ms": 0,
+        "loss_percent": 0, "window_bytes": 4e6,
     }  # fmt: skip
     assert 0.06 < line["predicted_s"] < 0.08
     assert len(line["digest"]) == 16

@@ -229,8 +229,8 @@ def test_gradients_are_those_of_the_model_without_stages() -> None:
     losses = gpipe(stages, 0)
 
     torch.testing.assert_close(sum(losses) / MICROBATCHES, loss.detach())
-    found = [p.grad for stage in stages for p in stage.parameters()]
-    for got, parameter in zip(found, plain.parameters(), strict=True):
+    gradients = [p.grad for stage in stages for p in stage.parameters()]
+    for got, parameter in zip(gradients, plain.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad)
 
 

@@ -38,15 +38,15 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:
 
 def test_bytes_that_a_rank_sends_are_told() -> None:
     def on_rank(group: TensorGroup) -> list[int]:
-        told: list[int] = []
-        group.watch = lambda num_bytes: nullcontext(told.append(num_bytes))
+        sent: list[int] = []
+        group.watch = lambda num_bytes: nullcontext(sent.append(num_bytes))
         for exchange in (
             group.all_reduce,
             lambda x: group.all_gather(x, 1),
             lambda x: group.reduce_scatter(x, 1),
         ):
             exchange(rows(group))
-        return told
+        return sent
 
     assert on_ranks(3, on_rank) == [[48 * 2 * 2 // 3, 48 * 2, 48 * 2 // 3]] * 3
 

@@ -243,7 +243,8 @@ def test_simulate_shares_the_cores_of_a_host():
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     timeline = simulate(forward_only(2, 2), cost, network(delay_us=0), [Host((0, 1), cores=1)])
     # while both compute, each is half as fast
-    assert spans(Timeline(2, tuple(s for s in timeline.spans if s.lane == Lane.COMPUTE))) == lines("""
+    computed = tuple(s for s in timeline.spans if s.lane == Lane.COMPUTE)
+    assert spans(Timeline(2, computed)) == lines("""
         0 compute: 0F0 0-10  0F1 10-30
         1 compute: 1F0 10-30  1F1 30-40
     """)
@@ -324,7 +325,8 @@ def test_cost_refuses_lengths_that_do_not_fit(change, message):
 def test_cost_gives_each_action_its_bytes():
     cost = Cost((1, 1, 1), (2, 2, 2), (1, 1, 1), (1, 1, 1), (10, 20), (30, 40), tied_bytes=5)
     lowered = lower(gpipe(3, 1), tied=True)
-    assert {str(a): cost.num_bytes(a) for a in sorted(lowered.index, key=str) if cost.num_bytes(a)} == {
+    moved = {str(action): cost.num_bytes(action) for action in sorted(lowered.index, key=str)}
+    assert {action: count for action, count in moved.items() if count} == {
         "0RECV_B0": 30, "0RECV_TIED": 5, "0SEND_F0": 10, "0SEND_TIED": 5,
         "1RECV_B0": 40, "1RECV_F0": 10, "1SEND_B0": 30, "1SEND_F0": 20,
         "2RECV_F0": 20, "2RECV_TIED": 5, "2SEND_B0": 40, "2SEND_TIED": 5,

@@ -30,7 +30,8 @@ DPIPE = """
 import os, signal, sys, time
 from pathlib import Path
 
-rank, folder = int(os.environ["DPIPE_RANK"]), Path(next(w for w in sys.argv if "run.folder=" in w).split('"')[1])
+rank = int(os.environ["DPIPE_RANK"])
+folder = Path(next(w for w in sys.argv if "run.folder=" in w).split('"')[1])
 print("starts", *sys.argv[1:])
 exec(Path("play.py").read_text())
 """
@@ -47,7 +48,8 @@ if words[0] == "answer":
     print("answering on port 7990", flush=True)
     time.sleep(60)
 if words[0] == "verify":
-    print("round trip, ms     asked 20 observed 40 OFF" if Path("../off").exists() else "round trip, ms  ok")
+    off = "round trip, ms     asked 20 observed 40 OFF"
+    print(off if Path("../off").exists() else "round trip, ms  ok")
     sys.exit(Path("../off").exists())
 """
 SETUP = """#!/bin/sh

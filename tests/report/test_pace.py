@@ -6,8 +6,8 @@ from threading import Thread
 import pytest
 from torch.distributed import HashStore
 
-from dpipe.baselines import pace as pacing
-from dpipe.baselines.pace import MIN_ROUNDS, QUICK_S, Pace, agreed_rounds, silent
+from dpipe.report import pace as pacing
+from dpipe.report.pace import MIN_ROUNDS, QUICK_S, Pace, agreed_rounds, silent
 
 
 class Clock:
@@ -82,6 +82,17 @@ def test_part_that_would_exceed_the_limit_is_left_out_and_said_to_be(clock, caps
         clock.now_s += 25
     assert measured == ["a", "b"]
     assert capsys.readouterr().err.splitlines()[-1] == "bench x: left out, for lack of time: c, d"
+
+
+def test_part_that_is_under_way_is_not_said_to_end_with_the_limit(clock, capsys) -> None:
+    pace = begun(clock, limit_s=QUICK_S)
+    next(pace.parts(["a", "b"], str))
+    clock.now_s += 50
+    pace.rounds(40, 20.0)
+    clock.now_s += 20
+    pace.done(1, MIN_ROUNDS)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "bench x: a (1 of 2), 1 of 3 rounds, about 40 s left"
 
 
 def test_first_part_is_measured_whatever_it_takes(clock) -> None:

@@ -33,7 +33,7 @@ class Pace:
 
     bench: str
     part_s: float  # seconds a part takes on two idle cores; once parts have ended, their mean
-    limit_s: float = math.inf  # of the whole bench
+    limit_s: float = math.inf  # of the whole bench; the first part takes what it takes
     silent: bool = False
     part: int = 1  # the one under way
     num_parts: int = 1
@@ -64,7 +64,7 @@ class Pace:
             self.part = number
             self.label = label(item)
             self.part_began_s = began_s
-            self._report("", self.part_s + self._later_s(self.part_s))
+            self._report("", self.part_s, self.part_s)
             yield item
             longest_s = max(longest_s, time.monotonic() - began_s)
             self.part_s = (time.monotonic() - self.began_s) / number
@@ -91,14 +91,13 @@ class Pace:
         took_s = now_s - self.rounds_began_s
         left_s = took_s / num_done * (num_rounds - num_done)
         whole_s = now_s - self.part_began_s + left_s
-        self._report(f", {num_done} of {num_rounds} rounds", left_s + self._later_s(whole_s))
+        self._report(f", {num_done} of {num_rounds} rounds", left_s, whole_s)
 
-    def _later_s(self, part_s: float) -> float:
-        """Seconds of the parts after this one."""
-        return (self.num_parts - self.part) * part_s
-
-    def _report(self, rounds: str, left_s: float) -> None:
-        left_s = min(left_s, max(0.0, self.began_s + self.limit_s - time.monotonic()))
+    def _report(self, rounds: str, left_s: float, part_s: float) -> None:
+        """`left_s`: seconds left of this part; `part_s`: of each later one, within the limit."""
+        limit_left_s = self.began_s + self.limit_s - time.monotonic() - left_s
+        later_s = (self.num_parts - self.part) * part_s
+        left_s += max(0.0, min(later_s, limit_left_s))
         where = f" ({self.part} of {self.num_parts})" if self.num_parts > 1 else ""
         self._write(f"{self.label}{where}{rounds}, about {_duration(left_s)} left")
 
