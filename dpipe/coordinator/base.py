@@ -3,12 +3,10 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dpipe.errors import RunAborted, RunError
-from dpipe.wire.schema import Schema
-
-T = TypeVar("T")
+from dpipe.wire.schema import Schema, T
 
 _ANSWER_S = 2.0  # for the coordinator to say who is missing, once a gather has timed out
 

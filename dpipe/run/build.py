@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from rich.console import Console
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import DECISION
 from dpipe.data.feed import Feed, feed_of
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, Parts
@@ -58,7 +58,6 @@ from dpipe.streams import Streams, streams_of
 from dpipe.transport.base import Transport
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.codec import codec
-from dpipe.wire.schema import Finite, Schema, Text
 
 
 def run_rank(
@@ -126,13 +125,6 @@ def _peers(run_plan: RunPlan, rank: int) -> set[int]:
     return peers | ring_peers(config, here)
 
 
-# Rank 0's decision: the seconds of each layer if they were measured, programs as CSV, schedule's
-# name. None from the others.
-_DECISION = Schema[tuple[list[float] | None, str, str] | None](
-    tuple[list[Finite] | None, Annotated[str, Field(pattern=r"^[ -~\r\n]*$")], Text] | None
-)
-
-
 def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPlan:
     """With a measured split or schedule "auto": the model cut by the times that rank 0 measures for
     each layer, and the schedule that rank 0 finds best. All ranks call it.
@@ -147,7 +139,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
-    decided = coordinator.share("plan", decision, config.timeouts.transfer, _DECISION)[0]
+    decided = coordinator.share("plan", decision, config.timeouts.transfer, DECISION)[0]
     if decided is None:
         raise TransferError("rank 0 sent no plan, though the configuration leaves it to rank 0")
     decided_s, programs, name = decided

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from dpipe.config.load import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import EMBEDDED
 from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.errors import ConfigError, InputError, RunError, TransferError
 from dpipe.paramserver.client import ServerAccess, reach
@@ -35,7 +35,6 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
-from dpipe.wire.schema import Port, Schema, Shape
 
 LOG = logging.getLogger("dpipe")
 _POLL_S = 1.0
@@ -128,16 +127,6 @@ def _embedding_ranks(config: Config, schedule: Schedule, rank: int) -> list[int]
     return [pp_rank * size + tp_rank for pp_rank in schedule.rank_of_stage]
 
 
-class Embedded(Shape):
-    """What a rank says of the server that it embeds; its session counts if it is rank 0."""
-
-    session: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-    port: Port | None
-
-
-_EMBEDDED = Schema[Embedded](Embedded)
-
-
 def _exchange_addresses(
     config: Config,
     schedule: Schedule,
@@ -149,7 +138,7 @@ def _exchange_addresses(
     """All ranks say which server they embed; rank 0 names the run."""
     port = None if server is None else server.port
     mine = {"session": secrets.token_hex(8), "port": port}
-    everybody = coordinator.share("parameter servers", mine, config.timeouts.join, _EMBEDDED)
+    everybody = coordinator.share("parameter servers", mine, config.timeouts.join, EMBEDDED)
     addresses = config.data_parallel.address
     if hosts:
         listening = (coordinator.addresses[host] for host in hosts)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import CHECKPOINT_FOUND
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError
 from dpipe.plan.run_plan import RunPlan
@@ -14,9 +15,6 @@ from dpipe.store import checkpoint
 from dpipe.store.load import fill, fill_buffers
 from dpipe.store.run_folder import checkpoint_url
 from dpipe.store.tensor_shards import take_parts
-from dpipe.wire.schema import Count, Schema
-
-_STEP = Schema[int](Count)
 
 
 def stages_at(schedule: Schedule, pp_rank: int) -> list[int]:
@@ -56,7 +54,7 @@ def agreed_start(
     """
     assert start is not None
     timeout_s = config.timeouts.transfer
-    steps = coordinator.share("checkpoint found", start.step, timeout_s, _STEP)
+    steps = coordinator.share("checkpoint found", start.step, timeout_s, CHECKPOINT_FOUND)
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
             f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the "

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import PLACE
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import ComputingStage, PipelineStage
 from dpipe.stage.scatter import Scattered
 from dpipe.stage.tensor_group import TensorGroup
 from dpipe.wire.collective import open_store
-from dpipe.wire.schema import Port, Schema, Shape, Text
 
 _LOOPBACK = "127.0.0.1"  # a group is on one machine, or is refused
 
@@ -40,7 +40,7 @@ def tensor_group(
         "name": socket.gethostname(),
         "port": 0 if own_store is None else own_store.port,
     }
-    shared = coordinator.share("tensor groups", own, timeout_s, _PLACE)
+    shared = coordinator.share("tensor groups", own, timeout_s, PLACE)
     ranks = [place.model_dump() for place in shared]
     refuse_apart(ranks, here.tp_size)
     port = ranks[here.tp_group[0]]["port"]
@@ -55,17 +55,6 @@ def tensor_group(
     )
     coordinator.on_abort(group.fail)
     return group
-
-
-class Place(Shape):
-    """Where a rank runs, and the port of its group's store if it opens one."""
-
-    machine: Text
-    name: Text
-    port: Port
-
-
-_PLACE = Schema[Place](Place)
 
 
 def machine() -> str:

@@ -3,12 +3,10 @@
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from dpipe.wire.schema import Schema
+from dpipe.wire.schema import Schema, T
 from dpipe.wire.transfer import Links
-
-T = TypeVar("T")
 
 
 class Directory(Protocol):

@@ -19,15 +19,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
 from dpipe.streams import CudaStreams, Mark, Streams
 from dpipe.transport.base import Directory
-from dpipe.wire.schema import Count, Schema, Text
+from dpipe.wire.schema import NCCL_OFFER
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
@@ -38,12 +37,6 @@ _POLL_MAX_S = 1e-3
 _SOURCE = 0  # the ranks within a link's communicator
 _TARGET = 1
 
-_UniqueId = Annotated[
-    list[Annotated[int, Field(ge=-128, le=255)]],  # bytes, signed in older versions of cupy
-    Field(min_length=1, max_length=1024),
-]
-# A GPU's UUID, and the unique id of the link to each target.
-_OFFER = Schema[tuple[str, list[tuple[int, list[int]]]]](tuple[Text, list[tuple[Count, _UniqueId]]])
 Offer = Mapping[int, Sequence[int]]  # by target: the id of the link's communicator
 
 
@@ -301,7 +294,7 @@ class NcclTransport:
         `ConfigError` where two ranks have one GPU.
         """
         own = [self.gpu, list(self.offer(peers).items())]
-        by_rank = directory.share("nccl", own, self._connect_timeout_s, _OFFER)
+        by_rank = directory.share("nccl", own, self._connect_timeout_s, NCCL_OFFER)
         refuse_shared_gpus([gpu for gpu, _ in by_rank])
         self.connect({rank: dict(offer) for rank, (_, offer) in enumerate(by_rank)})
 

@@ -17,6 +17,10 @@ _REASON_CHARACTERS = 200
 Text = Annotated[str, Field(max_length=1000), AfterValidator(visible)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+# Of an NCCL communicator; its bytes are signed in older versions of cupy.
+UniqueId = Annotated[
+    list[Annotated[int, Field(ge=-128, le=255)]], Field(min_length=1, max_length=1024)
+]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -41,6 +45,12 @@ class Schema(Generic[T]):
                 f"rank {rank} sent {len(payload)} bytes for {what} that do not belong there "
                 f"({_first(error)}); install one dpipe version everywhere"
             ) from None
+
+
+# A GPU's UUID, and the unique id of the link to each target.
+NCCL_OFFER = Schema[tuple[str, list[tuple[int, list[int]]]]](
+    tuple[Text, list[tuple[Count, UniqueId]]]
+)
 
 
 def _first(error: ValidationError) -> str:
