@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from dpipe.coordinator.base import name_ranks
 from dpipe.coordinator.frame import PROTOCOL
@@ -39,6 +39,8 @@ Tell = Callable[[pb.FromCoordinator | None], None]
 # its neighbours notice.
 SYMPTOM_GRACE_S = 1.0
 _ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}")
+# Bounds how deep it is nested, too.
+_CONFIGURATION = TypeAdapter(dict[str, Any])
 _FIELDS_SHOWN = 8  # of configurations that differ
 _CHARACTERS_SHOWN = 200  # of a name or a value in them
 
@@ -58,7 +60,7 @@ class Member:
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        return dict(from_json(self.join.shared))
+        return _CONFIGURATION.validate_json(self.join.shared)
 
     @property
     def rank(self) -> int:
@@ -274,9 +276,10 @@ def _advertised(join: pb.Join) -> str | None:
 
 def _is_json_object(text: str) -> bool:
     try:
-        return isinstance(from_json(text), dict)
+        _CONFIGURATION.validate_json(text)
     except ValueError:
         return False
+    return True
 
 
 def _compare(member: Member, ours: dict[str, Any]) -> str:
