@@ -18,9 +18,8 @@ FIELDS = [
 ]  # fmt: skip
 LINE = {
     "delay_ms": 10.0, "bandwidth_gbps": 1.0, "data_parallel": 1, "engine": "dpipe",
-    "schedule": "gpipe", "wire": "bf16", "published_s": None, "predicted_s": 1.0, "measured_s": 16.0,
-    "mode": "replay",
-    "commit": "abc", "digest": "def",
+    "schedule": "gpipe", "wire": "bf16", "published_s": None, "predicted_s": 1.0,
+    "measured_s": 16.0, "mode": "replay", "commit": "abc", "digest": "def",
     "network": {
         "name": "10ms-1gbps", "delay_ms": 10.0, "bandwidth_gbps": 1.0, "window_bytes": 9.7e6,
     },
