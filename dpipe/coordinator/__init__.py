@@ -5,6 +5,8 @@ client.py      `Coordinator`: a rank's end of the stream
 alone.py       `Alone`: the same for a run of one rank, without a server
 membership.py  what the server decides: who may join, who is lost, which cause wins; no I/O
 server.py      `CoordinatorServer`: the streams of all ranks around one membership, in rank 0
+shared.py      the schemas of what ranks share as a run begins and ends
+limits.py      what a rank may send: names from closed lists, and bounds
 frame.py       messages of any size on a stream of bounded ones
 
 To add a message: a field in protos/dpipe/wire/v1/coordinator.proto, a case in client.py and

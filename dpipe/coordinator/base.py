@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from dpipe.errors import RunAborted, RunError, TransferError
+from dpipe.errors import RunAborted, RunError
+from dpipe.wire.schema import Schema, T
 
 _ANSWER_S = 2.0  # for the coordinator to say who is missing, once a gather has timed out
 
@@ -42,16 +43,6 @@ class Gathered:
             return "and the coordinator does not say who is missing"
 
 
-def _decoded(payload: bytes, key: str, rank: int) -> Any:
-    try:
-        return json.loads(payload)
-    except ValueError:
-        raise TransferError(
-            f"rank {rank} sent {len(payload)} bytes for {key!r} that are not JSON; install one "
-            "dpipe version everywhere"
-        ) from None
-
-
 def name_ranks(ranks: tuple[int, ...]) -> str:
     names = ", ".join(map(str, ranks))
     return f"ranks {names}" if len(ranks) > 1 else f"rank {names}"
@@ -71,14 +62,14 @@ class Coordination(Protocol):
     def gather(self, key: str, payload: bytes) -> Gathered:
         """Give this rank's part of `key` and return at once. Each rank uses a key once."""
 
-    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
+    def share(self, key: str, value: Any, timeout_s: float, schema: Schema[T]) -> list[T]:
         """Every rank's JSON value of `key`, by rank, once all have given theirs.
 
-        Raises as `Gathered.wait` does, and `TransferError` naming a rank whose payload is not JSON.
-        All values went through JSON, this rank's own too: tuples become lists.
+        Raises as `Gathered.wait` does, and `TransferError` naming a rank whose value is not of
+        `schema`. All values went through JSON, this rank's own too.
         """
         payloads = self.gather(key, json.dumps(value).encode()).wait(timeout_s)
-        return [_decoded(payload, key, rank) for rank, payload in enumerate(payloads)]
+        return [schema.parse(payload, repr(key), rank) for rank, payload in enumerate(payloads)]
 
     def barrier(self, name: str, timeout_s: float) -> None:
         """Wait until all ranks have called it; raises as `Gathered.wait` does."""

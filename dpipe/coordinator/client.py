@@ -20,9 +20,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.base import Coordination, Gathered, name_ranks
-from dpipe.coordinator.frame import MAX_BYTES, METHOD, PROTOCOL, assemble, cut
+from dpipe.coordinator.frame import METHOD, PROTOCOL, assemble, cut
+from dpipe.coordinator.limits import FROM_COORDINATOR, REASON_CHARACTERS, check
 from dpipe.errors import JoinError, RunAborted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
 T = TypeVar("T")
@@ -180,7 +182,8 @@ class Coordinator(Coordination):
         self._send(pb.ToCoordinator(upload=pb.Upload(kind=kind, payload=payload)))
 
     def abort(self, reason: str, *, symptom: bool = False) -> RunAborted:
-        self._send(pb.ToCoordinator(failure=pb.Failure(reason=reason, symptom=symptom)))
+        failure = pb.Failure(reason=reason[:REASON_CHARACTERS], symptom=symptom)
+        self._send(pb.ToCoordinator(failure=failure))
         try:
             return self._verdict.result(_VERDICT_S)
         except TimeoutError:
@@ -216,11 +219,10 @@ class Coordinator(Coordination):
     # The stream
 
     def _send(self, message: pb.ToCoordinator) -> None:
-        if message.ByteSize() >= MAX_BYTES:
-            raise ValueError(
-                f"{message.WhichOneof('kind')} of {message.ByteSize()} bytes; the most is "
-                f"{MAX_BYTES}"
-            )
+        try:
+            check(message)
+        except DecodeError as error:
+            raise ValueError(f"rank {self.rank} may not send this: {error}") from None
         self._outbox.put(message)
 
     def _outgoing(self) -> Iterator[bytes]:
@@ -247,11 +249,13 @@ class Coordinator(Coordination):
 
     def _read(self) -> None:
         with suppress(grpc.RpcError, DecodeError):
-            for message in assemble(self._listen(), pb.FromCoordinator):
+            for message in assemble(
+                self._listen(), pb.FromCoordinator, FROM_COORDINATOR.__getitem__
+            ):
                 self._take(message)
         self._call.cancel()
         if not self._reached:
-            details = self._call.details() or ""
+            details = visible(self._call.details() or "")
             _settle(self._welcome, error=_explain(self._call.code(), details, self._address))
         if not self._leaving:
             self._end(self._lost())

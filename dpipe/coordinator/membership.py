@@ -11,14 +11,26 @@ its stream.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
+from google.protobuf.message import DecodeError
+from pydantic import TypeAdapter
+
 from dpipe.coordinator.base import name_ranks
 from dpipe.coordinator.frame import PROTOCOL
+from dpipe.coordinator.limits import (
+    OPEN_BYTES,
+    OPEN_GATHERS,
+    REASON_CHARACTERS,
+    WHOLE_BYTES,
+    refuse_size,
+)
+from dpipe.wire.text import visible
 from dpipe.wire.v1 import coordinator_pb2 as pb
 
 Tell = Callable[[pb.FromCoordinator | None], None]
@@ -26,7 +38,11 @@ Tell = Callable[[pb.FromCoordinator | None], None]
 # For the cause behind a symptom: the stream of a killed process breaks within milliseconds of what
 # its neighbours notice.
 SYMPTOM_GRACE_S = 1.0
+_ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}")
+# Bounds how deep it is nested, too.
+_CONFIGURATION = TypeAdapter(dict[str, Any])
 _FIELDS_SHOWN = 8  # of configurations that differ
+_CHARACTERS_SHOWN = 200  # of a name or a value in them
 
 
 @dataclass(eq=False)
@@ -37,10 +53,14 @@ class Member:
     peer: str  # where its connection comes from, as gRPC writes it
     tell: Tell
     heard_at: float
+    uploaded: set[str] = field(default_factory=set)  # the kinds
+    # Gathers that it has given its part of, and others have not; and the bytes of those parts.
+    num_open: int = 0
+    open_bytes: int = 0
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        return dict(json.loads(self.join.shared))
+        return _CONFIGURATION.validate_json(self.join.shared)
 
     @property
     def rank(self) -> int:
@@ -116,6 +136,8 @@ class Membership:
                 f"rank {join.rank} has already joined{where}; two processes were given the same "
                 "rank"
             )
+        if join.HasField("advertised") and not _ADDRESS.fullmatch(join.advertised):
+            return f"its address {_cut(join.advertised)!r} is not host:port"
         if not _is_json_object(join.shared):
             return "its configuration is not a JSON object"
         return None
@@ -153,12 +175,20 @@ class Membership:
     # Running
 
     def part(self, member: Member, part: pb.Part) -> None:
+        """Raises `DecodeError` where the member gives a part twice, or holds too many open."""
         parts = self._parts.setdefault(part.key, {})
+        if member.rank in parts:
+            raise DecodeError(f"a second part of {part.key!r}")
         parts[member.rank] = part.payload
-        if len(parts) == self._world_size:
-            del self._parts[part.key]
-            whole = pb.Whole(key=part.key, parts=[parts[rank] for rank in sorted(parts)])
-            self._tell_all(pb.FromCoordinator(whole=whole))
+        _count_open(member, part.key, part.payload, +1)
+        refuse_size(f"parts of {part.key!r}", sum(map(len, parts.values())), WHOLE_BYTES)
+        if len(parts) < self._world_size:
+            return
+        del self._parts[part.key]
+        for other in self.members.values():
+            _count_open(other, part.key, parts[other.rank], -1)
+        whole = pb.Whole(key=part.key, parts=[parts[rank] for rank in sorted(parts)])
+        self._tell_all(pb.FromCoordinator(whole=whole))
 
     def ask(self, member: Member, key: str) -> None:
         missing = pb.Missing(key=key, ranks=self._absent(self._parts.get(key, {})))
@@ -183,6 +213,13 @@ class Membership:
         """A member's stream has ended and it has not left."""
         if self.members.get(member.rank) is member:
             self.end(f"lost {member}: {why}")
+
+    def put_out(self, member: Member, why: str) -> None:
+        """A member broke the rules of `limits.py`, or sent no message at all: the run ends without
+        it.
+        """
+        if self.members.get(member.rank) is member:
+            self.end(f"{member} was put out: it sent what dpipe does not send ({why})")
 
     def tick(self, now: float) -> None:
         """End the run where a deadline has passed. Call it a few times a heartbeat, and more often
@@ -219,8 +256,18 @@ class Membership:
             member.tell(message)
 
 
+def _count_open(member: Member, key: str, payload: bytes, sign: int) -> None:
+    member.num_open += sign
+    member.open_bytes += sign * (len(key) + len(payload))
+    if member.num_open > OPEN_GATHERS or member.open_bytes > OPEN_BYTES:
+        raise DecodeError(
+            f"parts of {member.num_open} gathers, {member.open_bytes} bytes, that others have not "
+            f"given theirs of; the most is {OPEN_GATHERS} and {OPEN_BYTES}"
+        )
+
+
 def _abort(reason: str) -> pb.FromCoordinator:
-    return pb.FromCoordinator(abort=pb.Abort(reason=reason))
+    return pb.FromCoordinator(abort=pb.Abort(reason=reason[:REASON_CHARACTERS]))
 
 
 def _advertised(join: pb.Join) -> str | None:
@@ -229,16 +276,17 @@ def _advertised(join: pb.Join) -> str | None:
 
 def _is_json_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        _CONFIGURATION.validate_json(text)
     except ValueError:
         return False
+    return True
 
 
 def _compare(member: Member, ours: dict[str, Any]) -> str:
     theirs = member.shared
     names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     parts = [
-        f"{name} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
+        f"{_cut(visible(name))} is {_show(theirs, name)}, on rank 0 {_show(ours, name)}"
         for name in names[:_FIELDS_SHOWN]
     ]
     if len(names) > _FIELDS_SHOWN:
@@ -249,4 +297,10 @@ def _compare(member: Member, ours: dict[str, Any]) -> str:
 def _show(shared: dict[str, Any], name: str) -> str:
     if name not in shared:
         return "absent"
-    return json.dumps(shared[name])
+    return _cut(json.dumps(shared[name]))
+
+
+def _cut(text: str) -> str:
+    if len(text) > _CHARACTERS_SHOWN:
+        return text[:_CHARACTERS_SHOWN] + "..."
+    return text

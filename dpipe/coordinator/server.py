@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dpipe.coordinator.frame import METHOD, assemble, cut
+from dpipe.coordinator.limits import TO_COORDINATOR, UNREAD_MESSAGES, check
 from dpipe.coordinator.membership import SYMPTOM_GRACE_S, Member, Membership, host_of
 from dpipe.errors import DpipeError
 from dpipe.wire.rpc import Security, serve
@@ -34,8 +35,8 @@ class CoordinatorServer:
     `join_s` bounds the wait for all ranks, counted from the constructor. A rank is lost when its
     stream breaks, at once for a killed process, or when nothing came from it for `heartbeat_s`.
     `on_upload(rank, kind, payload)` is called from a thread of that rank, in the order of its
-    uploads; where it raises, the run ends with that reason. Raises `JoinError` where it cannot
-    bind.
+    uploads, whose kinds are in `limits.py`; where it raises, the run ends with that reason. Raises
+    `JoinError` where it cannot bind.
     """
 
     def __init__(
@@ -123,12 +124,16 @@ class CoordinatorServer:
         guest = _Guest(peer, outbox)
         why = "its process ended or its connection broke"
         try:
-            for message in assemble(guest.listen(frames), pb.ToCoordinator):
+            for message in assemble(guest.listen(frames), pb.ToCoordinator, guest.most_bytes):
+                check(message)
                 self._take(message, guest)
+                guest.refuse_deaf()
         except grpc.RpcError:
             pass  # the stream broke: `why` says it
         except DecodeError as error:
-            why = f"it sent what dpipe does not send ({error})"
+            with self._lock:
+                if guest.member:
+                    self._membership.put_out(guest.member, str(error))
         finally:
             with self._lock:
                 if guest.member:
@@ -167,6 +172,9 @@ class CoordinatorServer:
                 raise DecodeError(f"unexpected {kind}")
 
     def _store(self, member: Member, upload: pb.Upload) -> None:
+        if upload.kind in member.uploaded:
+            raise DecodeError(f"a second upload named {upload.kind!r}")
+        member.uploaded.add(upload.kind)
         if self._on_upload is None:
             return
         member.heard_at = math.inf  # not silent: nothing is read from it meanwhile
@@ -191,6 +199,17 @@ class _Guest:
         self.peer = peer
         self.outbox = outbox
         self.member: Member | None = None
+
+    def most_bytes(self, kind: str) -> int:
+        """Of a message; one that has not joined has nothing to say that is larger than a join."""
+        if self.member is None:
+            return min(TO_COORDINATOR["join"], TO_COORDINATOR[kind])
+        return TO_COORDINATOR[kind]
+
+    def refuse_deaf(self) -> None:
+        """Raises `DecodeError` where it asks on and on, and reads no answer."""
+        if self.outbox.qsize() > UNREAD_MESSAGES:
+            raise DecodeError(f"more, with {self.outbox.qsize()} answers that it has not read")
 
     def listen(self, frames: Iterator[bytes]) -> Iterator[bytes]:
         """The frames, each noted as a sign of life, so that a long upload is one too."""

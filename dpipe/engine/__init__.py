@@ -2,6 +2,7 @@
 
 executor.py   runs a rank's program over stages and a transport, up to the vote
 recorder.py   the spans of what the rank does
+ballot.py     what a rank says at the end of a step, and its schema
 update.py     the vote of all ranks, and the optimizer step
 trainer.py    the loop over steps: data, executor, vote, step, metrics, evaluation, checkpoints
 rehearsal.py  one step without messages before the first, which NCCL needs

@@ -12,15 +12,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from dpipe.config.run import RunConfig, TrainConfig
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.limits import UPLOADS
 from dpipe.data.feed import Feed
 from dpipe.dataparallel.base import DataParallel
+from dpipe.engine.ballot import RankReport
 from dpipe.engine.executor import Executor, StepResult
 from dpipe.engine.recorder import Recorder
 from dpipe.engine.update import Update, Verdict, learning_rate
+from dpipe.errors import TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import Metrics
 from dpipe.report.trace import StepSpans, dump_steps
@@ -28,13 +33,19 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.base import PipelineStage
 from dpipe.store import checkpoint
+from dpipe.store.checkpoint_part import PART
 from dpipe.store.identity import RunIdentity
 from dpipe.store.tensor_shards import as_slices, first_buffers, whole_parameters
 from dpipe.streams import HOST, Streams
 from dpipe.timeline.span import Lane
 from dpipe.timeline.timers import Timers
+from dpipe.wire.schema import Schema
 
 LOG = logging.getLogger("dpipe")
+# Held-out losses of a rank by batch; None from a rank that has none to report.
+_LOSSES = Schema[list[float | None]](
+    Annotated[list[float | None], Field(min_length=1, max_length=100_000)]
+)
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,24 @@ class Trainer:
                 stopped |= self._hear_verdicts()
                 self._save()
         if self._traces:
-            job.coordinator.upload("trace", dump_steps(self._traces))
+            self._upload_traces()
         return self.next_step < job.train.steps
+
+    def _upload_traces(self) -> None:
+        """Give rank 0 the spans of the last steps, as many as an upload takes."""
+        steps = list(self._traces)
+        content = dump_steps(steps)
+        while len(content) > UPLOADS["trace"] and len(steps) > 1:
+            steps = steps[-(len(steps) // 2) :]
+            content = dump_steps(steps)
+        if len(steps) < len(self._traces):
+            LOG.warning(
+                "the trace has the last %d of run.trace_steps %d: an upload takes at most %d bytes",
+                len(steps),
+                self.job.run.trace_steps,
+                UPLOADS["trace"],
+            )
+        self.job.coordinator.upload("trace", content)
 
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""
@@ -206,7 +233,7 @@ class Trainer:
         reports = verdict.reports
         rates: dict[str, float] = {}
         for report in reports:
-            rates |= report["mb_per_s"]
+            rates |= report.mb_per_s
         row = {
             "step": verdict.step,
             "loss": verdict.loss,
@@ -216,7 +243,7 @@ class Trainer:
             "step_s": seconds,
             "ms_per_sample": seconds / train.batch_size * 1e3,
             "tokens_per_s": train.batch_size * self.job.context / seconds,
-            "bubble": _mean([report["bubble"] for report in reports]),
+            "bubble": _mean([report.bubble for report in reports]),
             "mb_per_s": rates,
             "memory_mb": _by_rank(reports, "memory_mb"),
             "optimizer_mb": _by_rank(reports, "optimizer_mb"),
@@ -246,11 +273,26 @@ class Trainer:
             losses.append(result.loss)
         if job.here.tp_rank > 0:
             losses = [None]  # the first rank of the group reports it
-        by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s)
-        loss = _mean([_mean(losses) for losses in by_rank if None not in losses])
+        by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s, _LOSSES)
+        # Of the ranks that report: all of their losses are numbers.
+        means = [
+            _mean([loss for loss in losses if loss is not None])
+            for losses in by_rank
+            if None not in losses
+        ]
+        if not means:
+            raise TransferError(f"step {step}: no rank sent a held-out loss")
+        loss = _mean(means)
         LOG.info("step %d held-out loss %.4f", step, loss)
         if job.metrics is not None:
             job.metrics.write({"step": step, "held_out_loss": loss})
+
+    def _share_part(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank has written of the checkpoint."""
+        job = self.job
+        key = f"checkpoint/{self.next_step}"
+        parts = job.coordinator.share(key, part, job.timeout_s, PART)
+        return [written.model_dump() for written in parts]
 
     def _save(self) -> None:
         """Write a checkpoint of the state before `next_step`; every rank does at the same step."""
@@ -268,7 +310,7 @@ class Trainer:
             parameters,
             moments,
             {**numbers, "configuration": job.configuration},
-            lambda part: job.coordinator.share(f"checkpoint/{step}", part, job.timeout_s),
+            self._share_part,
             job.run.keep,
             layouts,
             first_buffers(job.stages, job.here),
@@ -281,8 +323,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _by_rank(reports: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+def _by_rank(reports: Sequence[RankReport], name: str) -> dict[str, Any]:
     """What the ranks report under `name`, without those that do not know it."""
-    return {
-        str(rank): report[name] for rank, report in enumerate(reports) if report[name] is not None
-    }
+    values = [getattr(report, name) for report in reports]
+    return {str(rank): value for rank, value in enumerate(values) if value is not None}

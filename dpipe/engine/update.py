@@ -25,7 +25,8 @@ import torch
 
 from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.base import DataParallel, Report
-from dpipe.errors import CheckpointError, NumericError
+from dpipe.engine.ballot import BALLOT, Ballot, RankReport
+from dpipe.errors import CheckpointError, NumericError, TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.stage import Timed
@@ -53,7 +54,7 @@ class Verdict:
     stop: bool  # whether a rank wishes to stop
     # The first non-finite gradient (rank, parameter), else the non-finite norm or loss.
     culprit: str | None
-    reports: tuple[dict[str, Any], ...] = ()  # by rank: what each said of itself
+    reports: tuple[RankReport, ...] = ()  # by rank: what each said of itself
 
 
 class Decision(NamedTuple):
@@ -225,7 +226,9 @@ class Update:
     def _collect(self) -> Verdict:
         """The oldest verdict that is out."""
         step, gathering = self._pending.popleft()
-        ballots = [json.loads(ballot) for ballot in gathering.wait(self._timeout_s)]
+        payloads = gathering.wait(self._timeout_s)
+        what = f"its ballot of step {step}"
+        ballots = [BALLOT.parse(payload, what, rank) for rank, payload in enumerate(payloads)]
         verdict = count(step, ballots, self._here, independent=self._data_parallel.independent)
         if verdict.culprit is not None and not self.loss_scale.dynamic:
             raise NumericError(
@@ -245,7 +248,7 @@ def _count_in(numbers: Mapping[str, Any], key: str) -> int:
 
 def count(
     step: int,
-    ballots: Sequence[dict[str, Any]],
+    ballots: Sequence[Ballot],
     here: ParallelRanks = ParallelRanks(),  # noqa: B008 - frozen
     *,
     independent: bool = False,
@@ -254,11 +257,16 @@ def count(
 
     Norms are added in layer order, so that no cut changes a bit, and within a layer in the order of
     ranks. The norm is over all ranks, or, where replicas are `independent`, over the ranks of this
-    one. The loss is the replicas' mean.
+    one. The loss is the replicas' mean. Raises `TransferError` where not one rank of each replica
+    reports a loss.
     """
-    losses = [ballot["loss"] for ballot in ballots if ballot["loss"] is not None]
-    replicas = here.dp_size
-    assert len(losses) == replicas, f"step {step}: {len(losses)} ranks report a loss"
+    losses = [ballot.loss for ballot in ballots if ballot.loss is not None]
+    if len(losses) != here.dp_size:
+        reporting = [rank for rank, ballot in enumerate(ballots) if ballot.loss is not None]
+        raise TransferError(
+            f"step {step}: {len(losses)} ranks report a loss (by rank: {reporting}), where one of "
+            f"each of {here.dp_size} replicas does"
+        )
     loss = sum(losses) / len(losses)
     own = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
     squares = _squares_by_layer(own)
@@ -269,25 +277,25 @@ def count(
         step=step,
         loss=loss,
         norm=norm,
-        stop=any(ballot["stop"] for ballot in ballots),
+        stop=any(ballot.stop for ballot in ballots),
         culprit=_culprit(ballots, loss),
-        reports=tuple(ballot["report"] for ballot in ballots),
+        reports=tuple(ballot.report for ballot in ballots),
     )
 
 
-def _squares_by_layer(ballots: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+def _squares_by_layer(ballots: Iterable[Ballot]) -> dict[int, float]:
     squares: dict[int, float] = {}
     for ballot in ballots:
-        for layer, value in ballot["norms"].items():
-            squares[int(layer)] = squares.get(int(layer), 0.0) + value
+        for layer, value in ballot.norms.items():
+            squares[layer] = squares.get(layer, 0.0) + value
     return squares
 
 
-def _culprit(ballots: Sequence[Mapping[str, Any]], loss: float) -> str | None:
+def _culprit(ballots: Sequence[Ballot], loss: float) -> str | None:
     """What is not finite: a rank's own gradient, else an average that overflowed, else the loss."""
     for rank, ballot in enumerate(ballots):
-        if ballot["bad"] is not None:
-            return f"the gradient of {ballot['bad']} on rank {rank}"
+        if ballot.bad is not None:
+            return f"the gradient of {ballot.bad} on rank {rank}"
     squares = _squares_by_layer(ballots)
     for layer in sorted(squares):
         if not math.isfinite(squares[layer]):

@@ -41,6 +41,7 @@ from dpipe.paramserver.messages import (
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.wire.rpc import Security, open_channel, token_metadata
+from dpipe.wire.text import visible
 from dpipe.wire.transfer import Moved
 from dpipe.wire.v1 import parameters_pb2 as pb
 
@@ -415,7 +416,7 @@ class StageClient:
             details = "it broke off the call"
             if isinstance(error, grpc.Call):
                 code = error.code()
-                details = str(error.details())
+                details = visible(str(error.details()))
         if code in _AWAY:
             raise _Away(details)
         kind = _ERRORS.get(code, TransferError)

@@ -22,6 +22,7 @@ M = TypeVar("M", bound=Message)
 
 SERVICE = "dpipe.wire.v1.Parameters"
 PROTOCOL = 2
+_ERROR_CHARACTERS = 200  # of what is wrong in a description
 # the key of the metadata that holds a Place
 PLACE_KEY = "dpipe-place-bin"
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
@@ -111,9 +112,9 @@ def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
     try:
         spec = FlatSpec.of(json.loads(message.row))
         rule = StepRule.of(json.loads(message.rule))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TransferError(
-            f"a worker's description of its stage cannot be read: {error!r}"
+            f"a worker's description of its stage cannot be read: {repr(error)[:_ERROR_CHARACTERS]}"
         ) from None
     return spec, rule
 

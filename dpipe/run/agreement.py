@@ -9,6 +9,7 @@ import torch
 from dpipe.choices import function_at
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import STORE_PORT
 from dpipe.dataparallel.base import DataParallel, Layers
 from dpipe.dataparallel.optimizer import AdamSettings, trained
 from dpipe.dataparallel.setup import ReplicaSetup
@@ -86,9 +87,9 @@ def torch_group(
     host = _host(coordinator.addresses[here.rank], here.rank)
     if here.dp_rank == 0:
         store = open_store(host, 0, timeout_s, master=True)
-        coordinator.share("torch group", store.port, timeout_s)
+        coordinator.share("torch group", store.port, timeout_s, STORE_PORT)
     else:
-        ports = coordinator.share("torch group", 0, timeout_s)
+        ports = coordinator.share("torch group", 0, timeout_s, STORE_PORT)
         store_host = _host(coordinator.addresses[first], first)
         store = open_store(store_host, ports[first], timeout_s, master=False)
     group = TorchGroup(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import DECISION
 from dpipe.data.feed import Feed, feed_of
 from dpipe.dataparallel.base import DataParallel
 from dpipe.engine.executor import Executor, Parts
@@ -24,7 +25,7 @@ from dpipe.engine.recorder import Recorder
 from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
-from dpipe.errors import RunAborted
+from dpipe.errors import RunAborted, TransferError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.ranks import ParallelRanks
@@ -138,10 +139,13 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
-    layer_s, programs, name = coordinator.share("plan", decision, config.timeouts.transfer)[0]
+    decided = coordinator.share("plan", decision, config.timeouts.transfer, DECISION)[0]
+    if decided is None:
+        raise TransferError("rank 0 sent no plan, though the configuration leaves it to rank 0")
+    decided_s, programs, name = decided
     return draft(
         config,
-        layer_s=None if layer_s is None else tuple(layer_s),
+        layer_s=None if decided_s is None else tuple(decided_s),
         choose=lambda *_: from_csv(programs, name),
         predicts_memory=False,
     )

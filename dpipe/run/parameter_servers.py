@@ -21,8 +21,9 @@ import torch
 
 from dpipe.config.load import Config, load
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import EMBEDDED
 from dpipe.dataparallel.kinds import KINDS, names_where
-from dpipe.errors import ConfigError, InputError, RunError
+from dpipe.errors import ConfigError, InputError, RunError, TransferError
 from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
@@ -137,20 +138,22 @@ def _exchange_addresses(
     """All ranks say which server they embed; rank 0 names the run."""
     port = None if server is None else server.port
     mine = {"session": secrets.token_hex(8), "port": port}
-    everybody = coordinator.share("parameter servers", mine, config.timeouts.join)
+    everybody = coordinator.share("parameter servers", mine, config.timeouts.join, EMBEDDED)
     addresses = config.data_parallel.address
     if hosts:
         listening = (coordinator.addresses[host] for host in hosts)
-        ports = (everybody[host]["port"] for host in hosts)
+        ports = (everybody[host].port for host in hosts)
         addresses = tuple(map(_beside, listening, ports, hosts))
     elif len(addresses) == 1:
         addresses *= schedule.num_stages
     tp_rank = coordinator.rank % config.tensor_parallel.size
-    return Servers(everybody[0]["session"], addresses, security, tp_rank)
+    return Servers(everybody[0].session, addresses, security, tp_rank)
 
 
-def _beside(listening: str | None, port: int, rank: int) -> str:
+def _beside(listening: str | None, port: int | None, rank: int) -> str:
     """A server listens on the host where its rank does."""
+    if port is None:
+        raise TransferError(f"rank {rank} sent no port of the parameter server that it embeds")
     if listening is None:
         raise ConfigError(
             f"rank {rank} would host a parameter server, but node.advertise is none there: nobody "

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import MACHINE
 from dpipe.data.corpus import Corpus
 from dpipe.errors import InputError
 from dpipe.network.link import Host
@@ -57,7 +58,7 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     as measured.
     """
     here = [socket.gethostname(), len(os.sched_getaffinity(0))]
-    machines = coordinator.share("trained", here, config.timeouts.transfer)
+    machines = coordinator.share("trained", here, config.timeouts.transfer, MACHINE)
     on_cpu = config.model.family.computes and torch.device(config.node.device).type == "cpu"
     if not on_cpu or config.tensor_parallel.size > 1:
         return ()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import CHECKPOINT_FOUND
 from dpipe.engine.update import Update
 from dpipe.errors import CheckpointError
 from dpipe.plan.run_plan import RunPlan
@@ -58,7 +59,8 @@ def agreed_start(
     assert start is not None
     identity = agreed_identity("run to resume", config, coordinator)
     check_writer(checkpoint_url(config), start.run, identity)
-    steps = coordinator.share("checkpoint found", start.step, config.timeouts.transfer)
+    timeout_s = config.timeouts.transfer
+    steps = coordinator.share("checkpoint found", start.step, timeout_s, CHECKPOINT_FOUND)
     if len(set(steps)) > 1 and not fallback:
         raise CheckpointError(
             f"the ranks' newest checkpoints are of different steps, by rank {steps}; collect the "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
+from dpipe.coordinator.shared import PLACE
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import ComputingStage, PipelineStage
@@ -39,7 +40,8 @@ def tensor_group(
         "name": socket.gethostname(),
         "port": 0 if own_store is None else own_store.port,
     }
-    ranks = coordinator.share("tensor groups", own, timeout_s)
+    shared = coordinator.share("tensor groups", own, timeout_s, PLACE)
+    ranks = [place.model_dump() for place in shared]
     refuse_apart(ranks, here.tp_size)
     port = ranks[here.tp_group[0]]["port"]
     group = TensorGroup(

@@ -17,15 +17,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
-from dpipe.errors import CheckpointError
+from dpipe.errors import CheckpointError, TransferError
 from dpipe.store.storage import INDEX, Storage, parsed_json, regular_bytes
+from dpipe.wire.schema import Schema, Shape, Text
 
 RUN_FILE = "run.json"
+_MAX_TEXT = 1000  # of the folder's name, as ranks may share it
 _ID = re.compile(r"[0-9a-f]{16}")
+
+
+class _SharedRun(Shape):
+    id: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    folder: Text
+    host: Text
+
+
+RUN = Schema[_SharedRun | None](_SharedRun | None)  # None from all but rank 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,9 @@ def keep_identity(folder: Path, identity: RunIdentity | None) -> None:
     if identity_of(folder) is not None:
         return
     if identity is None:
-        identity = RunIdentity(secrets.token_hex(8), str(folder.absolute()), socket.gethostname())
+        identity = RunIdentity(
+            secrets.token_hex(8), str(folder.absolute())[:_MAX_TEXT], socket.gethostname()
+        )
     temporary = folder / f"{RUN_FILE}.tmp"
     temporary.write_text(json.dumps(identity.as_table(), indent=1), encoding="utf-8")
     os.replace(temporary, folder / RUN_FILE)
@@ -143,8 +158,10 @@ def agreed_identity(key: str, config: Config, coordinator: Coordination) -> RunI
         identity = identity_of(Path(config.run.folder))
         assert identity is not None, "rank 0 has opened the folder"
     table = None if identity is None else identity.as_table()
-    tables = coordinator.share(key, table, config.timeouts.transfer)
-    return from_table(tables[0], "what rank 0 sent")
+    by_rank = coordinator.share(key, table, config.timeouts.transfer, RUN)
+    if by_rank[0] is None:
+        raise TransferError("rank 0 does not say which run this is")
+    return RunIdentity(**by_rank[0].model_dump())
 
 
 def check_writer(url: str, writer: RunIdentity | None, identity: RunIdentity) -> None:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from dpipe.config.load import Config, build
+from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
 from dpipe.store.checkpoint import latest, saved_configuration
 from dpipe.store.identity import (
@@ -272,7 +273,12 @@ def load_configuration(folder: Path) -> Config:
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:
-    """Write what a rank uploaded to rank 0, such as its trace, to FOLDER/KIND/rank-N.json."""
+    """Write what a rank uploaded to rank 0, such as its trace, to FOLDER/KIND/rank-N.json.
+
+    Raises `RunError` for a kind that `UPLOADS` has not: it would be a path that the rank chose.
+    """
+    if kind not in UPLOADS:
+        raise RunError(f"rank {rank} uploaded {kind!r}; the kinds are {', '.join(UPLOADS)}")
     path = folder / kind / f"rank-{rank}.json"
     with needing_room(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from dpipe.wire.schema import Schema, T
 from dpipe.wire.transfer import Links
 
 
@@ -15,8 +16,8 @@ class Directory(Protocol):
     def addresses(self) -> Mapping[int, str | None]:
         """`host:port` of each rank; None for one that cannot be dialled."""
 
-    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """Every rank's JSON value of `key`, by rank."""
+    def share(self, key: str, value: Any, timeout_s: float, schema: Schema[T]) -> list[T]:
+        """Every rank's JSON value of `key`, by rank, each of `schema`."""
 
 
 class Transport(Links, Protocol):

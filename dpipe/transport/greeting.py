@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from dpipe.errors import JoinError, TransferError
 from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
+from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 _CHALLENGE_BYTES = 32
@@ -46,7 +47,7 @@ def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None
     _send(sock, Greeting(proof=_proof(token, "dials", ours, theirs, hello)), deadline)
     answer = _receive(sock, deadline)
     if answer.refusal:
-        raise JoinError(answer.refusal)
+        raise JoinError(visible(answer.refusal))
     if not hmac.compare_digest(answer.proof, _proof(token, "answers", ours, theirs, hello)):
         raise TransferError("its proof that it knows the token is wrong")
 

@@ -24,6 +24,7 @@ from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, Connection, Mesh
 from dpipe.wire.message import Header, framed, unframed
 from dpipe.wire.rpc import Security, open_channel, serve, token_metadata
+from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE = "dpipe.wire.v1.Transport"
@@ -198,5 +199,5 @@ def _reason(error: grpc.RpcError, opened: bool) -> str:
         case grpc.StatusCode.CANCELLED:
             return "it broke off the link"
         case grpc.StatusCode.UNAVAILABLE if not opened:
-            return f"{error.details()}; {CHECK}"
-    return str(error.details())
+            return f"{visible(str(error.details()))}; {CHECK}"
+    return visible(str(error.details()))

@@ -26,6 +26,7 @@ import torch
 from dpipe.errors import ConfigError, JoinError, PeerLost, TransferTimeout
 from dpipe.streams import CudaStreams, Mark, Streams
 from dpipe.transport.base import Directory
+from dpipe.wire.schema import NCCL_OFFER
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
@@ -293,7 +294,7 @@ class NcclTransport:
         `ConfigError` where two ranks have one GPU.
         """
         own = [self.gpu, list(self.offer(peers).items())]
-        by_rank = directory.share("nccl", own, self._connect_timeout_s)
+        by_rank = directory.share("nccl", own, self._connect_timeout_s, NCCL_OFFER)
         refuse_shared_gpus([gpu for gpu, _ in by_rank])
         self.connect({rank: dict(offer) for rank, (_, offer) in enumerate(by_rank)})
 

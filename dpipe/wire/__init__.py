@@ -5,6 +5,8 @@ format.py      FORMATS: wire formats by name, with their properties; without tor
 codec.py       the same formats on tensors
 message.py     tensor <-> header and raw bytes; nothing is ever unpickled
 transfer.py    Moved, Pending, Links: what a room asks of the links that it is given
+schema.py      the shapes of JSON values from another machine, checked
+text.py        text from another machine, with escapes for what a terminal would obey
 rpc.py         how every gRPC server and channel is opened: token, TLS, keep-alive
 collective.py  how every torch.distributed group is opened
 

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from dpipe.errors import TransferError
 from dpipe.wire.spec import TensorSpec
+from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
 PREFIX_BYTES = 4  # before each message in a stream of bytes: its size, big-endian
@@ -73,7 +74,7 @@ class Header(NamedTuple):
                 f"a header announces {header.num_bytes} bytes for {spec}, which takes "
                 f"{spec.num_bytes}"
             )
-        return cls(header.sequence, header.tag, spec)
+        return cls(header.sequence, visible(header.tag), spec)
 
 
 def framed(message: bytes) -> bytes:

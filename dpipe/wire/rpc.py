@@ -6,7 +6,10 @@ the authority signed for the name `dpipe`, not for an address, since addresses c
 the other side for one.
 """
 
+import functools
 import hmac
+import ipaddress
+import logging
 import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,7 @@ import grpc
 
 from dpipe.errors import JoinError
 
+LOG = logging.getLogger("dpipe")
 TLS_NAME = "dpipe"
 MAX_MESSAGE_BYTES = 4 << 20  # gRPC's default; tensors are sent in smaller chunks
 _TOKEN_KEY = "dpipe-token"  # noqa: S105 - the header's name, not a secret
@@ -126,6 +130,8 @@ def open_channel(
     """A channel to `host:port`. Channels to one address share a TCP connection unless
     `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection.
     """
+    if security.token and not security.tls:
+        _warn_of_clear_token(address.rpartition(":")[0].strip("[]"))
     options: list[tuple[str, Any]] = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
@@ -134,6 +140,21 @@ def open_channel(
         options.append(("grpc.ssl_target_name_override", TLS_NAME))
         return grpc.secure_channel(address, credentials, options)
     return grpc.insecure_channel(address, options)
+
+
+@functools.cache
+def _warn_of_clear_token(host: str) -> None:
+    """Once a host, where others may be on the way to it."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        LOG.warning(
+            "the token goes in clear to %s, and whoever reads it on the way can join: set "
+            "node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
+            host,
+        )
 
 
 def token_metadata(security: Security) -> tuple[tuple[str, str], ...]:

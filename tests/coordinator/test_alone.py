@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 
 from dpipe.coordinator.alone import Alone
 from dpipe.coordinator.base import Coordination
 from dpipe.errors import RunAborted
+from dpipe.wire.schema import Schema
 
 
 def test_alone_gathers_its_own_part():
@@ -10,7 +13,7 @@ def test_alone_gathers_its_own_part():
     gathered = alone.gather("step/1", b"x")
     assert gathered.done()
     assert gathered.wait(0.0) == (b"x",)
-    assert alone.share("port", (1, None), 0.0) == [[1, None]]
+    assert alone.share("port", (1, None), 0.0, Schema[Any](Any)) == [[1, None]]
     alone.barrier("end", 0.0)
     assert (alone.addresses, alone.clock_offset_ns) == ({0: "here:1"}, 0)
     alone.leave()

@@ -4,15 +4,19 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dpipe.coordinator import client
+from dpipe.coordinator import client, limits
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.membership import Membership
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, RunAborted, RunError, TransferError
 from dpipe.wire.rpc import Security, serve
+from dpipe.wire.schema import Schema
+
+ANY = Schema[Any](Any)
 
 
 def _unused_port() -> int:
@@ -205,8 +209,8 @@ def test_gather_does_not_block(run):
 def test_gather_takes_more_than_one_grpc_message(run):
     first, second = run.meet(2)
     large = bytes(range(256)) * 20_000
-    under_way = first.gather("costs", large)
-    second.gather("costs", b"")
+    under_way = first.gather("plan", large)
+    second.gather("plan", b"")
     assert under_way.wait(10) == (large, b"")
 
 
@@ -230,7 +234,7 @@ def test_share_gives_every_rank_the_values_of_all_by_rank(run):
     ranks = run.meet(3)
     values = [{"port": 1}, [2.5, None], "three"]
     shared = run.at_once(
-        *(lambda rank=rank: rank.share("where", values[rank.rank], 5) for rank in ranks)
+        *(lambda rank=rank: rank.share("where", values[rank.rank], 5, ANY) for rank in ranks)
     )
     assert shared == [values] * 3
 
@@ -238,14 +242,17 @@ def test_share_gives_every_rank_the_values_of_all_by_rank(run):
 def test_share_names_the_rank_whose_payload_is_not_json(run):
     first, second = run.meet(2)
     second.gather("where", b"\xff{")
-    with pytest.raises(TransferError, match="rank 1 sent 2 bytes for 'where' that are not JSON"):
-        first.share("where", 1, 5)
+    with pytest.raises(
+        TransferError,
+        match=r"rank 1 sent 2 bytes for 'where' that do not belong there \(: Invalid JSON",
+    ):
+        first.share("where", 1, 5, ANY)
 
 
 def test_share_that_times_out_names_who_is_missing(run):
     first, _ = run.meet(2)
     with pytest.raises(RunError, match=r"waited 0.05 s for 'where': no word from rank 1"):
-        first.share("where", 1, 0.05)
+        first.share("where", 1, 0.05, ANY)
 
 
 def test_barrier_waits_for_the_last(run):
@@ -276,15 +283,17 @@ def test_upload_arrives_whole_before_leave_returns(run):
     )
     large = bytes(range(256)) * 40_000
     second.upload("trace", large)
-    first.upload("metrics", b"{}")
+    first.upload("trace", b"{}")
     run.at_once(first.leave, second.leave)
-    assert taken == {(1, "trace"): large, (0, "metrics"): b"{}"}
+    assert taken == {(1, "trace"): large, (0, "trace"): b"{}"}
 
 
 def test_upload_beyond_all_bounds_is_refused_here(run, monkeypatch):
     (alone,) = run.meet(1)
-    monkeypatch.setattr("dpipe.coordinator.client.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"upload of 10.. bytes; the most is 1000"):
+    monkeypatch.setitem(limits.UPLOADS, "trace", 999)
+    with pytest.raises(
+        ValueError, match=r"rank 0 may not .*: upload of 1000 bytes; the most is 999"
+    ):
         alone.upload("trace", bytes(1000))
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from dpipe.coordinator import frame
+from dpipe.coordinator import frame, limits
 from dpipe.errors import JoinError, RunAborted
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.v1 import coordinator_pb2 as pb
@@ -36,7 +36,10 @@ class Stranger:
         """The kinds of what the server says until it ends the stream."""
         try:
             return [
-                str(m.WhichOneof("kind")) for m in frame.assemble(self._call, pb.FromCoordinator)
+                str(m.WhichOneof("kind"))
+                for m in frame.assemble(
+                    self._call, pb.FromCoordinator, limits.FROM_COORDINATOR.__getitem__
+                )
             ]
         except grpc.RpcError as error:
             return [str(error.code())]
@@ -104,7 +107,7 @@ def test_rank_that_talks_nonsense_is_lost(run, nonsense):
     server = run.serve(1)
     stranger = Stranger(server.port, _join(0, 1), nonsense)
     assert stranger.hears() == ["welcome", "abort"]
-    with pytest.raises(JoinError, match=r"lost rank 0 .*it sent what dpipe does not send"):
+    with pytest.raises(JoinError, match=r"rank 0 .* was put out: it sent what dpipe does not send"):
         run.join(0, 1)
 
 
@@ -155,7 +158,7 @@ def test_close_waits_for_those_who_are_leaving(run):
     closing = threading.Thread(target=run.servers[0].close)
     first.leave()
     closing.start()
-    second.upload("metrics", b"the last ones")
+    second.upload("trace", b"the last ones")
     second.leave()
     closing.join(5)
     assert not closing.is_alive()

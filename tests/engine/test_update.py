@@ -11,6 +11,7 @@ from torch import nn
 from dpipe.config.run import TrainConfig
 from dpipe.dataparallel.optimizer import AdamSettings
 from dpipe.dataparallel.single import Single
+from dpipe.engine.ballot import Ballot, RankReport
 from dpipe.engine.update import LossScale, Update, count, learning_rate
 from dpipe.errors import NumericError
 from dpipe.ranks import ParallelRanks
@@ -64,9 +65,8 @@ def one_step(
 
 def ballot(
     loss: float | None, norms: dict[int, float], stop: bool = False, bad: str | None = None
-) -> dict[str, Any]:
-    named = {str(layer): square for layer, square in norms.items()}
-    return {"loss": loss, "norms": named, "bad": bad, "stop": stop, "report": {}}
+) -> Ballot:
+    return Ballot(loss=loss, norms=norms, bad=bad, stop=stop, report=RankReport())
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,15 @@ def test_rows_that_end_too_early_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Attendance(row="{", rule="{}"), Attendance(row="{}"), Attendance(row="[1]", rule="3")],
+    [
+        Attendance(row="{", rule="{}"),
+        Attendance(row="{}"),
+        Attendance(row="[1]", rule="3"),
+        Attendance(row="[" * 100_000),
+        Attendance(row='{"parameters": 3}', rule="{}"),
+        Attendance(row='{"parameters": [{"name": "a"}], "chunk_values": 1}', rule="{}"),
+        Attendance(row="9" * 10_000, rule="{}"),
+    ],
 )
 def test_text_that_describes_no_stage_is_refused(message: Attendance) -> None:
     with pytest.raises(TransferError, match="description of its stage cannot be read"):

@@ -6,18 +6,21 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from dpipe.config.load import Config
-from dpipe.errors import CheckpointError, RunAborted, RunError
+from dpipe.coordinator.alone import Alone
+from dpipe.errors import CheckpointError, RunAborted, RunError, TransferError
 from dpipe.plan import run_plan
 from dpipe.run.start import launch_ranks
 from dpipe.store import storage
 from dpipe.store.checkpoint import latest
-from dpipe.store.identity import RunIdentity, claim, identity_of, owner_of, release
+from dpipe.store.identity import RunIdentity, agreed_identity, claim, identity_of, owner_of, release
 from dpipe.store.run_folder import checkpoint_url, open_folder
+from dpipe.wire.schema import Schema
 
 Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
@@ -282,3 +285,14 @@ def test_place_that_takes_no_claim_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write .*run\.json.*set run\.checkpoint_url"):
         claim(str(tmp_path / "file" / "below"), FIRST, takes_unmarked=False)
+
+
+def test_rank_0_that_names_no_run_is_refused(tiny: Make) -> None:
+    class Silent(Alone):
+        rank = 1
+
+        def share(self, key: str, value: Any, timeout_s: float, schema: Schema[Any]) -> list[Any]:
+            return [None, None]
+
+    with pytest.raises(TransferError, match="rank 0 does not say which run this is"):
+        agreed_identity("run", tiny(), Silent())

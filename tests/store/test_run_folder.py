@@ -176,6 +176,13 @@ def test_upload_that_finds_no_room_is_named(tmp_path: Path) -> None:
         keep_upload(tmp_path, 1, "trace", b"spans")
 
 
+@pytest.mark.parametrize("kind", ["../../evil", "/tmp/evil", "", "checkpoints"])
+def test_upload_of_another_kind_writes_nothing(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(RunError, match="rank 1 uploaded '.*'; the kinds are trace"):
+        keep_upload(tmp_path, 1, kind, b"spans")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_log_without_room_is_silent(deep: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Each line of it was a traceback on the terminal."""
     folder = open_folder(deep, resume=False)

@@ -4,9 +4,12 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from dpipe.transport.base import Transport
+from dpipe.wire.schema import Schema
+
+T = TypeVar("T")
 
 
 class Shared:
@@ -24,14 +27,14 @@ class ThreadDirectory:
         self._shared = shared
         self._rank = rank
 
-    def share(self, key: str, value: Any, timeout_s: float) -> list[Any]:
+    def share(self, key: str, value: Any, timeout_s: float, schema: Schema[T]) -> list[T]:
         shared = self._shared
         with shared.changed:
             texts = shared.texts.setdefault(key, {})
             texts[self._rank] = json.dumps(value)
             shared.changed.notify_all()
             assert shared.changed.wait_for(lambda: len(texts) == shared.num_ranks, timeout_s)
-            return [json.loads(texts[rank]) for rank in sorted(texts)]
+            return [schema.parse(texts[rank].encode(), key, rank) for rank in sorted(texts)]
 
 
 def prepare(ends: Sequence[Transport]) -> None:

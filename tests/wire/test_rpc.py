@@ -2,11 +2,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
 from dpipe.errors import JoinError
+from dpipe.wire import rpc
 from dpipe.wire.rpc import Security, open_channel, serve, token_metadata
 
 
@@ -113,3 +116,48 @@ def test_security_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
         JoinError, match=r"cannot read .*missing.pem: No such file .*node\.tls_cert"
     ):
         Security.load("", str(tmp_path / "missing.pem"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "warns"),
+    [
+        ("10.1.2.3:4000", True),
+        ("[2001:db8::1]:4000", True),
+        ("gpu-7:4000", True),
+        ("127.0.0.2:4000", False),
+        ("[::1]:4000", False),
+        ("localhost:4000", False),
+    ],
+)
+def test_token_in_clear_is_said_where_others_are_on_the_way(
+    address: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rpc._warn_of_clear_token.cache_clear()
+    for _ in range(2):
+        open_channel(address, Security("open sesame")).close()
+    open_channel(address, Security()).close()
+    said = [record.message for record in caplog.records]
+    assert len(said) == warns
+    assert all("the token goes in clear to" in line for line in said)
+    assert "open sesame" not in caplog.text
+
+
+def test_token_under_tls_is_not_said_to_be_in_clear(authority, caplog) -> None:
+    rpc._warn_of_clear_token.cache_clear()
+    open_channel("10.1.2.3:4000", authority().security("open sesame")).close()
+    assert caplog.text == ""
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a refusal takes tells nothing of the token."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((first, second))
+        return False
+
+    monkeypatch.setattr(rpc.hmac, "compare_digest", compare)
+    call: Any = SimpleNamespace(invocation_metadata=token_metadata(Security("guess")))
+    refused = rpc._CheckToken("open sesame").intercept_service(lambda details: None, call)
+    assert compared == [(b"guess", b"open sesame")]
+    assert refused is not None

@@ -1,0 +1,40 @@
+"""What a rank says at the end of a step: its ballot, checked before it is counted."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from dpipe.wire.schema import Finite, Schema, Shape, Text
+
+
+def _no_negative(square: float) -> float:
+    """Inf and NaN pass: a gradient may overflow, and the count names it."""
+    if square < 0:
+        raise ValueError("the square of a norm is negative")
+    return square
+
+
+Square = Annotated[float, AfterValidator(_no_negative)]
+Layer = Annotated[int, Field(ge=0)]
+
+
+class RankReport(Shape):
+    """What a rank says of itself, for the metrics. A rank that says nothing reports zeros."""
+
+    bubble: Finite = 0.0
+    mb_per_s: dict[Text, Finite] = Field(default_factory=dict)  # by link, such as "0->1"
+    memory_mb: Finite = 0.0
+    optimizer_mb: Finite = 0.0
+    gpu_memory_mb: Finite | None = None
+    gpu_use_percent: Finite | None = None
+
+
+class Ballot(Shape):
+    loss: float | None  # of the ranks that compute one
+    norms: dict[Layer, Square]  # squared, by layer
+    bad: Text | None  # the first parameter whose gradient is not finite
+    stop: bool  # a wish to end the run
+    report: RankReport
+
+
+BALLOT = Schema[Ballot](Ballot)

@@ -1,0 +1,28 @@
+"""How much of its trace a rank uploads."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpipe.coordinator.alone import Alone
+from dpipe.coordinator.limits import UPLOADS
+from dpipe.engine.trainer import Trainer
+from dpipe.report.trace import StepSpans, dump_steps, load_steps
+
+
+@pytest.mark.parametrize(("fitting", "kept"), [(4, [0, 1, 2, 3]), (3, [2, 3]), (1, [3])])
+def test_trace_that_is_too_large_keeps_the_last_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fitting: int, kept: list[int]
+) -> None:
+    """Not the end of a run that has succeeded."""
+    steps = [StepSpans(step, ()) for step in range(4)]
+    monkeypatch.setitem(UPLOADS, "trace", len(dump_steps(steps[:fitting])))
+    taken: list[bytes] = []
+    coordinator = Alone(on_upload=lambda rank, kind, payload: taken.append(payload))
+    job: Any = SimpleNamespace(run=SimpleNamespace(trace_steps=4), coordinator=coordinator)
+    trainer = Trainer(job)
+    trainer._traces.extend(steps)
+    trainer._upload_traces()
+    assert [step.step for step in load_steps(taken[0], 0)] == kept
+    assert ("the trace has the last" in caplog.text) == (len(kept) < 4)
