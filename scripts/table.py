@@ -40,9 +40,9 @@ from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network, parse_network
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, schedule_names
+from dpipe.search.auto import search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.search import search
 from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 

@@ -31,11 +31,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # one more kind of data parallelism
+    "search": BELOW_CONFIG | {"timeline"},
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
     "memory": BELOW_MEETING | {"data"},
-    "plan": BELOW_MEETING | {"data", "store", "memory"},
+    "plan": BELOW_MEETING | {"data", "store", "memory", "search"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "run": BELOW_MEETING | {"data", "store", "plan", "report", "engine"},
@@ -68,6 +69,7 @@ WITHOUT_TORCH = (
     "transport/kinds.py",
     "cli/",
     "schedule/",
+    "search/",
     "timeline/",
     "wire/format.py",
 )

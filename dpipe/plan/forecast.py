@@ -13,7 +13,13 @@ from typing import Any
 from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
-from dpipe.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
+from dpipe.memory.fit import (
+    check_fits,
+    held_by_rank,
+    in_run,
+    most_held,
+    refuse_memory_of_replay,
+)
 from dpipe.memory.layers import Stages
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
@@ -25,10 +31,10 @@ from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
+from dpipe.search.auto import first_fit, search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
-from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
 from dpipe.wire.format import wire_bytes
@@ -78,7 +84,7 @@ def choose_schedule(
     if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
-            limits["held_bytes"] = partial(most_held, stages=stages)
+            limits["held_bytes"] = partial(held_by_rank, stages=stages)
             limits["most_bytes"] = pipeline.memory_gb * 1e9
         return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **limits)
     return generate(

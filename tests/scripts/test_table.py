@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.greedy import greedy
 
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import simulate
 
 NAME = "gpt3xl_gpipe_network"
