@@ -58,7 +58,7 @@ def improve(
         for move in _moves(pipeline, limits, times):
             program = move(times.programs[move.rank])
             programs = (*times.programs[: move.rank], program, *times.programs[move.rank + 1 :])
-            if programs in found:
+            if programs in found or trials == max_trials:
                 continue
             trials += 1
             moved = Replay(pipeline, programs).run()
