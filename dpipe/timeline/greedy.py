@@ -19,7 +19,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import split_programs
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.simulate import Simulation
+from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane
 
 
@@ -59,14 +59,16 @@ class _Greedy(Simulation):
         self.run()
         return replace(self.schedule, programs=tuple(tuple(rank.program) for rank in self.making))
 
-    def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
+    def finish(
+        self, rank: int, lane: Lane, action: Action, start_us: float, step: int | None = None
+    ) -> None:
         if lane is Lane.RECV:
             self.arrived[action.op][rank] += 1
         if action.op is Op.F and rank < len(self.making) - 1:
             self.start(rank, Action(rank, Op.SEND_F, action.microbatch))
         if action.op is Op.I and rank > 0:
             self.start(rank, Action(rank, Op.SEND_B, action.microbatch))
-        super().finish(rank, lane, action, start_us)
+        super().finish(rank, lane, action, start_us, step)
 
     def advance(self, rank: int) -> None:
         making = self.making[rank]

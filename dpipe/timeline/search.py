@@ -14,7 +14,6 @@ from itertools import chain
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Network
-from dpipe.schedule.action import Action, Op
 from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import (
     AUTO,
@@ -24,12 +23,11 @@ from dpipe.schedule.generate import (
     gpipe,
     least_in_flight,
 )
-from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.greedy import greedy
-from dpipe.timeline.simulate import Simulation
+from dpipe.timeline.simulate import period
 
 _GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
 
@@ -43,18 +41,19 @@ def search(
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
     replicas: Replicas | None = None,
+    ballots: Network | None = None,
     held_bytes: Callable[[Schedule], int] | None = None,
     most_bytes: float = math.inf,
 ) -> Schedule:
-    """The compute-only schedule with the shortest simulated step; among equals the one that holds
-    least.
+    """The compute-only schedule with the shortest step time (`simulate.period`); among equals the
+    one that holds least.
 
-    With `replicas` the step has their exchange in it, so that one is found which leaves the network
-    free for it. `memory_limit` is the most activations (stage x micro-batch) that any rank may
-    hold. Where `held_bytes` says what a schedule takes, it takes at most `most_bytes`; where none
-    does, the result is the one that takes least. Its name says what was chosen. Deterministic, so
-    that every rank of a run finds the same. Raises `ScheduleError` where `memory_limit` is too low,
-    saying what would do.
+    `replicas` and `ballots` are as in `simulate`: with replicas one is found which leaves the
+    network free for their exchange. `memory_limit` is the most activations (stage x micro-batch)
+    that any rank may hold. Where `held_bytes` says what a schedule takes, it takes at most
+    `most_bytes`; where none does, the result is the one that takes least. Its name says what was
+    chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where
+    `memory_limit` is too low, saying what would do.
     """
     least, limit = _bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
@@ -68,70 +67,22 @@ def search(
     found = [c for c in candidates if max(peak_in_flight(c)) <= limit]
     if held_bytes is not None:
         found = [c for c in found if held_bytes(c) <= most_bytes] or [min(found, key=held_bytes)]
-    return _best(found, cost, network, replicas)
+    return _best(
+        found, partial(period, cost=cost, network=network, replicas=replicas, ballots=ballots)
+    )
 
 
-def _best(
-    candidates: Sequence[Schedule], cost: Cost, network: Network, replicas: Replicas | None
-) -> Schedule:
+def _best(candidates: Sequence[Schedule], period_us: Callable[..., float]) -> Schedule:
     """The last ones are tried first: they follow the network's clock, and the others soon fall
     behind them.
     """
     best: tuple[float, int, int] = (math.inf, 0, 0)
     for number, candidate in reversed([*enumerate(candidates)]):
         held = max(peak_in_flight(candidate))
-        most_us = best[0] if (held, number) < best[1:] else best[0] - 1
-        lowered = lower(candidate, reduce=replicas is not None)
-        best = min(
-            best, (_Race(lowered, cost, network, replicas, most_us).rounded_us(), held, number)
-        )
+        found_us = period_us(candidate, most_us=best[0] + 0.5)
+        rounded_us = math.inf if found_us == math.inf else round(found_us)
+        best = min(best, (rounded_us, held, number))
     return candidates[best[2]]
-
-
-class _Race(Simulation):
-    """A simulation that is given up as soon as a rank would be late even if it waited no more."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        network: Network,
-        replicas: Replicas | None,
-        most_us: float,
-    ) -> None:
-        super().__init__(schedule, cost, network, replicas=replicas)
-        self.most_us = most_us
-        self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
-        self.tail_us = [
-            self._exchange_us(rank, program) for rank, program in enumerate(self.programs)
-        ]
-
-    def rounded_us(self) -> float:
-        """How long the step takes; infinite where it is given up."""
-        try:
-            return round(self.run().duration_us)
-        except _LateError:
-            return math.inf
-
-    def _exchange_us(self, rank: int, program: Sequence[Action]) -> float:
-        """How long the gradient of a rank's stage is on its way at least. Several stages hide each
-        other's exchange.
-        """
-        stages = {action.stage for action in program}
-        if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
-            return 0.0
-        return self.exchanges.sent_bytes(rank, *stages) * 8 / (self.network.egress_gbps(rank) * 1e3)
-
-    def compute(self, rank: int, action: Action) -> None:
-        tail_us = 0.0 if action.op in (Op.VOTE, Op.STEP) else self.tail_us[rank]
-        if round(self.clock.now_us + self.left_us[rank] + tail_us) > self.most_us:
-            raise _LateError
-        self.left_us[rank] -= self.cost.duration_us(action)
-        super().compute(rank, action)
-
-
-class _LateError(Exception):
-    pass
 
 
 def first_fit(

@@ -12,8 +12,9 @@ from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, least_in_flight
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.search import _Race, first_fit, search
-from dpipe.timeline.simulate import Simulation, simulate
+from dpipe.timeline.search import first_fit, search
+from dpipe.timeline.simulate import Steady, period
+from dpipe.timeline.simulation import Simulation
 
 REPLICAS = [
     None,
@@ -29,7 +30,8 @@ def cost(num_stages: int) -> Cost:
 
 
 def test_search_picks_zero_bubble_on_a_fast_network():
-    assert search(4, 16, cost(4), FAST).name.startswith("auto: zero-bubble in_flight=")
+    found = search(4, 16, cost(4), FAST, ballots=Network(default=Link(0, 100)))
+    assert found.name.startswith("auto: zero-bubble in_flight=")
 
 
 def test_search_runs_deeper_on_a_slow_network():
@@ -57,7 +59,7 @@ def test_search_finds_what_it_would_if_it_gave_no_candidate_up(
     )
     found = search(len(forward), microbatches, costs, network, replicas=replicas)
     with pytest.MonkeyPatch.context() as patient:
-        patient.delattr(_Race, "compute")
+        patient.delattr(Steady, "compute")
         assert search(len(forward), microbatches, costs, network, replicas=replicas) == found
 
 
@@ -67,12 +69,12 @@ def test_search_soon_gives_up_what_falls_behind(network, monkeypatch):
     plain = Simulation.compute
 
     def counting(self, rank, action):
-        computed[self] += isinstance(self, _Race)
+        computed[self] += isinstance(self, Steady)
         plain(self, rank, action)
 
     monkeypatch.setattr(Simulation, "compute", counting)
     search(4, 16, cost(4), network)
-    raced = [count for race, count in computed.items() if isinstance(race, _Race)]
+    raced = [count for race, count in computed.items() if isinstance(race, Steady)]
     assert sum(raced) < 0.5 * len(raced) * max(raced)
 
 
@@ -85,10 +87,9 @@ def test_search_is_deterministic():
 @pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 def test_search_is_never_slower_than_a_schedule_by_name(name, network):
-    found = simulate(search(4, 12, cost(4), network), cost(4), network).duration_us
-    assert (
-        found <= simulate(generate(name, 4, 12), cost(4), network).duration_us + 0.5
-    )  # it compares whole microseconds
+    found = period(search(4, 12, cost(4), network), cost(4), network)
+    by_name = period(generate(name, 4, 12), cost(4), network)
+    assert found <= by_name + 0.5  # it compares whole microseconds
 
 
 @settings(deadline=None, max_examples=30)
