@@ -28,7 +28,7 @@ What `__all__` names is public. To plan and to predict a step takes no torch:
 
     from dpipe import Cost, Network, generate, simulate
 
-    simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).duration_us
+    simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).step_us
 
 To train takes a configuration, a file or one made here:
 

@@ -186,9 +186,9 @@ def with_prediction(row: Row, network: Network | None = None) -> Row:
         )
     else:
         schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
-    seconds = simulate(schedule, cost, network, replicas=replicas).duration_us / 1e6
+    seconds = simulate(schedule, cost, network, replicas=replicas).step_us / 1e6
     if local:
-        apart = simulate(schedule, cost, network).duration_us / 1e6
+        apart = simulate(schedule, cost, network).step_us / 1e6
         seconds = (seconds + (INNER_STEPS - 1) * apart) / INNER_STEPS
     return replace(row, predicted_s=round(seconds, 3))
 

@@ -149,7 +149,7 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
         measured = run_quietly(table, Path(folder))
         here = [machine.host(range(4), computes=False)]
         simulated = forecast(build(table), network=Network("loopback", machine.link), hosts=here)
-    return _Run(machine, simulated.timeline.duration_us / 1e6, measured)
+    return _Run(machine, simulated.step_us / 1e6, measured)
 
 
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:

@@ -12,8 +12,9 @@ too: by counts, not by a clock, so that every rank of a run finds the same.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from operator import le
+from operator import add, le
 
 from dpipe.network.link import Network
 from dpipe.schedule.check import peak_in_flight
@@ -26,15 +27,16 @@ from dpipe.search.greedy import Greedy, Rule
 from dpipe.search.improve import improve, peak_held
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.simulate import simulate
+from dpipe.timeline.simulate import period
+from dpipe.timeline.votes import COORDINATOR, delay_us
 
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
-_MOST_REPLAYED = 150_000  # computations in all trials of a large step
-_FINALISTS = 3  # orders that are simulated, and as many that a generator made
+_MOST_REPLAYED = 75_000  # computations in all trials of a large step
+_MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
+_MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
 
 HeldBytes = Callable[[Schedule], Sequence[int]]
-Objective = Callable[[Schedule], float]
 
 
 def search(
@@ -46,27 +48,32 @@ def search(
     memory_limit: int | None = None,
     stages_per_rank: int = 1,
     replicas: Replicas | None = None,
+    ballots: Network | None = None,
     held_bytes: HeldBytes | None = None,
     most_bytes: float = math.inf,
 ) -> Schedule:
-    """The compute-only schedule with the shortest simulated step; among equals the one that holds
-    least.
+    """The compute-only schedule with the shortest step time (`simulate.period`); among equals the
+    one that holds least.
 
-    With `replicas` the step has their exchange in it, so that one is found which leaves the network
-    free for it. `memory_limit` is the most activations (stage x micro-batch) that any rank may
-    hold. Where `held_bytes` says what a schedule takes on each rank, it takes at most `most_bytes`;
-    where none does, the result is the one that takes least. Its name says what was chosen.
-    Deterministic, so that every rank of a run finds the same. Raises `ScheduleError` where
-    `memory_limit` is too low, saying what would do.
+    `replicas` and `ballots` are as in `simulate`: with replicas one is found which leaves the
+    network free for their exchange. `memory_limit` is the most activations (stage x micro-batch)
+    that any rank may hold. Where `held_bytes` says what a schedule takes on each rank, it takes at
+    most `most_bytes`; where none does, the result is the one that takes least. Its name says what
+    was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError`
+    where `memory_limit` is too low, saying what would do.
     """
     least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     num_ranks = num_stages // stages_per_rank
-    tails_us = _tails_us(cost, network, replicas, num_ranks)
-    pipeline = Pipeline(cost, network, num_microbatches, num_ranks, tails_us)
-
-    def step_us(schedule: Schedule) -> float:
-        return simulate(schedule, cost, network, replicas=replicas).duration_us
-
+    exchanged_us = _exchanged_us(cost, network, replicas, num_ranks)
+    if ballots is None:
+        tails_us = exchanged_us
+    else:
+        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        tails_us = tuple(map(add, exchanged_us, voted_us))
+    pipeline = Pipeline(
+        cost, network, num_microbatches, num_ranks, tails_us, steps_overlap=ballots is None
+    )
+    step_us = partial(period, cost=cost, network=network, replicas=replicas, ballots=ballots)
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
     published = [
         candidate
@@ -93,7 +100,7 @@ def first_fit(
     return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
 
 
-def _tails_us(
+def _exchanged_us(
     cost: Cost, network: Network, replicas: Replicas | None, num_ranks: int
 ) -> tuple[float, ...]:
     """By rank, how long its stage's gradient is on its way to the replicas at least. Several stages
@@ -160,7 +167,7 @@ class _Search:
         pipeline: Pipeline,
         memory: _Memory,
         published: Sequence[Schedule],
-        step_us: Objective,
+        step_us: Callable[..., float],
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
@@ -169,17 +176,17 @@ class _Search:
         self._limits = memory.limits()
         self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
         self._names: dict[Programs, str] = {}
+        self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
     def best(self) -> Schedule:
         published = [*self._replayed()]
         orders = [*filter(self._within_limits, published), *self._greedy()]
-        size = sum(map(len, published[0].programs))
         improved = improve(
             self._pipeline,
             self._limits,
             orders,
             enough_us=self._enough_us,
-            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // size),
+            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
         )
         finalists = {
             finalist.programs: finalist
@@ -188,13 +195,20 @@ class _Search:
         }
         if not finalists:
             return min([self._leanest(), *self._published], key=self._memory.held)
-        return min(finalists.values(), key=self._rank)
+        return self._fastest(finalists.values())
 
     def _within_limits(self, times: Times) -> bool:
         return all(map(le, map(peak_held, times.programs), self._limits))
 
-    def _rank(self, schedule: Schedule) -> tuple[int, int]:
-        return round(self._step_us(schedule)), max(peak_in_flight(schedule))
+    def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
+        """In whole microseconds; among equals the first one of those that hold least."""
+        best: tuple[float, int, int] = (math.inf, 0, 0)
+        schedules = [*schedules]
+        for number, schedule in enumerate(schedules):
+            step_us = self._step_us(schedule, most_us=best[0] + 0.5)
+            if step_us < math.inf:
+                best = min(best, (round(step_us), max(peak_in_flight(schedule)), number))
+        return schedules[best[2]]
 
     def _replayed(self) -> Iterator[Times]:
         for schedule in self._published:
@@ -244,7 +258,8 @@ class _Search:
         """The first ones that fit into memory."""
         possible = (times for times in orders if times.score_us < math.inf)
         schedules = map(self._schedule, possible)
-        return islice(filter(self._memory.fits, schedules), _FINALISTS)
+        number = max(2, min(_MOST_SIMULATED, _MOST_COMPUTED // self._size))
+        return islice(filter(self._memory.fits, schedules), number)
 
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")

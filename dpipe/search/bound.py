@@ -11,7 +11,9 @@ The shortest time in which one rank, or link, could do its things, if it might i
 nobody else ever made it wait, is found by always doing the one with the longest tail (Jackson
 1955). The largest of these times is the bound. Memory is taken to be unlimited.
 
-Where steps overlap, what counts is how long the busiest of them is at work.
+Where steps overlap, a rank begins its next step when it has ended its own. So it counts for each
+rank how long it takes from its first forward to its last weight gradient, if the ranks behind it do
+nothing else meanwhile, and those before it never make it wait.
 """
 
 import heapq
@@ -30,14 +32,11 @@ _NO_HOP = Hop(0, 0, 0.0, 0.0)
 
 def lower_bound_us(pipeline: Pipeline) -> float:
     """Of the score that a `PipelineClock` gives."""
-    bound = _Bound(pipeline)
-    busiest_us = 0.0
-    for jobs in bound.jobs().values():
-        if pipeline.steps_overlap:
-            busiest_us = max(busiest_us, sum(duration for _, duration, _ in jobs))
-        else:
-            busiest_us = max(busiest_us, _preemptive_us(jobs))
-    return busiest_us
+    if not pipeline.steps_overlap:
+        return _Bound(pipeline).least_us()
+    busy_us = max(sum(job[1] for job in jobs) for jobs in _Bound(pipeline).jobs().values())
+    ranks = range(pipeline.num_ranks)
+    return max(busy_us, *(_Bound(pipeline, rank).least_us() for rank in ranks))
 
 
 def _preemptive_us(jobs: Iterable[Job]) -> float:
@@ -64,12 +63,15 @@ def _preemptive_us(jobs: Iterable[Job]) -> float:
 
 
 class _Bound:
-    """Heads and tails of a pipeline, by place and micro-batch."""
+    """Heads and tails of a pipeline, by place and micro-batch; or, with `alone`, of what happens
+    between the first and the last computation of that rank.
+    """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, alone: int | None = None) -> None:
         self._pipeline = pipeline
         self._microbatches = range(pipeline.num_microbatches)
-        stages = range(pipeline.num_stages)
+        stages = range(alone or 0, pipeline.num_stages)
+        self._ends = [stage for stage in stages if alone in (None, pipeline.rank_of[stage])]
         forward = [(FORWARD, stage) for stage in stages]
         self._way = [*forward, *[(INPUT, stage) for stage in reversed(stages)]]
         self._duration_us = self._durations()
@@ -124,7 +126,7 @@ class _Bound:
         return came
 
     def _fill_weight_heads(self) -> None:
-        for stage in range(self._pipeline.num_stages):
+        for stage in self._ends:
             forward, made, weight = (self._duration_us[kind, stage] for kind in range(3))
             first = self._heads[FORWARD, stage][0]
             self._heads[WEIGHT, stage] = [
@@ -134,9 +136,9 @@ class _Bound:
 
     def _fill_tails(self) -> None:
         last = self._microbatches[-1]
-        for stage, rank in enumerate(self._pipeline.rank_of):
+        for stage in self._ends:
             weight = self._duration_us[WEIGHT, stage]
-            end_us = self._pipeline.tails_us[rank]
+            end_us = self._pipeline.tails_us[self._pipeline.rank_of[stage]]
             self._tails[WEIGHT, stage] = [
                 (last - number) * weight + end_us for number in self._microbatches
             ]
@@ -154,6 +156,8 @@ class _Bound:
     def _tails_within(self, place: Place) -> list[float]:
         """What the stage itself has to do behind each micro-batch."""
         kind, stage = place
+        if stage not in self._ends:
+            return [0.0 for _ in self._microbatches]
         forward, made, weight = (self._duration_us[kind, stage] for kind in range(3))
         left = made + weight if kind == FORWARD else weight
         again = forward if kind == FORWARD else made
@@ -172,6 +176,9 @@ class _Bound:
             behind_us = max(behind_us, time_us + hop.delay_us) + hop.alone_us
             tails.append(behind_us)
         return tails[::-1]
+
+    def least_us(self) -> float:
+        return max(map(_preemptive_us, self.jobs().values()))
 
     def jobs(self) -> Mapping[Machine, list[Job]]:
         """By machine."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from operator import add, sub
 
 from dpipe.network.egress import Egress
 from dpipe.network.link import Network
@@ -167,19 +168,16 @@ class PipelineClock:
 
     def _times(self) -> Times:
         pipeline = self.pipeline
-        began = 0.0
-        score_us = -1.0
-        worst = 0
-        for rank, tail_us in enumerate(pipeline.tails_us):
-            if pipeline.steps_overlap:
-                began = self.start_us[self.programs[rank][0]]
-            if self.end_us[rank] + tail_us - began > score_us:
-                score_us = self.end_us[rank] + tail_us - began
-                worst = rank
+        programs = tuple(map(tuple, self.programs))
         finished = map(sum, zip(self.begun[WEIGHT], self.begun[WHOLE], strict=True))
         if any(number < pipeline.num_microbatches for number in finished):
-            score_us = math.inf
-        programs = tuple(map(tuple, self.programs))
+            return Times(programs, math.inf, 0, self.start_us, frozenset())
+        taken_us = list(map(add, self.end_us, pipeline.tails_us))
+        if pipeline.steps_overlap:
+            began_us = (self.start_us[program[0]] for program in programs)
+            taken_us = list(map(sub, taken_us, began_us))
+        score_us = max(taken_us)
+        worst = taken_us.index(score_us)
         return Times(programs, score_us, worst, self.start_us, frozenset(self._held_up))
 
     def _go_on(self, rank: int, now_us: float) -> None:

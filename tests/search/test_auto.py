@@ -13,7 +13,7 @@ from dpipe.search.auto import first_fit, search
 from dpipe.search.clock import PipelineClock
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.simulate import simulate
+from dpipe.timeline.simulate import period
 
 REPLICAS = [
     None,
@@ -36,8 +36,8 @@ def cost(num_stages: int) -> Cost:
     return Cost.uniform(num_stages, forward_us=10_000, backward_us=20_000, message_bytes=1_000_000)
 
 
-def step_us(schedule, costs, network, replicas=None):
-    return simulate(schedule, costs, network, replicas=replicas).duration_us
+def step_us(schedule, costs, network, replicas=None, ballots=None):
+    return period(schedule, costs, network, replicas=replicas, ballots=ballots)
 
 
 def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():
@@ -47,28 +47,33 @@ def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():
     assert max(peak_in_flight(found)) <= max(peak_in_flight(published))
 
 
-def test_search_runs_deeper_on_a_slow_network():
-    fast, slow = (search(4, 32, cost(4), network) for network in (FAST, SLOW))
-    assert max(peak_in_flight(slow)) > max(peak_in_flight(fast))
+@pytest.mark.parametrize(("network", "slower"), [(FAST, 1.05), (SLOW, 1.5)], ids=["fast", "slow"])
+def test_search_needs_memory_on_a_slow_network(network, slower):
+    tight, free = (
+        step_us(search(4, 32, cost(4), network, memory_limit=limit), cost(4), network)
+        for limit in (6, None)
+    )
+    assert (tight > slower * free) == (network == SLOW)
 
 
 def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
     """Twelve stages need all of twelve micro-batches on ranks far behind the first one."""
-    held = peak_in_flight(search(12, 12, cost(12), SLOW))
+    held = peak_in_flight(search(12, 12, cost(12), SLOW, ballots=SLOW))
     assert min(held[:6]) == 12
 
 
+@pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
-@pytest.mark.parametrize(("name", "parameters"), PUBLISHED)
-def test_search_is_never_slower_than_a_published_schedule(name, parameters, network, replicas):
+def test_search_is_never_slower_than_a_published_schedule(network, replicas, votes):
     costs = replace(cost(4), reduce_bytes=(3_000_000,) * 4)
-    published = generate(name, 4, 6, **parameters)
-    found = search(4, 6, costs, network, replicas=replicas)
-    # It compares whole microseconds.
-    assert step_us(found, costs, network, replicas) <= (
-        step_us(published, costs, network, replicas) + 0.5
-    )
+    ballots = network if votes else None
+    found = search(4, 6, costs, network, replicas=replicas, ballots=ballots)
+    found_us = step_us(found, costs, network, replicas, ballots)
+    for name, parameters in PUBLISHED:
+        published = generate(name, 4, 6, **parameters)
+        # It compares whole microseconds.
+        assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
 
 
 @settings(deadline=None, max_examples=20)
