@@ -55,6 +55,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        checks.check_size(self.pipeline, self.train, self.data_parallel)
         checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
         checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)

@@ -41,7 +41,7 @@ TIED = frozenset({Op.SEND_TIED, Op.RECV_TIED})
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
 PER_RANK = frozenset({Op.AGREE, Op.VOTE})
 
-_TEXT = re.compile(r"(\d+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d*)")
+_TEXT = re.compile(r"(\d{1,9})(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d{0,9})")
 
 
 class Action(NamedTuple):

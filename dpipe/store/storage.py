@@ -204,16 +204,16 @@ def regular_size(path: Path, root: Path) -> int:
     return status.st_size
 
 
-def regular_bytes(path: Path, root: Path) -> bytes:
+def regular_bytes(path: Path, root: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """The content of a small file below `root`. Raises as `regular_size` does, and for one of more
-    than `MAX_JSON_BYTES`.
+    than `most` bytes.
     """
-    _refuse_large(path, regular_size(path, root))
+    _refuse_large(path, regular_size(path, root), most)
     return path.read_bytes()
 
 
-def _refuse_large(path: str | Path, size: int) -> None:
-    if size > MAX_JSON_BYTES:
+def _refuse_large(path: str | Path, size: int, most: int = MAX_JSON_BYTES) -> None:
+    if size > most:
         raise CheckpointError(f"{path} has {size} bytes: a run writes no such file")
 
 
