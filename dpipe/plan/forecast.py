@@ -25,7 +25,7 @@ from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
-from dpipe.schedule.size import MAX_MESSAGES, num_messages
+from dpipe.schedule.size import num_messages
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
@@ -36,7 +36,7 @@ from dpipe.wire.format import wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
-_MOST_MESSAGES = MAX_MESSAGES // 4
+_MOST_MESSAGES = 1 << 19
 _FLOAT_BYTES = 4
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import draft
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
@@ -47,7 +48,8 @@ def launch_ranks(
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
-    draft(config, choose=without_search, predicts_memory=False)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, range(config.world_size))
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     open_folder(config, resume is not None)

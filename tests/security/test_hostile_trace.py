@@ -3,14 +3,11 @@ them.
 """
 
 import json
-import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bounds import quickly
 
 from dpipe.errors import ConfigError
 from dpipe.network.link import Host
@@ -24,16 +21,6 @@ from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
 
 MANY = 1_000_000_000
-
-
-@contextmanager
-def quickly(seconds: float = 5.0, megabytes: int = 200) -> Iterator[None]:
-    """Processor time, which does not say how busy the machine is."""
-    before = time.process_time()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    assert time.process_time() - before < seconds
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < megabytes * 1024
 
 
 @pytest.fixture
