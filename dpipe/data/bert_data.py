@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dpipe.data.corpus import Corpus, Part
 from dpipe.data.tokenizer import FileTokenizer
+from dpipe.data.tokenizer_process import TokenizerProcess
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
 
@@ -41,6 +42,9 @@ class SentenceTokenizer(FileTokenizer):
     Raises `DataError` naming the special tokens that are missing.
     """
 
+    marks = _SPECIAL
+    special_is_text = True  # "[SEP]" in a text is text
+
     def __init__(self, path: str) -> None:
         if path == "bytes":
             raise DataError(
@@ -48,9 +52,7 @@ class SentenceTokenizer(FileTokenizer):
                 f"{_HOW_TO_TOKENISE}"
             )
         super().__init__(path)
-        ids: dict[str, int | None]
-        ids = {token: self._pieces.token_to_id(token) for token in _SPECIAL}
-        present = {token: number for token, number in ids.items() if number is not None}
+        present = {token: number for token, number in self.mark_ids.items() if number is not None}
         missing = [token for token in _SPECIAL if token not in present]
         if missing:
             raise DataError(
@@ -61,18 +63,14 @@ class SentenceTokenizer(FileTokenizer):
         self.separator = present["[SEP]"]
         self.masked = present["[MASK]"]
         self.fingerprint = b"sentences" + self.fingerprint
-        self._pieces.encode_special_tokens = True  # "[SEP]" in a text is text
 
-    def encode(self, text: str) -> list[int]:
-        lines = self._pieces.encode_batch(
-            text.removesuffix("\n").split("\n"), add_special_tokens=False
-        )
+    def ids(self, process: TokenizerProcess, text: str) -> list[int]:
         ids: list[int] = []
-        for line in lines:
+        for line in process.encode(text.removesuffix("\n").split("\n")):
             # Of several blank lines the first already ends the document.
             document_has_ended = ids[-2:] == [self.separator] * 2
-            if line.ids or not document_has_ended:
-                ids += [*line.ids, self.separator]
+            if line or not document_has_ended:
+                ids += [*line, self.separator]
         return ids
 
 

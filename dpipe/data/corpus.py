@@ -248,7 +248,7 @@ def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
 
 def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
     dtype = _dtype(tokenizer)
-    ids = [np.array(tokenizer.encode(piece), dtype) for piece in _pieces(text)]
+    ids = [np.array(piece, dtype) for piece in tokenizer.encode_each(_pieces(text))]
     return np.concatenate([np.zeros(0, dtype), *ids])
 
 

@@ -102,7 +102,7 @@ def test_plan_that_counts_more_than_a_run_has_is_refused_at_once(
 
 
 def test_ranks_that_have_no_file_are_not_simulated(run: Path) -> None:
-    change(run / "trace/plan.json", ("replicas", "exchange", "num_replicas"), 700)
+    change(run / "trace/plan.json", ("replicas", "exchange", "num_replicas"), 400)
     with quickly(), pytest.raises(ConfigError, match=r"rank-4\.json cannot be read: No such file"):
         write_chrome(run)
 
