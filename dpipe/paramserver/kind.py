@@ -23,10 +23,10 @@ from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
 from dpipe.paramserver.client import ServerAccess, StageClient
-from dpipe.paramserver.messages import tensor_of
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.wire.codec import codec
+from dpipe.wire.message import tensor_of
 from dpipe.wire.spec import TensorSpec
 
 
