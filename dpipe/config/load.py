@@ -178,10 +178,10 @@ def override(table: dict[str, Any], text: str) -> None:
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(
-            f"override {text!r} must look like section.key=value, such as train.steps=100"
+            f"override {text!r:.200} must look like section.key=value, such as train.steps=100"
         )
     if not isinstance(table.setdefault(section, {}), dict):
-        raise ConfigError(f"override {text!r}: {section!r} is not a section")
+        raise ConfigError(f"override {text!r:.200}: {section!r:.200} is not a section")
     table[section][key] = _value(value.strip())
 
 

@@ -61,5 +61,7 @@ def parse_action(text: str) -> Action:
     """Read `2F0`; raises `ScheduleError` on anything else."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or (match[3] != "") != (Op(match[2]) in PER_MICROBATCH):
-        raise ScheduleError(f"{text!r} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")
+        raise ScheduleError(
+            f"{text!r:.100} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP"
+        )
     return Action(int(match[1]), Op(match[2]), int(match[3]) if match[3] else None)
