@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -53,10 +54,8 @@ def turn(decoder: Decoder, number: int) -> tuple[int, bytes | None]:
             worst = data  # the last that Hypothesis tries is the smallest
             raise TakenBadly
 
-    try:
+    with suppress(TakenBadly):
         attack()
-    except TakenBadly:
-        pass
     return tried, worst
 
 
