@@ -132,6 +132,19 @@ class Storage:
         except OSError as error:
             raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
 
+    def replace(self, name: str, content: bytes) -> None:
+        """Write `name` beside the steps, over one that exists. Raises `RunError` if that fails."""
+        path = f"{self.root}/{name}"
+        try:
+            if self.is_local:
+                temporary = Path(self.root) / f".{secrets.token_hex(8)}.tmp"
+                temporary.write_bytes(content)
+                os.replace(temporary, path)
+            else:
+                self._fs.pipe_file(path, content)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
+
     def remove_file(self, name: str) -> None:
         """Other ranks may do the same at the same time."""
         with suppress(FileNotFoundError):

@@ -397,7 +397,7 @@ WIRE = [
     _schema("machine", shared.MACHINE, ["a", 7]),
     _schema("held-out losses", trainer._LOSSES, [1.0, None]),
     _schema("part of a checkpoint", PART, _PART),
-    _schema("run of rank 0", identity.RUN, _RUN, None),
+    _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
     _schema("offer of NCCL", NCCL_OFFER, ["GPU-1", [[1, [7, 8]]]]),
 ]
 
