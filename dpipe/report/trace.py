@@ -23,7 +23,7 @@ from dpipe.report.trace_file import PLAN, STEPS, PlanTable, ReplicasTable
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.schedule import Schedule
-from dpipe.store.run_folder import needing_room
+from dpipe.store.run_folder import needing_room, refuse_links
 from dpipe.store.storage import regular_bytes
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
@@ -302,6 +302,7 @@ def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
 
 def write_chrome(run: Path) -> Path:
     """Write `FOLDER/trace.json` and return its path. Raises `ConfigError` if it cannot."""
+    refuse_links(run)
     trace = load_trace(run)
     path = run / "trace.json"
     steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]
