@@ -38,8 +38,8 @@ _MS = 1e3  # in a second
 _GIGABITS = 8  # in a gigabyte
 _MOST_GROUPINGS = 1000  # that are tried one by one
 _MOST_ORDERED = 9  # groups whose every order is tried at the end
-_HOT = 0.01  # of the cost: the temperature at the start of a round, and at its end
-_COLD = 1e-5
+_HOT = 0.1  # of the cost divided by the stages, about a hop's: the temperature as a round starts
+_COLD = 1e-4  # the same, as it ends
 _ROUNDS = (2, 1, 1)  # how the seconds are divided; the searches halve from round to round
 _MOST_REMEMBERED = 200_000  # hops
 
@@ -296,7 +296,7 @@ class _Annealing:
             return  # every placement is the same
         began_s = time.monotonic()
         self._set(self.best)
-        hot_s = _HOT * self._cost_s
+        hot_s = _HOT * self._cost_s / self._problem.stages
         cooling = math.log(_COLD / _HOT)
         moves: list[Callable[[float], None]] = [self._turn_round, self._trade_groups]
         share = 0.0
