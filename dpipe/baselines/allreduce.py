@@ -29,8 +29,11 @@ from dpipe.wire.collective import open_store
 _PORT = 29_411  # where several hosts meet, on the first of them
 _JOIN_S = 120.0
 _PART_BYTES = 32 << 20  # data_parallel.chunk_bytes: large, as nothing hides the cost of a message
+Row = dict[str, Any]
+Ways = dict[str, Callable[[], object]]
+Wire = GrpcTransport | TcpTransport
 # By name: the transport, its connections a link, and the wire format.
-_WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {
+_WAYS: dict[str, tuple[type[Wire], int, str]] = {
     "tcp x1": (TcpTransport, 1, "none"),
     "tcp x2": (TcpTransport, 2, "none"),
     "tcp x4": (TcpTransport, 4, "none"),
@@ -39,16 +42,18 @@ _WAYS: dict[str, tuple[type[GrpcTransport | TcpTransport], int, str]] = {
     "tcp x4 int8": (TcpTransport, 4, "int8"),
 }
 
-Row = dict[str, Any]
-
 
 def compare_here(
-    num_bytes: int = 64 << 20, processes: int = 4, repeats: int = 9, pace: Pace | None = None
+    num_bytes: int = 64 << 20,
+    processes: int = 4,
+    repeats: int = 9,
+    pace: Pace | None = None,
 ) -> list[Row]:
     """A row for each way, from processes of this machine."""
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     hosts = ["127.0.0.1"] * processes
-    args = (hosts, free_port(), num_bytes, repeats, pace or silent(), results)
+    pace = pace or silent()
+    args = (hosts, free_port(), num_bytes, repeats, pace, results)
     spawn(_tell, args=args, nprocs=processes)
     rows: list[Row] = results.get()
     return rows
@@ -62,7 +67,8 @@ def compare_hosts(
     pace: Pace | None = None,
 ) -> list[Row]:
     """As host `rank` of several, on each of which this runs; the rows are the same everywhere."""
-    return _Process(rank, hosts, _PORT, num_bytes).compare(repeats, pace or silent())
+    process = _Process(rank, hosts, _PORT, num_bytes)
+    return process.compare(repeats, pace or silent())
 
 
 def _tell(
@@ -82,45 +88,58 @@ def _tell(
 class _Process:
     """One of the processes, with every way to all of the others open."""
 
-    def __init__(self, rank: int, hosts: Sequence[str], port: int, num_bytes: int) -> None:
-        torch.set_num_threads(1)
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        port: int,
+        num_bytes: int,
+    ) -> None:
+        torch.set_num_threads(1)  # the processes share this machine's cores
         self._rank = rank
         self._hosts = hosts
         self._num_bytes = num_bytes
-        self._row = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(rank))
+        generator = torch.Generator().manual_seed(rank)
+        self._row = torch.randn(num_bytes // 4, generator=generator)
         self._store = open_store(hosts[0], port, _JOIN_S, master=rank == 0)
         self._gloo = TorchGroup(
-            self._store, rank, len(hosts), host=hosts[rank], part_bytes=num_bytes
+            self._store,
+            rank,
+            len(hosts),
+            host=hosts[rank],
+            part_bytes=num_bytes,
         )
         self._transports = {way: self._connect(way) for way in _WAYS}
 
     def compare(self, repeats: int, pace: Pace) -> list[Row]:
-        ways: dict[str, Callable[[], object]] = {"gloo": self._by_gloo}
-        ways |= {way: partial(self._by_exchange, self._exchange(way)) for way in _WAYS}
+        ways: Ways = {"gloo": self._by_gloo}
+        for way in _WAYS:
+            ways[way] = partial(self._by_exchange, self._exchange(way))
         seconds = self._in_turns(ways, repeats, pace)
+        # Nobody closes while another's last message is under way.
         self._wait_for_all()
         for transport in self._transports.values():
             transport.close()
         gloo_s = median(seconds["gloo"])
-        return [
-            {
-                "way": way,
-                "num_bytes": self._num_bytes,
-                "seconds": s,
-                "times as fast as gloo": gloo_s / s,
-            }
-            for way, s in ((way, median(took)) for way, took in seconds.items())
-        ]
+        return [self._as_row(way, median(took), gloo_s) for way, took in seconds.items()]
 
-    def _connect(self, way: str) -> GrpcTransport | TcpTransport:
+    def _as_row(self, way: str, seconds: float, gloo_s: float) -> Row:
+        return {
+            "way": way,
+            "num_bytes": self._num_bytes,
+            "seconds": seconds,
+            "times as fast as gloo": gloo_s / seconds,
+        }
+
+    def _connect(self, way: str) -> Wire:
         kind, connections, _ = _WAYS[way]
         bind = self._hosts[self._rank]
         transport = kind(self._rank, bind=bind, connections=connections, connect_timeout_s=_JOIN_S)
         self._store.set(f"{way}/{self._rank}", f"{bind}:{transport.port}")
         everybody = range(len(self._hosts))
-        addresses: dict[int, str | None] = {
-            rank: self._store.get(f"{way}/{rank}").decode() for rank in everybody
-        }
+        addresses: dict[int, str | None] = {}
+        for rank in everybody:
+            addresses[rank] = self._store.get(f"{way}/{rank}").decode()
         transport.connect(addresses, set(everybody) - {self._rank})
         return transport
 
@@ -137,9 +156,7 @@ class _Process:
     def _by_exchange(self, exchange: DirectExchange) -> None:
         exchange.average(self._row, 0, lambda piece: None)
 
-    def _in_turns(
-        self, ways: dict[str, Callable[[], object]], repeats: int, pace: Pace
-    ) -> dict[str, list[float]]:
+    def _in_turns(self, ways: Ways, repeats: int, pace: Pace) -> dict[str, list[float]]:
         """Seconds of the slowest process, by way, of each round after the first: that one opens
         sockets and buffers.
         """
@@ -153,20 +170,23 @@ class _Process:
                 pace.done(number + 1, rounds)
         return seconds
 
-    def _round(self, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def _round(self, ways: Ways) -> dict[str, float]:
         seconds = {}
         for way, average in ways.items():
             self._wait_for_all()
             began = time.perf_counter()
             average()
-            seconds[way] = self._largest(time.perf_counter() - began)
+            took_s = time.perf_counter() - began
+            seconds[way] = self._largest(took_s)
         return seconds
 
     def _wait_for_all(self) -> None:
         self._largest(0.0)
 
     def _largest(self, value: float) -> float:
-        of_ranks = torch.zeros(len(self._hosts))
-        of_ranks[self._rank] = value * len(self._hosts)  # of which the group makes the mean
+        num_ranks = len(self._hosts)
+        of_ranks = torch.zeros(num_ranks)
+        # The group averages: a number that one rank alone brings comes back divided by their count.
+        of_ranks[self._rank] = value * num_ranks
         self._gloo.average(of_ranks, 0, lambda piece: None)
         return float(of_ranks.max())

@@ -49,7 +49,12 @@ class Bench:
 
 
 def bench_text(
-    name: str, as_json: bool, hosts: tuple[str, ...] = (), rank: int = 0, *, quick: bool = False
+    name: str,
+    as_json: bool,
+    hosts: tuple[str, ...] = (),
+    rank: int = 0,
+    *,
+    quick: bool = False,
 ) -> str:
     """The table of a bench, or its rows as JSON.
 
@@ -90,18 +95,21 @@ def bench_engine(pace: Pace) -> list[Row]:
 
     transports = ("tcp",) if pace.quick else _TRANSPORTS
     rounds = range(1 if pace.quick else _ROUNDS)
+    parts = list(itertools.product(rounds, GENERATORS, transports))
     machines: dict[tuple[int, str], Loopback] = {}
     runs: dict[tuple[str, str], list[_Run]] = defaultdict(list)
-    for part in pace.parts(
-        list(itertools.product(rounds, GENERATORS, transports)),
-        lambda part: f"{part[1]} over {part[2]}",
-    ):
+    for part in pace.parts(parts, lambda part: f"{part[1]} over {part[2]}"):
         number, schedule, transport = part
+        # Anew each round: whatever else keeps this machine busy changes its link from one to the
+        # next.
         if (number, transport) not in machines:
             machines[number, transport] = measure_loopback(f"{transport} x1")
         run = _replay(schedule, transport, machines[number, transport])
         runs[schedule, transport].append(run)
-    return [_engine_row(schedule, transport, done) for (schedule, transport), done in runs.items()]
+    rows = []
+    for (schedule, transport), done in runs.items():
+        rows.append(_engine_row(schedule, transport, done))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,9 @@ class _Run:
 
 
 def _engine_row(schedule: str, transport: str, runs: Sequence[_Run]) -> Row:
-    ratios = [measured / run.simulated_s for run in runs for measured in run.measured_s]
+    ratios: list[float] = []
+    for run in runs:
+        ratios += [measured_s / run.simulated_s for measured_s in run.measured_s]
     low, middle, high = quantiles(ratios, n=4)
     links = [run.machine.link for run in runs]
     delay_ms = median(link.delay_ms for link in links)
@@ -147,22 +157,26 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
             "run": {"folder": f"{folder}/run", "tensorboard": False, "trace_steps": 0},
         }
         measured = run_quietly(table, Path(folder))
+        # Replay stages sleep: their compute takes no core from the transports.
         here = [machine.host(range(4), computes=False)]
-        simulated = forecast(build(table), network=Network("loopback", machine.link), hosts=here)
+        network = Network("loopback", machine.link)
+        simulated = forecast(build(table), network=network, hosts=here)
     return _Run(machine, simulated.timeline.duration_us / 1e6, measured)
 
 
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:
     """Run a configuration with `dpipe launch`; returns its steps' seconds, without the first's."""
-    (folder / "empty.toml").touch()
-    argv = [sys.executable, "-m", "dpipe", "launch", str(folder / "empty.toml")]
+    empty = folder / "empty.toml"
+    empty.touch()
+    argv = [sys.executable, "-m", "dpipe", "launch", str(empty)]
     for section, keys in table.items():
         for key, value in keys.items():
             argv += ["-o", f"{section}.{key}={json.dumps(value)}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)  # noqa: S603 - our own command line
     if done.returncode != 0:
         raise RunError(f"{' '.join(argv)} failed:\n{done.stdout}{done.stderr}")
-    return [row["step_s"] for row in read_rows(Path(table["run"]["folder"]))[1:]]
+    rows = read_rows(Path(table["run"]["folder"]))
+    return [row["step_s"] for row in rows[1:]]
 
 
 def bench_transport(pace: Pace) -> list[Row]:
@@ -173,7 +187,12 @@ def bench_transport(pace: Pace) -> list[Row]:
     return rows
 
 
-def _on_hosts(name: str, hosts: tuple[str, ...], rank: int, pace: Pace) -> list[Row]:
+def _on_hosts(
+    name: str,
+    hosts: tuple[str, ...],
+    rank: int,
+    pace: Pace,
+) -> list[Row]:
     from dpipe.baselines.allreduce import compare_hosts
 
     if name != "all-reduce" or not rank < len(hosts):

@@ -12,8 +12,8 @@ learning rate), so that its losses are ours but for rounding.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,12 +76,16 @@ def make_step(config: Config, rank: int) -> Step:
     here = config.ranks_of(rank)
     device = torch.device(config.node.device)
     assert run_plan.model is not None and run_plan.corpus is not None
-    mesh = init_device_mesh(device.type, (here.dp_size, here.pp_size), mesh_dim_names=("dp", "pp"))
+    # Ranks in our order: those of a replica are neighbours.
+    mesh_shape = (here.dp_size, here.pp_size)
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("dp", "pp"))
     order = run_plan.forecast.schedule
-    own = [s for s, pp_rank in enumerate(order.rank_of_stage) if pp_rank == here.pp_rank]
-    modules = {s: _module(run_plan, s, mesh["dp"]) for s in own}
-    plan = torch_schedule(order, _stages(modules, order, device, mesh), run_plan.model.loss)
-    update = _ShardedUpdate(config.train, list(nn.ModuleList(modules.values()).parameters()))
+    own = [stage for stage in range(order.num_stages) if order.rank_of_stage[stage] == here.pp_rank]
+    modules = {stage: _module(run_plan, stage, mesh["dp"]) for stage in own}
+    stages = _stages(modules, order, device, mesh)
+    plan = torch_schedule(order, stages, run_plan.model.loss)
+    parameters = nn.ModuleList(modules.values()).parameters()
+    update = _ShardedUpdate(config.train, list(parameters))
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
     first = 0 in own
     last = order.num_stages - 1 in own
@@ -116,7 +120,8 @@ def _whole_batch(
     inputs: tuple[torch.Tensor, ...] = ()
     targets = None
     if first:
-        inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),)
+        tokens = [x for (x,) in batch.inputs]
+        inputs = (upload(torch.cat(tokens), device),)
     if last:
         targets = upload(torch.cat(list(batch.targets)), device)
     return inputs, targets
@@ -131,15 +136,15 @@ class Layer(nn.Module):
         super().__init__()
         self.layer = layer
         self._half = half
-        self._again = recompute == "full"
+        self._run: Callable[[torch.Tensor], torch.Tensor] = layer
+        if recompute == "full":
+            self._run = partial(checkpoint, layer, use_reentrant=False)
         if recompute == "selective":
             recompute_attention(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16) if self._half else nullcontext():
-            y: torch.Tensor = (
-                checkpoint(self.layer, x, use_reentrant=False) if self._again else self.layer(x)
-            )
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
+            y: torch.Tensor = self._run(x)
         return y.float()
 
 
@@ -153,7 +158,8 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
         materialise(model, index, config.train.seed, config.node.device)
         for index in run_plan.layers_of(stage)
     ]
-    module = nn.Sequential(*(Layer(layer, half=half, recompute=recompute) for layer in layers))
+    wrapped = [Layer(layer, half=half, recompute=recompute) for layer in layers]
+    module = nn.Sequential(*wrapped)
     if replicas.size() > 1:
         # Gathered once a step and kept for it: else each micro-batch would gather all parameters
         # again, twice.
@@ -196,9 +202,11 @@ class _ShardedUpdate:
         just add up.
         """
         grads = [_here(p.grad) for p in self._parameters if p.grad is not None]
-        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        squares = [grad.float().square().sum() for grad in grads]
+        square = torch.stack(squares).sum()
         dist.all_reduce(square)
-        scale = min(1.0, self._train.clip_norm / (math.sqrt(float(square)) + 1e-6))
+        norm = math.sqrt(float(square))
+        scale = min(1.0, self._train.clip_norm / (norm + 1e-6))  # 1e-6: as torch's own clipping
         for grad in grads:
             grad.mul_(scale)
 
@@ -212,7 +220,9 @@ def mean_loss(losses: Iterable[torch.Tensor], num_replicas: int, device: torch.d
     none.
     """
     known = [loss.detach() for loss in losses]
-    total = (torch.stack(known).mean() if known else torch.zeros((), device=device)) / num_replicas
+    total = torch.zeros((), device=device)
+    if known:
+        total = torch.stack(known).mean() / num_replicas
     dist.all_reduce(total)
     return float(total)
 

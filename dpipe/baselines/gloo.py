@@ -26,12 +26,14 @@ from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.spec import TensorSpec
 
+Wire = GrpcTransport | TcpTransport
+Ways = dict[str, Callable[[], None]]
 _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
 _JOIN_S = 120.0
 # By name: the transport and its connections a link.
-_OURS: dict[str, tuple[type[GrpcTransport | TcpTransport], int]] = {
+_OURS: dict[str, tuple[type[Wire], int]] = {
     "grpc x1": (GrpcTransport, 1),
     "grpc x2": (GrpcTransport, 2),
     "tcp x1": (TcpTransport, 1),
@@ -44,21 +46,26 @@ def compare_transport(
     """A row for each way to move tensors of `num_bytes` between two processes: median rate, and
     rate over gloo.
     """
+    pace = pace or silent()
     with TemporaryDirectory() as folder:
-        spawn(_run, (folder, num_bytes, repeats, pace or silent()), nprocs=2)
-        seconds: dict[str, list[float]] = json.loads((Path(folder) / "seconds.json").read_text())
-    return [_row(way, num_bytes, values, seconds["gloo"]) for way, values in seconds.items()]
+        spawn(_run, (folder, num_bytes, repeats, pace), nprocs=2)
+        text = (Path(folder) / "seconds.json").read_text()
+    seconds: dict[str, list[float]] = json.loads(text)
+    gloo_s = seconds["gloo"]
+    return [_row(way, num_bytes, values, gloo_s) for way, values in seconds.items()]
 
 
 def _row(
-    way: str, num_bytes: int, seconds: Sequence[float], gloo_s: Sequence[float]
+    way: str,
+    num_bytes: int,
+    seconds: Sequence[float],
+    gloo_s: Sequence[float],
 ) -> dict[str, Any]:
     """Each turn is held against gloo's of the same round; the middle half of those ratios says how
     far to trust it.
     """
-    low, middle, high = quantiles(
-        (theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)), n=4
-    )
+    ratios = [theirs / ours for theirs, ours in zip(gloo_s, seconds, strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
     return {
         "way": way,
         "num_bytes": num_bytes,
@@ -68,13 +75,19 @@ def _row(
     }
 
 
-def _run(rank: int, folder: str, num_bytes: int, repeats: int, pace: Pace) -> None:
+def _run(
+    rank: int,
+    folder: str,
+    num_bytes: int,
+    repeats: int,
+    pace: Pace,
+) -> None:
     torch.set_num_threads(1)
     store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     transports = {way: connect(rank, way, store) for way in _OURS}
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    ways: dict[str, Callable[[], None]] = {"gloo": partial(_over_gloo, rank, payload)}
+    ways: Ways = {"gloo": partial(_over_gloo, rank, payload)}
     for way, transport in transports.items():
         ways[way] = partial(_over_ours, transport, payload)
     _time_in_turns(ways)  # opens gloo's sockets
@@ -93,16 +106,19 @@ def _run(rank: int, folder: str, num_bytes: int, repeats: int, pace: Pace) -> No
     dist.destroy_process_group()
 
 
-def connect(rank: int, way: str, store: Any) -> GrpcTransport | TcpTransport:
+def connect(rank: int, way: str, store: Any) -> Wire:
     """One end of a link between two processes that share `store`."""
     kind, connections = _OURS[way]
     transport = kind(rank, connections=connections, connect_timeout_s=_JOIN_S)
     store.set(f"{way}/{rank}", f"127.0.0.1:{transport.port}")
-    transport.connect({r: store.get(f"{way}/{r}").decode() for r in (0, 1)}, [1 - rank])
+    addresses: dict[int, str | None] = {}
+    for end in (0, 1):
+        addresses[end] = store.get(f"{way}/{end}").decode()
+    transport.connect(addresses, [1 - rank])
     return transport
 
 
-def _time_in_turns(ways: dict[str, Callable[[], None]]) -> dict[str, float]:
+def _time_in_turns(ways: Ways) -> dict[str, float]:
     """One round: the seconds of each way."""
     seconds = {}
     for way, move in ways.items():
@@ -114,18 +130,26 @@ def _time_in_turns(ways: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def _over_gloo(rank: int, payload: torch.Tensor) -> None:
-    for _ in range(_BURST):
-        dist.send(payload, 1) if rank == 0 else dist.recv(payload, 0)
-    dist.recv(_ACK, 1) if rank == 0 else dist.send(_ACK, 0)
+    if rank == 0:
+        for _ in range(_BURST):
+            dist.send(payload, 1)
+        dist.recv(_ACK, 1)
+    else:
+        for _ in range(_BURST):
+            dist.recv(payload, 0)
+        dist.send(_ACK, 0)
 
 
-def _over_ours(transport: GrpcTransport | TcpTransport, payload: torch.Tensor) -> None:
+def _over_ours(transport: Wire, payload: torch.Tensor) -> None:
     if transport.rank == 0:
         for _ in range(_BURST):
             transport.send(payload, 1, "payload")
         transport.recv(_ACK_SPEC, 1, "ack").wait()
     else:
-        pending = [transport.recv(TensorSpec.of(payload), 0, "payload") for _ in range(_BURST)]
+        like = TensorSpec.of(payload)
+        # All are posted before the first is waited for, as the executor posts its receives.
+        pending = [transport.recv(like, 0, "payload") for _ in range(_BURST)]
         while pending:
+            # Popped: a tensor that has arrived is not kept while the next one is received.
             pending.pop(0).wait()
         transport.send(_ACK, 0, "ack")

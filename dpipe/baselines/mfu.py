@@ -11,7 +11,6 @@ share the one device, with TCP between them.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -105,10 +104,11 @@ class Case:
         is seen.
         """
         shape = (self.num_microbatches, self.microbatch_size, self.context + 1)
-        tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-        return Batch(
-            [(t[:, :-1].contiguous(),) for t in tokens], [t[:, 1:].contiguous() for t in tokens]
-        )
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocab_size, shape, generator=generator)
+        inputs = [(t[:, :-1].contiguous(),) for t in tokens]
+        targets = [t[:, 1:].contiguous() for t in tokens]
+        return Batch(inputs, targets)
 
     @property
     def step_flops(self) -> float:
@@ -154,7 +154,10 @@ class _Loop:
 
     def measured(self) -> Measured:
         return Measured(
-            median(self.seconds), tuple(self.losses), self.peak_bytes, dict(self.timers())
+            step_s=median(self.seconds),
+            losses=tuple(self.losses),
+            peak_bytes=self.peak_bytes,
+            timers=dict(self.timers()),
         )
 
 
@@ -178,21 +181,28 @@ def measure_both(case: Case, pace: Pace | None = None) -> tuple[Measured, Measur
 def check_parity(case: Case, plain: Measured, ours: Measured) -> None:
     """Raises `AssertionError` where the two have not trained alike."""
     bound = 1e-4 if case.precision == "fp32" else 0.05
-    difference = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
+    pairs = zip(plain.losses, ours.losses, strict=True)
+    difference = max(abs(a - b) for a, b in pairs)
     assert difference < bound, (
         f"the losses differ by {difference}: {plain.losses} against {ours.losses}"
     )
     assert plain.losses[-1] < plain.losses[0], f"the plain loop has learned nothing: {plain.losses}"
 
 
-def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> dict[str, Any]:
+def row(
+    case: Case,
+    engine: str,
+    measured: Measured,
+    plain: Measured | None,
+) -> dict[str, Any]:
     """What a table shows; `mfu` is None on a device whose peak is not known."""
-    name = (
-        torch.cuda.get_device_name(case.device)
-        if torch.device(case.device).type == "cuda"
-        else "CPU"
-    )
+    name = "CPU"
+    if torch.device(case.device).type == "cuda":
+        name = torch.cuda.get_device_name(case.device)
     peak = peak_of(name)
+    used = None
+    if peak is not None:
+        used = mfu(case.step_flops, measured.step_s, peak, case.precision)
     tokens = case.microbatch_size * case.num_microbatches * case.context
     return {
         "model": case.name,
@@ -203,9 +213,7 @@ def row(case: Case, engine: str, measured: Measured, plain: Measured | None) -> 
         "device": name,
         "step_s": measured.step_s,
         "tokens_per_s": tokens / measured.step_s,
-        "mfu": None
-        if peak is None
-        else mfu(case.step_flops, measured.step_s, peak, case.precision),
+        "mfu": used,
         "memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
         "over plain": None if plain is None else measured.step_s / plain.step_s,
     }
@@ -260,22 +268,16 @@ def _plain_forward(
     case: Case, layers: list[nn.Module]
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     autocasts = case.parameters == "fp32" and case.precision != "fp32"
-    for layer in layers if case.compiled else ():
-        layer.compile()
+    recomputes = case.recompute == "full"
+    if case.compiled:
+        for layer in layers:
+            layer.compile()
 
     def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x: Any = tokens
-        with (
-            torch.autocast(tokens.device.type, _DTYPES[case.precision])
-            if autocasts
-            else nullcontext()
-        ):
+        with torch.autocast(tokens.device.type, _DTYPES[case.precision], enabled=autocasts):
             for layer in layers:
-                x = (
-                    checkpoint(layer, x, use_reentrant=False)
-                    if case.recompute == "full"
-                    else layer(x)
-                )
+                x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
         return case.model().loss(x.float(), targets)
 
     return forward
@@ -290,34 +292,43 @@ def measure(case: Case) -> Measured:
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_process, args=(case, store.port, results), nprocs=case.stages)
-    found = [results.get() for _ in range(case.stages)]
-    by_stage: list[Measured] = [measured for _, measured in sorted(found, key=lambda pair: pair[0])]
+    measured: dict[int, Measured] = dict(results.get() for _ in range(case.stages))
+    by_stage = [measured[rank] for rank in range(case.stages)]
     peaks = [m.peak_bytes for m in by_stage if m.peak_bytes is not None]
     total = sum(peaks) if peaks else None
+    # The last stage knows the losses. The first one's timers: it has waited for all others.
     return replace(by_stage[-1], peak_bytes=total, timers=by_stage[0].timers)
 
 
-def _process(rank: int, case: Case, port: int, results: Any) -> None:
+def _process(
+    rank: int,
+    case: Case,
+    port: int,
+    results: Any,
+) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     streams = streams_of(case.device)
     transport = TcpTransport(rank, connect_timeout_s=_WAIT_S, streams=streams)
     store.set(str(rank), f"127.0.0.1:{transport.port}")
     peers = {rank - 1, rank + 1} & set(range(case.stages))
-    transport.connect({r: store.get(str(r)).decode() for r in range(case.stages)}, peers)
-    results.put(
-        (
-            rank,
-            _measure(case, [lambda case: _dpipe_loop(case, rank, transport, streams)], silent())[0],
-        )
+    addresses: dict[int, str | None] = {}
+    for peer in range(case.stages):
+        addresses[peer] = store.get(str(peer)).decode()
+    transport.connect(addresses, peers)
+    [measured] = _measure(
+        case, [lambda case: _dpipe_loop(case, rank, transport, streams)], silent()
     )
+    results.put((rank, measured))
+    # A transport that closes early is a lost peer to those still in their last step.
     store.set(f"done {rank}", "")
-    store.wait([f"done {r}" for r in range(case.stages)])
+    store.wait([f"done {peer}" for peer in range(case.stages)])
     transport.close()
 
 
 def _one_stage(case: Case) -> _Loop:
-    return _dpipe_loop(case, 0, LocalHub(1).transport(0), streams_of(case.device))
+    transport = LocalHub(1).transport(0)
+    return _dpipe_loop(case, 0, transport, streams_of(case.device))
 
 
 def _dpipe_stage(case: Case, rank: int, device: torch.device) -> Stage:
@@ -336,7 +347,12 @@ def _dpipe_stage(case: Case, rank: int, device: torch.device) -> Stage:
     )
 
 
-def _dpipe_loop(case: Case, rank: int, transport: Any, streams: Streams) -> _Loop:
+def _dpipe_loop(
+    case: Case,
+    rank: int,
+    transport: Any,
+    streams: Streams,
+) -> _Loop:
     batch = case.batch()
     stage = _dpipe_stage(case, rank, streams.device)
     replicas = Single({rank: stage}, _ADAM)
@@ -400,9 +416,20 @@ def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) 
     return loop
 
 
-XL = Case("GPT-3 XL 1.3B", num_layers=24, width=2048, num_heads=16, context=2048)
+XL = Case(
+    "GPT-3 XL 1.3B",
+    num_layers=24,
+    width=2048,
+    num_heads=16,
+    context=2048,
+)
 MEDIUM = Case(
-    "GPT-2 345M", num_layers=24, width=1024, num_heads=16, context=1024, microbatch_size=8
+    "GPT-2 345M",
+    num_layers=24,
+    width=1024,
+    num_heads=16,
+    context=1024,
+    microbatch_size=8,
 )
 TINY = Case(
     "tiny",
@@ -420,7 +447,13 @@ TINY = Case(
 # On a CPU a step of seconds, so that what is compared is the engine beside compute and not beside
 # nothing.
 SMALL = replace(
-    TINY, name="small", num_layers=4, width=512, num_heads=8, context=256, vocab_size=8192
+    TINY,
+    name="small",
+    num_layers=4,
+    width=512,
+    num_heads=8,
+    context=256,
+    vocab_size=8192,
 )
 
 

@@ -25,12 +25,16 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved, Pending
 
 PORT = 7001
-_KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {"tcp": TcpTransport, "grpc": GrpcTransport}
+_KINDS: dict[str, type[TcpTransport | GrpcTransport]] = {
+    "tcp": TcpTransport,
+    "grpc": GrpcTransport,
+}
 _WORD = TensorSpec((1,), torch.uint8)
 _PAYLOAD = TensorSpec((4 << 20,), torch.uint8)
 _JOIN_S = 120.0  # in which the other end has started
 _UNDER_WAY = 16  # tensors: what a long fat link holds, and some
 _AHEAD = 4  # tensors that have a place before they come, as in a run
+Coming = deque[Pending[torch.Tensor]]
 
 
 def send(transport: Transport, warm_up_s: float, seconds: float) -> None:
@@ -42,7 +46,8 @@ def send(transport: Transport, warm_up_s: float, seconds: float) -> None:
 
 def _stream(transport: Transport, duration_s: float) -> None:
     """At least the last tensor."""
-    tensor, last = (torch.full(_PAYLOAD.shape, value, dtype=torch.uint8) for value in (0, 1))
+    tensor = torch.zeros(_PAYLOAD.shape, dtype=torch.uint8)
+    last = torch.ones(_PAYLOAD.shape, dtype=torch.uint8)
     leaving: deque[Pending[None]] = deque()
     deadline = time.monotonic() + duration_s
     while time.monotonic() < deadline:
@@ -60,11 +65,11 @@ def receive(transport: Transport) -> float:
     return rate_gbps(counted)
 
 
-def _expect(transport: Transport) -> deque[Pending[torch.Tensor]]:
+def _expect(transport: Transport) -> Coming:
     return deque(transport.recv(_PAYLOAD, 0, "payload") for _ in range(_AHEAD))
 
 
-def _take(transport: Transport, coming: deque[Pending[torch.Tensor]]) -> list[Moved]:
+def _take(transport: Transport, coming: Coming) -> list[Moved]:
     """When each tensor of a stretch moved; says that all are through."""
     found: list[Moved] = []
     last = False
@@ -81,8 +86,10 @@ def _take(transport: Transport, coming: deque[Pending[torch.Tensor]]) -> list[Mo
 
 def rate_gbps(moved: Sequence[Moved]) -> float:
     """What has moved, from the first byte to the last."""
-    duration_ns = max(m.end_ns for m in moved) - min(m.start_ns for m in moved)
-    return sum(m.num_bytes for m in moved) * 8 / duration_ns
+    start_ns = min(m.start_ns for m in moved)
+    end_ns = max(m.end_ns for m in moved)
+    num_bytes = sum(m.num_bytes for m in moved)
+    return num_bytes * 8 / (end_ns - start_ns)  # bits a nanosecond are Gbit a second
 
 
 @click.command(help=__doc__)
@@ -101,13 +108,16 @@ def main(
     warm_up_s: float,
 ) -> None:
     transport = _KINDS[kind](
-        rank, bind=addresses[rank], port=PORT, connections=connections, connect_timeout_s=_JOIN_S
+        rank,
+        bind=addresses[rank],
+        port=PORT,
+        connections=connections,
+        connect_timeout_s=_JOIN_S,
     )
     click.echo("listening")  # only now may rank 0 be started, which dials
+    both = {end: f"{address}:{PORT}" for end, address in enumerate(addresses)}
     try:
-        transport.connect(
-            {r: f"{address}:{PORT}" for r, address in enumerate(addresses)}, {1 - rank}
-        )
+        transport.connect(both, {1 - rank})
         if rank == 0:
             send(transport, warm_up_s, seconds)
         else:

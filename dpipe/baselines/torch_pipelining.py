@@ -66,15 +66,17 @@ class Size:
         )
 
     def layers_of(self, rank: int) -> range:
-        half = (self.num_layers + 2) // 2
-        return range(half) if rank == 0 else range(half, self.num_layers + 2)
+        num_layers = self.num_layers + 2  # and the embedding and the head
+        half = num_layers // 2
+        return range(half) if rank == 0 else range(half, num_layers)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.microbatch_size * self.num_microbatches, self.context + 1)
-        tokens = torch.randint(
-            self.vocab_size, shape, generator=torch.Generator().manual_seed(step)
-        )
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self.vocab_size, shape, generator=generator)
+        inputs = tokens[:, :-1].contiguous()
+        targets = tokens[:, 1:].contiguous()
+        return inputs, targets
 
 
 # To compare losses alone, in seconds.
@@ -92,7 +94,10 @@ Step = Callable[[torch.Tensor, torch.Tensor], float | None]
 
 
 def compare_pipelining(
-    schedule: str, size: Size | None = None, transport: str = "grpc", pace: Pace | None = None
+    schedule: str,
+    size: Size | None = None,
+    transport: str = "grpc",
+    pace: Pace | None = None,
 ) -> dict[str, Any]:
     """The median seconds of a step of each engine; the median ratio of two steps in a row, and the
     middle half of those ratios; the largest difference between their losses.
@@ -101,13 +106,15 @@ def compare_pipelining(
     nothing.
     """
     size = size or Size()
+    pace = pace or silent()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    args = (schedule, size, transport, free_port(), pace or silent(), results)
+    args = (schedule, size, transport, free_port(), pace, results)
     spawn(_rank, args=args, nprocs=NUM_RANKS)
     ours_s, theirs_s, ours, theirs = results.get()
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-3, f"the losses differ by {difference}: {ours} against {theirs}"
-    low, middle, high = quantiles((a / b for a, b in zip(ours_s, theirs_s, strict=True)), n=4)
+    ratios = [a / b for a, b in zip(ours_s, theirs_s, strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
     return {
         "schedule": schedule,
         "transport": transport,
@@ -120,13 +127,21 @@ def compare_pipelining(
 
 
 def _rank(
-    rank: int, schedule: str, size: Size, kind: str, port: int, pace: Pace, results: Any
+    rank: int,
+    schedule: str,
+    size: Size,
+    kind: str,
+    port: int,
+    pace: Pace,
+    results: Any,
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a core a rank, for both engines
     store = TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     transport = connect(rank, f"{kind} x1", store)
-    turns = _Turns(our_step(rank, schedule, size, transport), torch_step(rank, schedule, size))
+    ours = our_step(rank, schedule, size, transport)
+    theirs = torch_step(rank, schedule, size)
+    turns = _Turns(ours, theirs)
     for index in range(_WARM_UP):
         turns.take(index, *size.batch(index))
     round_s = sum(times[-1] for times in turns.times)
@@ -137,8 +152,9 @@ def _rank(
         if rank == 0:
             pace.done(number + 1, rounds)
     transport.close()
-    if rank == NUM_RANKS - 1:
-        results.put((*(times[_WARM_UP:] for times in turns.times), *turns.losses))
+    if rank == NUM_RANKS - 1:  # it knows the losses
+        ours_s, theirs_s = turns.times
+        results.put((ours_s[_WARM_UP:], theirs_s[_WARM_UP:], *turns.losses))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -157,7 +173,7 @@ class _Turns:
             dist.barrier()
             began = time.perf_counter()
             loss = self._steps[engine](inputs, targets)
-            dist.barrier()
+            dist.barrier()  # a step has ended when both ranks have
             self.times[engine].append(time.perf_counter() - began)
             self.losses[engine].append(0.0 if loss is None else loss)
 
@@ -167,7 +183,12 @@ def _layers(rank: int, size: Size) -> dict[int, nn.Module]:
     return {layer: materialise(model, layer, 0, "cpu") for layer in size.layers_of(rank)}
 
 
-def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step:
+def our_step(
+    rank: int,
+    schedule: str,
+    size: Size,
+    transport: Transport,
+) -> Step:
     plan = lower(generate(schedule, NUM_RANKS, size.num_microbatches))
     stage = Stage(
         rank,
@@ -176,9 +197,16 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
         loss=size.model().loss if rank == NUM_RANKS - 1 else None,
         splits_backward=plan.splits,
     )
-    boundary = TensorSpec((size.microbatch_size, size.context, size.width), torch.float32)
+    shape = (size.microbatch_size, size.context, size.width)
+    boundary = TensorSpec(shape, torch.float32)
     parts = Parts(
-        rank, {rank: stage}, transport, codec("none"), ((boundary,),), Single(), Recorder(rank)
+        rank,
+        {rank: stage},
+        transport,
+        codec("none"),
+        ((boundary,),),
+        Single(),
+        Recorder(rank),
     )
     executor = Executor(parts)
     optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
@@ -186,8 +214,9 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
         stage.begin_step(next(steps))
-        cut = [t.split(size.microbatch_size) for t in (inputs, targets)]
-        result = executor.run(plan, Batch([(x,) for x in cut[0]], list(cut[1])))
+        x_of = inputs.split(size.microbatch_size)
+        y_of = targets.split(size.microbatch_size)
+        result = executor.run(plan, Batch([(x,) for x in x_of], list(y_of)))
         optimizer.step()
         stage.zero_grad()
         return result.loss
@@ -198,9 +227,8 @@ def our_step(rank: int, schedule: str, size: Size, transport: Transport) -> Step
 def torch_step(rank: int, schedule: str, size: Size) -> Step:
     module = nn.Sequential(*_layers(rank, size).values())
     stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"))
-    plan = torch_schedule(
-        generate(schedule, NUM_RANKS, size.num_microbatches), [stage], size.model().loss
-    )
+    order = generate(schedule, NUM_RANKS, size.num_microbatches)
+    plan = torch_schedule(order, [stage], size.model().loss)
     optimizer = torch.optim.AdamW(module.parameters())
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
@@ -211,6 +239,8 @@ def torch_step(rank: int, schedule: str, size: Size) -> Step:
             plan.step(target=targets, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
-        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
+        if not losses:  # not the last stage
+            return None
+        return sum(float(loss.detach()) for loss in losses) / len(losses)
 
     return step
