@@ -3,7 +3,8 @@
 The rooms, from the ground up; imports point down only (`tests/test_architecture.py` holds them):
 
     front door    cli            parses, then calls one function
-    comparison    baselines      other engines, measured beside this one
+    comparison    bench          two ways in one run, and their ratio
+                  baselines      other engines on our configuration
     composition   run            a configuration becomes ranks that train
     training      engine         the loop: executor, recorder, update, trainer
                   report         metrics, what a person sees, the trace of a run

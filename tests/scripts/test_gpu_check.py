@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpipe.baselines.mfu import TINY
+from dpipe.bench.mfu import TINY
 from dpipe.stage.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parents[2]

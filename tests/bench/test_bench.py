@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from dpipe.baselines import bench, loopback
-from dpipe.baselines.loopback import Loopback
+from dpipe.bench import bench, loopback
+from dpipe.bench.loopback import Loopback
 from dpipe.errors import ConfigError, RunError
 from dpipe.network.link import Link
 from dpipe.report.pace import Pace, silent

@@ -1,6 +1,6 @@
 import pytest
 
-from dpipe.baselines.torch_pipelining import Size, compare_pipelining
+from dpipe.bench.torch_pipelining import Size, compare_pipelining
 
 TINY = Size(
     num_layers=2,

@@ -32,7 +32,7 @@ from dpipe.report.pace import QUICK_S, Pace
 from dpipe.schedule.generate import GENERATORS, GPIPE, ONE_F_ONE_B
 
 if TYPE_CHECKING:
-    from dpipe.baselines.loopback import Loopback
+    from dpipe.bench.loopback import Loopback
 
 Row = dict[str, Any]
 _TRANSPORTS = ("grpc", "tcp")
@@ -91,7 +91,7 @@ def bench_engine(pace: Pace) -> list[Row]:
     processor time of its messages, both measured in the same round. What is left above 1.0 is the
     engine's own.
     """
-    from dpipe.baselines.loopback import measure_loopback
+    from dpipe.bench.loopback import measure_loopback
 
     transports = ("tcp",) if pace.quick else _TRANSPORTS
     rounds = range(1 if pace.quick else _ROUNDS)
@@ -180,7 +180,7 @@ def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[fl
 
 
 def bench_transport(pace: Pace) -> list[Row]:
-    from dpipe.baselines.gloo import compare_transport
+    from dpipe.bench.gloo import compare_transport
 
     for _ in pace.parts(["16 MB tensors"], str):
         rows = compare_transport(pace=pace)
@@ -193,7 +193,7 @@ def _on_hosts(
     rank: int,
     pace: Pace,
 ) -> list[Row]:
-    from dpipe.baselines.allreduce import compare_hosts
+    from dpipe.bench.allreduce import compare_hosts
 
     if name != "all-reduce" or not rank < len(hosts):
         raise ConfigError(
@@ -205,7 +205,7 @@ def _on_hosts(
 
 
 def bench_all_reduce(pace: Pace) -> list[Row]:
-    from dpipe.baselines.allreduce import compare_here
+    from dpipe.bench.allreduce import compare_here
 
     for _ in pace.parts(["64 MB"], str):
         rows = compare_here(pace=pace)
@@ -213,7 +213,7 @@ def bench_all_reduce(pace: Pace) -> list[Row]:
 
 
 def bench_pipelining(pace: Pace) -> list[Row]:
-    from dpipe.baselines.torch_pipelining import compare_pipelining
+    from dpipe.bench.torch_pipelining import compare_pipelining
 
     pairs = list(itertools.product((GPIPE.name, ONE_F_ONE_B.name), _TRANSPORTS))
     return [
@@ -223,7 +223,7 @@ def bench_pipelining(pace: Pace) -> list[Row]:
 
 
 def bench_mfu(pace: Pace) -> list[Row]:
-    from dpipe.baselines.mfu import compare_here
+    from dpipe.bench.mfu import compare_here
 
     for _ in pace.parts(["steps in turns"], str):
         rows = compare_here(pace)

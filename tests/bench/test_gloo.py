@@ -1,7 +1,7 @@
 import pytest
 
-from dpipe.baselines.gloo import _row, compare_transport
-from dpipe.baselines.loopback import measure_loopback
+from dpipe.bench.gloo import _row, compare_transport
+from dpipe.bench.loopback import measure_loopback
 
 
 def test_comparison_gives_the_rate_of_each_way_and_its_ratio() -> None:

@@ -1,7 +1,7 @@
 """What one link between two processes carries, wherever they are: one of its two ends.
 
-    python -m dpipe.baselines.rate 1 ADDRESS0 ADDRESS1 --connections 4   receives, prints Gbit/s
-    python -m dpipe.baselines.rate 0 ADDRESS0 ADDRESS1 --connections 4   sends
+    python -m dpipe.bench.rate 1 ADDRESS0 ADDRESS1 --connections 4   receives, prints Gbit/s
+    python -m dpipe.bench.rate 0 ADDRESS0 ADDRESS1 --connections 4   sends
 
 `scripts/link.py` runs it on two hosts of a lab. The receiver alone counts, by its own clock, and
 what is under way when the warm-up ends is let through first: no byte that came before the clock was

@@ -20,8 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.spawn import spawn
 
-from dpipe.baselines.gloo import connect
 from dpipe.baselines.torch_schedule import torch_schedule
+from dpipe.bench.gloo import connect
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts

@@ -4,7 +4,7 @@ real.
 
 import pytest
 
-from dpipe.baselines.loopback import SMALL_BYTES, loopback_of, measure_loopback
+from dpipe.bench.loopback import SMALL_BYTES, loopback_of, measure_loopback
 
 MB = 1_000_000
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-from dpipe.baselines import rate
+from dpipe.bench import rate
 from dpipe.errors import JoinError
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.transfer import Moved

@@ -1,4 +1,4 @@
-from dpipe.baselines.allreduce import compare_here
+from dpipe.bench.allreduce import compare_here
 
 
 def test_every_way_averages_in_turns_with_gloo() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpipe.baselines.mfu import TINY, Case, Measured, check_parity, measure, measure_both
+from dpipe.bench.mfu import TINY, Case, Measured, check_parity, measure, measure_both
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stubs do not export it
 from torch.multiprocessing.spawn import spawn
 
-from dpipe.baselines.gloo import connect
+from dpipe.bench.gloo import connect
 from dpipe.network.link import Host, Link
 from dpipe.wire.spec import TensorSpec
 
