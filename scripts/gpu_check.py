@@ -28,7 +28,7 @@ import click
 import torch
 
 from dpipe.bench.mfu import MEDIUM, TINY, XL, Case, compare_mfu, measure, row
-from dpipe.stage.efficiency import peak_of
+from dpipe.report.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (

@@ -107,7 +107,11 @@ def _open(config: Config, process: ProcessInfo, device: torch.device) -> None:
     )
 
 
-def _of_gpus(config: Config, streams: Streams, seconds: float) -> dict[str, Any]:
+def _of_gpus(
+    config: Config,
+    streams: Streams,
+    seconds: float,
+) -> dict[str, Any]:
     """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is
     known. All ranks meet here.
     """

@@ -33,6 +33,7 @@ from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
@@ -76,9 +77,7 @@ def make_step(config: Config, rank: int) -> Step:
     here = config.ranks_of(rank)
     device = torch.device(config.node.device)
     assert run_plan.model is not None and run_plan.corpus is not None
-    # Ranks in our order: those of a replica are neighbours.
-    mesh_shape = (here.dp_size, here.pp_size)
-    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("dp", "pp"))
+    mesh = _mesh(here, device)
     order = run_plan.forecast.schedule
     own = [stage for stage in range(order.num_stages) if order.rank_of_stage[stage] == here.pp_rank]
     modules = {stage: _module(run_plan, stage, mesh["dp"]) for stage in own}
@@ -98,6 +97,12 @@ def make_step(config: Config, rank: int) -> Step:
         return mean_loss(losses, here.dp_size, device)
 
     return step
+
+
+def _mesh(here: ParallelRanks, device: torch.device) -> DeviceMesh:
+    """In our order: the ranks of a replica are neighbours."""
+    shape = (here.dp_size, here.pp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))
 
 
 def _stages(
@@ -132,7 +137,13 @@ class Layer(nn.Module):
     its boundary.
     """
 
-    def __init__(self, layer: nn.Module, *, half: bool, recompute: str) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        half: bool,
+        recompute: str,
+    ) -> None:
         super().__init__()
         self.layer = layer
         self._half = half
@@ -215,7 +226,11 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def mean_loss(losses: Iterable[torch.Tensor], num_replicas: int, device: torch.device) -> float:
+def mean_loss(
+    losses: Iterable[torch.Tensor],
+    num_replicas: int,
+    device: torch.device,
+) -> float:
     """The mean over micro-batches and replicas, known to all ranks; those off the last stage give
     none.
     """

@@ -325,7 +325,11 @@ def _forward_bert(
     return output, partial(_masked_words_and_pairs, asked, targets[:, 0])
 
 
-def _masked_words_and_pairs(asked: torch.Tensor, pairs: torch.Tensor, output: Tensors) -> Loss:
+def _masked_words_and_pairs(
+    asked: torch.Tensor,
+    pairs: torch.Tensor,
+    output: Tensors,
+) -> Loss:
     """As `stage.bert.masked_and_pair_loss`, of losses."""
     losses, judged = (tensor.float() for tensor in output)
     # Multiplied, not picked out: the host would wait to hear how many there are.
@@ -337,7 +341,11 @@ def _loss(loss: torch.Tensor) -> Loss:
     return loss, {"loss": loss.detach().clone()}  # Megatron scales the first in place
 
 
-def _mean_loss(losses: list[torch.Tensor], here: ParallelRanks, device: torch.device) -> float:
+def _mean_loss(
+    losses: list[torch.Tensor],
+    here: ParallelRanks,
+    device: torch.device,
+) -> float:
     """Over micro-batches and replicas. All ranks of a last stage know the same, and count once."""
     total = torch.zeros((), device=device)
     if losses:

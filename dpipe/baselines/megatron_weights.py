@@ -31,7 +31,12 @@ Sources = Mapping[str, Source]  # by the name of theirs
 Theirs = dict[str, tuple[nn.Parameter, Source]]
 
 
-def _both(name: str, dim: int | None = None, *, by_head: bool = False) -> dict[str, Source]:
+def _both(
+    name: str,
+    dim: int | None = None,
+    *,
+    by_head: bool = False,
+) -> dict[str, Source]:
     return {kind: Source(f"{name}.{kind}", dim, by_head) for kind in ("weight", "bias")}
 
 
@@ -90,7 +95,11 @@ BERT = Names(
 )
 
 
-def parameters_by_layer(model: Any, names: Names, num_layers: int) -> Iterator[tuple[int, Theirs]]:
+def parameters_by_layer(
+    model: Any,
+    names: Names,
+    num_layers: int,
+) -> Iterator[tuple[int, Theirs]]:
     """The parameters of a Megatron model by our layer; theirs count blocks from 1, as ours are
     behind an embedding.
 

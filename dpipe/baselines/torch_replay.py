@@ -90,7 +90,9 @@ def make_step(config: Config, rank: int) -> Step:
     for index in range(order.num_stages):
         if order.rank_of_stage[index] == rank:
             modules[index] = ReplayModule(config, index)
-    stages = [_stage(module, index, order.num_stages) for index, module in modules.items()]
+    stages = []
+    for index, module in modules.items():
+        stages.append(_stage(module, index, order.num_stages))
     plan = torch_schedule(order, stages, lambda output, target: output.sum())
     inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
     target = torch.zeros(microbatches) if last in modules else None

@@ -156,7 +156,12 @@ class _Process:
     def _by_exchange(self, exchange: DirectExchange) -> None:
         exchange.average(self._row, 0, lambda piece: None)
 
-    def _in_turns(self, ways: Ways, repeats: int, pace: Pace) -> dict[str, list[float]]:
+    def _in_turns(
+        self,
+        ways: Ways,
+        repeats: int,
+        pace: Pace,
+    ) -> dict[str, list[float]]:
         """Seconds of the slowest process, by way, of each round after the first: that one opens
         sockets and buffers.
         """

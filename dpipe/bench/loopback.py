@@ -56,7 +56,11 @@ class Loopback:
         )
 
 
-def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01) -> Loopback:
+def measure_loopback(
+    way: str,
+    num_bytes: int = 1_000_000,
+    pause_s: float = 0.01,
+) -> Loopback:
     """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from messages of a few bytes and
     of `num_bytes`.
 
@@ -70,7 +74,9 @@ def measure_loopback(way: str, num_bytes: int = 1_000_000, pause_s: float = 0.01
 
 
 def loopback_of(
-    sent: Sequence[Sequence[Stamp]], received: Sequence[Sequence[Stamp]], num_bytes: int
+    sent: Sequence[Sequence[Stamp]],
+    received: Sequence[Sequence[Stamp]],
+    num_bytes: int,
 ) -> Loopback:
     """The link that messages have crossed, of each size the median: the small ones first, then
     those of `num_bytes`.

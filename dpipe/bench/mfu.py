@@ -27,11 +27,11 @@ from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
 from dpipe.plan.partition import split
+from dpipe.report.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.report.pace import Pace, silent
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
-from dpipe.stage.efficiency import gpt_train_flops, mfu, peak_of
 from dpipe.stage.gpt import gpt
 from dpipe.stage.master_weights import MasterWeights
 from dpipe.stage.model import LayeredModel
@@ -96,8 +96,10 @@ class Case:
 
     def layers_of(self, stage: int) -> range:
         """Blocks shared out evenly; the head counts as one block."""
-        counts = split([0.0] + [1.0] * (self.num_layers + 1), self.stages)
-        return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+        costs = [0.0] + [1.0] * (self.num_layers + 1)
+        counts = split(costs, self.stages)
+        start = sum(counts[:stage])
+        return range(start, start + counts[stage])
 
     def batch(self) -> Batch:
         """The same at each step, so that there is something to learn and a loop that learns nothing
@@ -169,7 +171,10 @@ def compare_mfu(case: Case, pace: Pace | None = None) -> list[dict[str, Any]]:
     """
     plain, ours = measure_both(case, pace)
     check_parity(case, plain, ours)
-    return [row(case, "plain", plain, plain), row(case, "dpipe", ours, plain)]
+    return [
+        row(case, "plain", plain, plain),
+        row(case, "dpipe", ours, plain),
+    ]
 
 
 def measure_both(case: Case, pace: Pace | None = None) -> tuple[Measured, Measured]:
@@ -261,7 +266,12 @@ def _plain_adamw(
         for decays in (True, False)
     ]
     fused = True if device.type == "cuda" else None
-    return torch.optim.AdamW(groups, lr=_ADAM.learning_rate, betas=_ADAM.betas, fused=fused)
+    return torch.optim.AdamW(
+        groups,
+        lr=_ADAM.learning_rate,
+        betas=_ADAM.betas,
+        fused=fused,
+    )
 
 
 def _plain_forward(
@@ -388,7 +398,11 @@ def _dpipe_loop(
     return _Loop(step, lambda: timers)
 
 
-def _measure(case: Case, makes: Sequence[Callable[[Case], _Loop]], pace: Pace) -> list[Measured]:
+def _measure(
+    case: Case,
+    makes: Sequence[Callable[[Case], _Loop]],
+    pace: Pace,
+) -> list[Measured]:
     """Make and warm up each loop, then let them take turns."""
     device = torch.device(case.device)
     loops = [_warmed_up(case, make, device) for make in makes]
@@ -401,7 +415,11 @@ def _measure(case: Case, makes: Sequence[Callable[[Case], _Loop]], pace: Pace) -
     return [loop.measured() for loop in loops]
 
 
-def _warmed_up(case: Case, make: Callable[[Case], _Loop], device: torch.device) -> _Loop:
+def _warmed_up(
+    case: Case,
+    make: Callable[[Case], _Loop],
+    device: torch.device,
+) -> _Loop:
     """`peak_bytes` leaves out what the loops made before this one hold."""
     before = 0
     if device.type == "cuda":

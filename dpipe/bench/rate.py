@@ -95,8 +95,18 @@ def rate_gbps(moved: Sequence[Moved]) -> float:
 @click.command(help=__doc__)
 @click.argument("rank", type=click.IntRange(0, 1))
 @click.argument("addresses", nargs=2)
-@click.option("--kind", type=click.Choice(list(_KINDS)), default="tcp", show_default=True)
-@click.option("--connections", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--kind",
+    type=click.Choice(list(_KINDS)),
+    default="tcp",
+    show_default=True,
+)
+@click.option(
+    "--connections",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+)
 @click.option("--seconds", default=5.0, show_default=True)
 @click.option("--warm-up", "warm_up_s", default=2.0, show_default=True)
 def main(

@@ -91,6 +91,7 @@ SMALL = Size(
 )
 
 Step = Callable[[torch.Tensor, torch.Tensor], float | None]
+Pair = tuple[list[float], list[float]]  # of ours, and of torch's
 
 
 def compare_pipelining(
@@ -164,10 +165,15 @@ class _Turns:
 
     def __init__(self, ours: Step, theirs: Step) -> None:
         self._steps = (ours, theirs)
-        self.times: tuple[list[float], list[float]] = ([], [])
-        self.losses: tuple[list[float], list[float]] = ([], [])
+        self.times: Pair = ([], [])
+        self.losses: Pair = ([], [])
 
-    def take(self, index: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def take(
+        self,
+        index: int,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
         """One step of each. Who goes first alternates: a step may slow down the next one."""
         for engine in (index % 2, 1 - index % 2):
             dist.barrier()
@@ -180,7 +186,10 @@ class _Turns:
 
 def _layers(rank: int, size: Size) -> dict[int, nn.Module]:
     model = size.model()
-    return {layer: materialise(model, layer, 0, "cpu") for layer in size.layers_of(rank)}
+    layers = {}
+    for index in size.layers_of(rank):
+        layers[index] = materialise(model, index, 0, "cpu")
+    return layers
 
 
 def our_step(
@@ -209,7 +218,7 @@ def our_step(
         Recorder(rank),
     )
     executor = Executor(parts)
-    optimizer = torch.optim.AdamW([p for _, p in stage.named_parameters()])
+    optimizer = torch.optim.AdamW(stage.parameters())
     steps = itertools.count()
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> float | None:

@@ -193,9 +193,9 @@ class _Run:
         if not self._losses:
             return None
         # Together: on a GPU the host waits once.
-        values = torch.stack(self._losses).flatten().tolist()
-        mean: float = sum(values) / len(values)
-        return mean
+        losses = torch.stack(self._losses)
+        values: list[float] = losses.flatten().tolist()
+        return sum(values) / len(values)
 
     def _forward(self, action: Action, stage: ComputingStage) -> None:
         m = action.microbatch
@@ -204,8 +204,11 @@ class _Run:
         if action.stage == 0:
             inputs = self._batch.inputs[m]
         else:
-            inputs = self._take(self._schedule.requires(action)[0])
-        targets = self._batch.targets[m] if last and self._batch.targets else None
+            source = self._schedule.requires(action)[0]
+            inputs = self._take(source)
+        targets = None
+        if last and self._batch.targets:
+            targets = self._batch.targets[m]
         # Forward is the first to read the parameters, which may still be on their way.
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
@@ -226,7 +229,8 @@ class _Run:
         assert action.microbatch is not None
         grads: Tensors = ()
         if not self._schedule.is_last(action.stage):
-            grads = self._take(self._schedule.requires(action)[1])
+            source = self._schedule.requires(action)[1]  # [0] is this stage's own forward
+            grads = self._take(source)
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
         if action.stage > 0:
@@ -319,14 +323,15 @@ class _Run:
         receive = Action(stage, Op.RECV_TIED)
         if receive in self._arriving:
             weight = self._parts.tied[stage]
-            weight.grad = _gradient(weight) + self._wait(receive)[0]
+            [received] = self._wait(receive)
+            weight.grad = _gradient(weight) + received
         elif self._parts.tied_here and self._schedule.is_last(stage):
             first, last = self._parts.tied_here
             first.grad = _gradient(first) + _gradient(last)
             last.grad = first.grad.clone()
 
     def _agree(self, action: Action) -> None:
-        # The span is of waiting for replicas: what compute still waits for must not count in it.
+        # Ahead of the span, which is of waiting for replicas alone.
         self._settle()
         with self._parts.recorder.span(Lane.WAIT, action):
             self._start_exchanges(lambda pending: True)

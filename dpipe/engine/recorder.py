@@ -46,8 +46,8 @@ class _Timing(AbstractContextManager[None]):
         self._action = action
 
     def __enter__(self) -> None:
-        # What the thread computed, not what it took: with that the simulator tells a stage from
-        # one that shared its core.
+        # Beside how long it took: where ranks share cores only the thread's own time says what a
+        # stage computes (`report/trace.py`).
         self._start = self._streams.mark()
         self._cpu_ns = time.thread_time_ns()
 

@@ -102,7 +102,8 @@ class Trainer:
             self.next_step += 1
             ended = self.next_step == job.train.steps
             # A run that is stopped has little time; the one that continues it evaluates first.
-            if ended or (self._is_due(job.train.eval_every) and not stopped):
+            evaluates = self._is_due(job.train.eval_every) and not stopped
+            if ended or evaluates:
                 self._evaluate()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
                 # Verdicts first: a step that was not finite must not be saved.
@@ -161,7 +162,8 @@ class Trainer:
         with job.executor.doing(vote, job.schedule):
             with job.recorder.span(Lane.UPDATE, vote):
                 gradient = job.update.measure()
-            report = self._report(step, time.perf_counter() - began, result)
+            seconds = time.perf_counter() - began
+            report = self._report(step, seconds, result)
             stop = job.wants_stop()
             with job.recorder.span(Lane.WAIT, vote):
                 decision = job.update.vote(
@@ -196,10 +198,11 @@ class Trainer:
         sent_bytes: Counter[int | str] = Counter()
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            peer = None if message.received else message.peer
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
+            peer = None
             if not message.received:
-                sent_bytes[message.peer] += message.moved.num_bytes
+                peer = message.peer
+                sent_bytes[peer] += message.moved.num_bytes
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
         return sent_bytes
 
     def _report(self, step: int, seconds: float, result: StepResult) -> dict[str, Any]:
@@ -284,7 +287,8 @@ class Trainer:
             return
         losses: list[float | None] = []
         for index in range(job.train.eval_batches):
-            result = job.executor.run(job.eval_schedule, job.feed.held_out(index))
+            batch = job.feed.held_out(index)
+            result = job.executor.run(job.eval_schedule, batch)
             losses.append(result.loss)
         if job.here.tp_rank > 0:
             losses = [None]  # the first rank of the group reports it
@@ -343,5 +347,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def _by_rank(reports: Sequence[RankReport], name: str) -> dict[str, Any]:
     """What the ranks report under `name`, without those that do not know it."""
-    values = [getattr(report, name) for report in reports]
-    return {str(rank): value for rank, value in enumerate(values) if value is not None}
+    by_rank = {}
+    for rank, report in enumerate(reports):
+        value = getattr(report, name)
+        if value is not None:
+            by_rank[str(rank)] = value
+    return by_rank

@@ -114,15 +114,32 @@ def _mlp_peaks(sizes: TransformerSizes, dropped: int) -> _PartPeaks:
     w = sizes.part
     r = sizes.stream
     if sizes.ranks == 1:
-        return _PartPeaks(forward=2 * u, backward=6 * u + largest, input=10 * u)
+        return _PartPeaks(
+            forward=2 * u,
+            backward=6 * u + largest,
+            input=10 * u,
+        )
     if not sizes.sequence:
-        backward = max(2 * u + 4 * w + largest, 3 * u - 4 * w + largest, 4 * u - 8 * w)
-        return _PartPeaks(forward=2 * u, backward=backward, input=max(2 * u + 8 * w, 4 * u))
+        backward = max(
+            2 * u + 4 * w + largest,
+            3 * u - 4 * w + largest,
+            4 * u - 8 * w,
+        )
+        return _PartPeaks(
+            forward=2 * u,
+            backward=backward,
+            input=max(2 * u + 8 * w, 4 * u),
+        )
     # A gradient that is gathered, times noise that is then freed.
     given = r if sizes.dropout else 2 * r
     return _PartPeaks(
         forward=2 * u + r,
-        backward=given + max(2 * u, u + 4 * w + largest, 2 * u - 4 * w + largest),
+        backward=given
+        + max(
+            2 * u,
+            u + 4 * w + largest,
+            2 * u - 4 * w + largest,
+        ),
         input=max(given + u + 8 * w, r + 6 * u - dropped),
     )
 
@@ -137,7 +154,11 @@ def _half_mlp_peaks(sizes: TransformerSizes, dropped: int) -> _PartPeaks:
     r = sizes.stream
     noise = r if sizes.dropout else 0
     gathered = (u - noise) // 2  # its noise is freed by then
-    backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, noise)
+    backward = 2 * r + max(
+        gathered + 2 * w + largest // 2,
+        largest,
+        noise,
+    )
     input_bytes = 2 * r + gathered + 4 * w - largest // 2
     if sizes.sequence:
         return _PartPeaks(
@@ -252,7 +273,11 @@ def _forward_alone(sizes: TransformerSizes) -> int:
     if half:
         return max(core, 4 * w + u)
     if sizes.sequence:
-        return max(core, 2 * r + 2 * u + 4 * w, r + 8 * w)
+        return max(
+            core,
+            2 * r + 2 * u + 4 * w,
+            r + 8 * w,
+        )
     return max(core, 3 * u + 4 * w, u + 8 * w)
 
 

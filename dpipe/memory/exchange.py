@@ -44,6 +44,7 @@ def exchange_bytes(
     if config.data_parallel.address:
         return tuple(held)
     parts = config.tensor_parallel.size if config.data_parallel.servers == "one" else 1
+    # `servers` is empty where the kind has none.
     for size, rank in zip(parameters, servers, strict=False):
         held[rank] += parts * _of_server(config, size)  # stage r is on rank r
     return tuple(held)
@@ -76,6 +77,7 @@ def _of_server(config: Config, size: int) -> int:
     if not _rows_are_counted(config):
         return 0
     staleness = config.data_parallel.staleness
+    # Only in step do workers hold what the server has sent, and can be sent the difference to it.
     rounds = FORMATS[config.data_parallel.wire].lossy and not staleness
     rows = _ROUNDED_ROWS if rounds else _ROWS
     return (rows + 1 + staleness) * size

@@ -52,7 +52,10 @@ def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMe
 
 
 def stage_memory(
-    layers: Sequence[LayerMemory], cut: Sequence[int], outputs: Sequence[int], recompute: str
+    layers: Sequence[LayerMemory],
+    cut: Sequence[int],
+    outputs: Sequence[int],
+    recompute: str,
 ) -> tuple[StageMemory, ...]:
     """The layers of each stage. `outputs[s]` are the bytes of stage s's output."""
     stages = []

@@ -18,10 +18,10 @@ from dpipe.errors import InputError
 from dpipe.network.link import Host
 from dpipe.plan.costs import layer_flops
 from dpipe.plan.run_plan import RunPlan
+from dpipe.report.efficiency import mfu, peak_of, train_flops
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
 from dpipe.run.generate import sample
-from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.store.run_folder import checkpoint_url
 
 LOG = logging.getLogger("dpipe")

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from dpipe.bench.mfu import TINY
-from dpipe.stage.efficiency import peak_of
+from dpipe.report.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

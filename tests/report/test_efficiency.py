@@ -1,6 +1,6 @@
 import pytest
 
-from dpipe.stage.efficiency import PEAKS, gpt_train_flops, mfu, peak_of
+from dpipe.report.efficiency import PEAKS, gpt_train_flops, mfu, peak_of
 
 XL = {"context": 2048, "width": 2048, "num_layers": 24, "vocab_size": 50_304}
 
