@@ -47,8 +47,7 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
-# what traffic calls the other end
-SERVER = "server"
+SERVER = "server"  # what traffic calls the other end
 _RETRY_S = 0.5
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
@@ -57,11 +56,9 @@ _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
     grpc.StatusCode.OUT_OF_RANGE: NumericError,
     grpc.StatusCode.DEADLINE_EXCEEDED: TransferTimeout,
 }
-# a stream that ends before its last message reads as an empty piece
-_NO_PIECE = b"\0\0\0\0"
+_NO_PIECE = b"\0\0\0\0"  # a stream that ends before its last message reads as an empty piece
 
-# chunk -> what goes on the wire, the same each time
-Outbox = Callable[[int], torch.Tensor]
+Outbox = Callable[[int], torch.Tensor]  # chunk -> what goes on the wire, the same each time
 # (chunk, whether it is values and not a difference, bytes)
 Put = Callable[[int, bool, memoryview], None]
 
@@ -76,19 +73,14 @@ class ServerAccess:
 
     # HOST:PORT
     address: str
-    # of the run
-    session: str
+    session: str  # of the run
     replica: int
     rank: int
     security: Security = field(default_factory=Security)
-    # a stage's chunks take turns over so many
-    connections: int = 1
-    # for a server that is not up yet
-    connect_s: float = 20.0
-    # for any answer, and for a server that is away
-    timeout_s: float = 300.0
-    # the tp_rank, where several ranks of a replica share a stage
-    part: int = 0
+    connections: int = 1  # a stage's chunks take turns over so many
+    connect_s: float = 20.0  # for a server that is not up yet
+    timeout_s: float = 300.0  # for any answer, and for a server that is away
+    part: int = 0  # the tp_rank, where several ranks of a replica share a stage
 
 
 def reach(access: ServerAccess) -> None:
@@ -107,13 +99,11 @@ class StageClient:
         self.stage = stage
         self.spec = spec
         self.rule = rule
-        # what was sent and received, for whoever takes it
-        self.traffic: deque[Traffic] = deque()
+        self.traffic: deque[Traffic] = deque()  # what was sent and received, for whoever takes it
         self._access = access
         self._step = 0
         self._num_updates = 0
-        # of the server that was last attended
-        self._incarnation = ""
+        self._incarnation = ""  # of the server that was last attended
         self._opened = False
         # by step: gradients that the server may still need, and the decisions that are known
         self._kept: dict[int, Outbox] = {}
@@ -433,10 +423,8 @@ class _IncomingParameters:
     """What has come of a pull, over however many calls."""
 
     def __init__(self, num_chunks: int, put: Put) -> None:
-        # the chunk that comes next
-        self.next = 0
-        # the first step that is not, once all has come
-        self.committed = 0
+        self.next = 0  # the chunk that comes next
+        self.committed = 0  # the first step that is not, once all has come
         self._num_chunks = num_chunks
         self._put = put
 

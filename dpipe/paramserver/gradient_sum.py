@@ -18,8 +18,7 @@ class GradientSum:
     def __init__(self, num_replicas: int, num_chunks: int, average: torch.Tensor) -> None:
         self.average = average
         self._num_replicas = num_replicas
-        # by chunk, the replica whose turn it is
-        self._next = [0] * num_chunks
+        self._next = [0] * num_chunks  # by chunk, the replica whose turn it is
         # by chunk and replica
         self._early: list[dict[int, torch.Tensor]] = [{} for _ in range(num_chunks)]
         self._num_open = num_chunks

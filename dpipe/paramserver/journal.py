@@ -67,8 +67,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "dpipe-snapshot")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
-        # steps behind the newest snapshot
-        self._num_written = 0
+        self._num_written = 0  # steps behind the newest snapshot
 
     def begin(self, stage: StageState) -> None:
         """A run begins, or goes on from elsewhere: what another left in the folder is removed."""

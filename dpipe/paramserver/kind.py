@@ -74,8 +74,7 @@ class _OutgoingGradient:
         factor: float,
     ) -> None:
         """The gradients are multiplied by `factor` into `buffer` [N]."""
-        # a parameter whose gradient is not finite
-        self.bad: str | None = None
+        self.bad: str | None = None  # a parameter whose gradient is not finite
         self._stage = stage
         self._spec = spec
         self._flat = flat
@@ -290,8 +289,7 @@ class ParameterServerWorker(DataParallel):
         self._rate = 0.0
         self._loss_scale = 1.0
         self._opened = False
-        # of a checkpoint, until the first step begins
-        self._num_updates = 0
+        self._num_updates = 0  # of a checkpoint, until the first step begins
         self._moments: Moments = {}
 
     def begin(self, step: int, learning_rate: float, loss_scale: float) -> None:

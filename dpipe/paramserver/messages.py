@@ -23,8 +23,7 @@ M = TypeVar("M", bound=Message)
 SERVICE = "dpipe.wire.v1.Parameters"
 PROTOCOL = 2
 _ERROR_CHARACTERS = 200  # of what is wrong in a description
-# the key of the metadata that holds a Place
-PLACE_KEY = "dpipe-place-bin"
+PLACE_KEY = "dpipe-place-bin"  # the key of the metadata that holds a Place
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
 VECTORS = ("values", "exp_avg", "exp_avg_sq", "held")
 

@@ -52,12 +52,10 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 _OPEN = Security()
-# at once; each waits in a thread, made when needed
-_MAX_CALLS = 1024
+_MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
 _STOP_S = 2.0
 _POLL_S = 1.0
-# in the name of a stage's folder
-_PART = "-part-"
+_PART = "-part-"  # in the name of a stage's folder
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -96,16 +94,14 @@ class ParameterServer:
         self._snapshots = snapshots
         self._incarnation = secrets.token_hex(8)
         self._changed = threading.Condition()
-        # by stage and part
-        self._stages = dict(self._recovered())
+        self._stages = dict(self._recovered())  # by stage and part
         # of all that have attended, also of those that are not loaded yet
         self._known: dict[Session, _StageSpec] = {}
         for server in self._stages.values():
             state = server.state
             known = _StageSpec(state.spec, state.rule, state.num_updates)
             self._known[server.session] = known
-        # the last run to attend
-        self._run: str | None = None
+        self._run: str | None = None  # the last run to attend
         self._closed = False
         try:
             generic = [grpc.method_handlers_generic_handler(SERVICE, self._handlers())]

@@ -22,8 +22,7 @@ from dpipe.paramserver.stage_state import OutgoingChunk, StageState, StepDecisio
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
-# how often a waiting thread looks whether its caller is still there
-_POLL_S = 1.0
+_POLL_S = 1.0  # how often a waiting thread looks whether its caller is still there
 _STOP_S = 30.0
 
 
@@ -63,8 +62,7 @@ class StageServer:
         """Without a `journal` nothing is kept on disk."""
         self.session = session
         self.state = state
-        # the replicas that are done
-        self.left = set() if journal is None else journal.who_left()
+        self.left = set() if journal is None else journal.who_left()  # the replicas that are done
         self._journal = journal
         self._changed = threading.Condition()
         self._error: Exception | None = None

@@ -111,19 +111,16 @@ class StageState:
         self.num_updates = num_updates
         self._next = StageTensors.zeros(spec.length, lossy=rule.lossy_parameters)
         self._codec = codec(rule.wire)
-        # by step
-        self._gradients: dict[int, GradientSum] = {}
+        self._gradients: dict[int, GradientSum] = {}  # by step
         self._decisions: dict[int, StepDecision] = {}
-        # the replicas that have brought the decision
-        self._decided: dict[int, set[int]] = {}
+        self._decided: dict[int, set[int]] = {}  # the replicas that have brought the decision
         # by step and chunk: who pushed a value that is not finite
         self._not_finite: dict[tuple[int, int], str] = {}
         # chunks of the step in progress, as they go out
         self._stepped: dict[int, torch.Tensor] = {}
         # chunks of the last committed step, as they went out
         self._last_sent: dict[int, torch.Tensor] = {}
-        # memory of gradients that are done with
-        self._spare: deque[torch.Tensor] = deque()
+        self._spare: deque[torch.Tensor] = deque()  # memory of gradients that are done with
 
     def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
         """Take a replica's chunk of the gradient. One of a committed step, or one that is in

@@ -38,8 +38,7 @@ from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
 _POLL_S = 1.0
-# of one chunk: with its head it stays below gRPC's limit of 4 MiB
-_MESSAGE_BYTES = 3 << 20
+_MESSAGE_BYTES = 3 << 20  # of one chunk: with its head it stays below gRPC's limit of 4 MiB
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -52,8 +51,7 @@ class Servers:
     # HOST:PORT by stage
     addresses: tuple[str, ...]
     security: Security
-    # this rank's tp_rank: which part of a stage it has
-    part: int = 0
+    part: int = 0  # this rank's tp_rank: which part of a stage it has
 
     def access(
         self,

@@ -67,6 +67,7 @@ class BertEmbedding(nn.Module):
     ) -> Masked:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.tokens(tokens_BT) + self.positions(positions_T) + self.types(types_BT)
+        # The lengths go on from layer to layer: any block may be the first of a stage.
         return self.dropout(x_BTD), lengths_B
 
 
