@@ -16,7 +16,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
                   dataparallel   how replicas agree
-                  paramserver    how they agree through a server
+                  paramworker    how they agree through a server
+                  paramserver    that server
                   coordinator    who is there
     configuration config         every setting, from TOML
     alphabets     schedule       what runs where in which order

@@ -17,7 +17,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"choices", "errors", "ranks", "streams"}
 ALPHABETS = {"network", "schedule", "wire"}
-SPECIALISTS = {"timeline", "stage", "transport", "coordinator", "dataparallel", "paramserver"}
+SPECIALISTS = {
+    "timeline",
+    "stage",
+    "transport",
+    "coordinator",
+    "dataparallel",
+    "paramserver",
+    "paramworker",
+}
 BELOW_CONFIG = GROUND | ALPHABETS
 BELOW_MEETING = BELOW_CONFIG | {"config"} | SPECIALISTS
 
@@ -30,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
-    "paramserver": BELOW_CONFIG | {"dataparallel"},  # one more kind of data parallelism
+    "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
+    "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
@@ -51,7 +60,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "wire/rpc.py",  # opens every server and channel of the rooms below, with token and TLS
         "transport/grpc.py",
         "paramserver/server.py",
-        "paramserver/client.py",
+        "paramworker/client.py",
         "coordinator/",
     ),
     "pickle": (),

@@ -190,7 +190,7 @@ def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
 DIES_PUSHING = """
 import os, signal
 from dpipe.cli.main import main
-from dpipe.paramserver.client import StageClient
+from dpipe.paramworker.client import StageClient
 
 plain = StageClient._chunks
 

@@ -147,15 +147,16 @@ class Layer(nn.Module):
         super().__init__()
         self.layer = layer
         self._half = half
-        self._run: Callable[[torch.Tensor], torch.Tensor] = layer
-        if recompute == "full":
-            self._run = partial(checkpoint, layer, use_reentrant=False)
+        self._again = recompute == "full"
         if recompute == "selective":
             recompute_attention(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run: Callable[[torch.Tensor], torch.Tensor] = self.layer
+        if self._again:
+            run = partial(checkpoint, self.layer, use_reentrant=False)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
-            y: torch.Tensor = self._run(x)
+            y: torch.Tensor = run(x)
         return y.float()
 
 

@@ -36,7 +36,7 @@ class Kind:
     """What the rest of dpipe needs to know of a kind, without building one.
 
     `builder` is called with a `dataparallel.setup.ReplicaSetup`, and where there is a server also
-    with a `paramserver.client.ServerAccess` by stage. It returns a `base.DataParallel`.
+    with a `paramworker.client.ServerAccess` by stage. It returns a `base.DataParallel`.
     """
 
     name: str
@@ -93,7 +93,7 @@ KINDS = Choices[Kind](
     ),
     Kind(
         "parameter-server",
-        builder="dpipe.paramserver.kind:build",
+        builder="dpipe.paramworker.kind:build",
         pattern="parameter-server",
         # what came, and a gradient; each step of staleness is a gradient more
         held=HeldVectors(2, pieces=False),

@@ -71,9 +71,17 @@ class Journal:
 
     def begin(self, stage: StageState) -> None:
         """A run begins, or goes on from elsewhere: what another left in the folder is removed."""
-        for path in (*self._folder.glob("average-*"), *self._folder.glob(f"{_LEFT}*")):
-            path.unlink()
-        self._save(stage.spec, stage.rule, stage.now, stage.step, stage.num_updates)
+        for pattern in ("average-*", f"{_LEFT}*"):
+            for path in self._folder.glob(pattern):
+                path.unlink()
+        # Here, not in the thread: a step is replayed upon a snapshot, so one is there first.
+        self._save(
+            stage.spec,
+            stage.rule,
+            stage.now,
+            stage.step,
+            stage.num_updates,
+        )
 
     def who_left(self) -> set[int]:
         """The replicas that are done: they will not say so again."""
@@ -102,6 +110,7 @@ class Journal:
             "session": self.session,
             "verdict": json.dumps([decision.learning_rate, decision.factor]),
         }
+        # A skipped step changes nothing, but it is a step: the next one has its number.
         gradient = _NO_GRADIENT if decision.factor is None else average
         with _needing_room(path):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +128,12 @@ class Journal:
         self._num_written = 0
         # The next step is made beside these tensors; the one after it overwrites them.
         self._writing = self._thread.submit(
-            self._save, stage.spec, stage.rule, stage.now, stage.step, stage.num_updates
+            self._save,
+            stage.spec,
+            stage.rule,
+            stage.now,
+            stage.step,
+            stage.num_updates,
         )
 
     def wait_for_snapshot(self) -> None:
@@ -132,6 +146,7 @@ class Journal:
     def recover(self, stage: StageState) -> None:
         """Take the steps behind the snapshot. Raises `CheckpointError` naming what is damaged."""
         for path, step in _averages(self._folder):
+            # Older ones are in the snapshot: the server was killed before it removed them.
             if step == stage.step:
                 decision, average = _read(path, self.session)
                 stage.replay(decision, average)
@@ -157,6 +172,7 @@ class Journal:
             "rule": asdict(rule),
         }
         self._snapshots.save(self._folder, step, tensors, moments, state)
+        # Only now: until the snapshot is whole, a restart needs them.
         for path, written in _averages(self._folder):
             if written < step:
                 path.unlink()

@@ -33,6 +33,7 @@ def piece(head: Piece, chunk: torch.Tensor | None = None) -> bytes:
     lead = framed(head.SerializeToString())
     if chunk is None:
         return lead
+    # Raw behind the head: inside protobuf messages, bytes moved at 0.4 to 1.2 GB/s, not 1.5.
     return b"".join((lead, byte_view(chunk.contiguous())))
 
 
@@ -54,6 +55,7 @@ def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
         raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
     if not body:
         return spec.empty()
+    # A copy, because the bytes of a message cannot be written to, and lie at any offset.
     flat = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return flat.view(spec.dtype).view(spec.shape)
 
@@ -96,7 +98,13 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
     return vectors
 
 
-def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
+def attendance(
+    spec: FlatSpec,
+    rule: StepRule,
+    num_updates: int,
+    *,
+    again: bool,
+) -> Attendance:
     return Attendance(
         protocol=PROTOCOL,
         row=json.dumps(asdict(spec)),

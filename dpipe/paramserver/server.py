@@ -214,6 +214,7 @@ class ParameterServer:
             if begins:
                 self._make_room(session, stage)
             self._check_same(session, stage)
+            # Replica 0 brings the parameters; the others have nothing to push before.
             while begins and place.replica > 0 and not self._has(session):
                 if self._closed or not context.is_active():
                     raise CallerGone
@@ -233,9 +234,14 @@ class ParameterServer:
             raise TransferError(f"{sorted(vectors)} came where {sorted(needed)} belong")
         tensors = StageTensors(**vectors)
         state = StageState(
-            stage.spec, stage.rule, tensors, step=place.step, num_updates=stage.num_updates
+            stage.spec,
+            stage.rule,
+            tensors,
+            step=place.step,
+            num_updates=stage.num_updates,
         )
         with self._changed:
+            # A load that is repeated must not undo the steps since the first.
             if not self._has(session):
                 journal = self._new_journal(session, state)
                 self._stages[session.slot] = StageServer(session, state, journal)
@@ -273,7 +279,8 @@ class ParameterServer:
         stride = max(1, wanted.stride)
         for chunk in range(wanted.first, server.state.spec.num_chunks, stride):
             outgoing = server.give(place.step, place.replica, chunk, caller)
-            yield piece(pb.Piece(chunk=chunk, whole=outgoing.whole), outgoing.wire)
+            head = pb.Piece(chunk=chunk, whole=outgoing.whole)
+            yield piece(head, outgoing.wire)
         yield piece(pb.Piece(committed=server.committed(place.step, caller)))
 
     def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -336,6 +343,7 @@ class ParameterServer:
         return standing.SerializeToString()
 
     def _stage(self, place: pb.Place) -> StageServer:
+        # What it pushed to the server before this one is lost: it has to attend, and push again.
         if place.incarnation != self._incarnation:
             raise _Restarted("it was started again")
         session = _session(place)

@@ -78,7 +78,9 @@ class FlatSpec:
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         sizes = [parameter.num_values for parameter in self.parameters]
-        return tuple(accumulate([0, *sizes[:-1]])) if sizes else ()
+        if not sizes:
+            return ()
+        return tuple(accumulate([0, *sizes[:-1]]))
 
     @cached_property
     def length(self) -> int:

@@ -74,6 +74,7 @@ def draft(
     """
     if not config.model.family.computes:
         return _replay_plan(config, forecast(config, None, network, choose))
+    # What takes no time comes first: an error is there before seconds of counting and reading.
     _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]

@@ -57,6 +57,7 @@ class Pace:
         longest_s = 0.0
         for number, item in enumerate(items, 1):
             began_s = time.monotonic()
+            # By the longest so far: parts take about as long as each other.
             if number > 1 and began_s + longest_s > self.began_s + self.limit_s:
                 labels = ", ".join(label(left) for left in items[number - 1 :])
                 self._write(f"left out, for lack of time: {labels}")
@@ -79,6 +80,7 @@ class Pace:
         start_s = self.rounds_began_s - self.part_began_s
         left = self.num_parts - self.part + 1
         remaining_s = self.began_s + self.limit_s - self.rounds_began_s
+        # Of what is left once each later part has started as this one did, an equal share.
         share_s = (remaining_s - (left - 1) * start_s) / left - _END_S
         fit = int(share_s / max(round_s, 1e-6))
         return min(most, max(MIN_ROUNDS, fit))

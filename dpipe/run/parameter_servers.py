@@ -24,9 +24,9 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import EMBEDDED
 from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.errors import ConfigError, InputError, RunError, TransferError
-from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
+from dpipe.paramworker.client import ServerAccess, reach
 from dpipe.plan.assumed_network import connections_of
 from dpipe.run.environment import environment
 from dpipe.run.join import address_toward

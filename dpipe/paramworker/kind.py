@@ -22,10 +22,10 @@ from dpipe.dataparallel.feedback import Wire, wire
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
-from dpipe.paramserver.client import ServerAccess, StageClient
 from dpipe.paramserver.messages import tensor_of
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
+from dpipe.paramworker.client import ServerAccess, StageClient
 from dpipe.wire.codec import codec
 from dpipe.wire.spec import TensorSpec
 
@@ -150,7 +150,8 @@ class _StageWorker:
     def push_and_pull(self, step: int, decision: StepDecision, loss_scale: float) -> None:
         outgoing = self._take_gradient(step, loss_scale)
         self.client.keep(step, outgoing.encode)
-        self._pulling = self._thread.submit(self.client.pull, step, decision, self._put, push=True)
+        pull = partial(self.client.pull, step, decision, self._put, push=True)
+        self._pulling = self._thread.submit(pull)
 
     def pull(self, step: int, decision: StepDecision) -> None:
         self._pulling = self._thread.submit(self.client.pull, step, decision, self._put)
@@ -174,7 +175,7 @@ class _StageWorker:
         """Copy what was pulled into the parameters; raises what went wrong with it."""
         if self._pulling is not None:
             self._pulling.result()
-            self._pulling = None
+            self._pulling = None  # once: every forward pass of the step calls this
             self._set_parameters()
 
     def fetch(self, step: int) -> dict[str, torch.Tensor]:
@@ -190,6 +191,7 @@ class _StageWorker:
         kept = {"exp_avg": vectors["exp_avg"], "exp_avg_sq": vectors["exp_avg_sq"]}
         if self.rule.lossy_parameters:
             kept["master"] = vectors["values"]
+        # By the names that AdamW's own state has: any other kind can go on from it.
         state = {}
         for key, vector in kept.items():
             for index, name in enumerate(self._flat.names):
@@ -241,7 +243,9 @@ class _StageWorker:
             vectors["exp_avg_sq"] = self._joined(moments, "exp_avg_sq")
         if self.rule.lossy_parameters:
             vectors["held"] = self._values
-            if num_updates and all(f"{name}.master" in moments for name in self._flat.names):
+            # A run of another kind has kept no masters: they begin as the workers' values.
+            has_masters = all(f"{name}.master" in moments for name in self._flat.names)
+            if num_updates and has_masters:
                 vectors["values"] = self._joined(moments, "master")
         return vectors
 
@@ -296,6 +300,7 @@ class ParameterServerWorker(DataParallel):
         self._step = step
         self._rate = learning_rate
         self._loss_scale = loss_scale
+        # Not in the constructor: what a checkpoint holds is known only after `restore`.
         if not self._opened:
             for worker in self._workers.values():
                 worker.open(step, self._num_updates, self._moments)
@@ -305,7 +310,8 @@ class ParameterServerWorker(DataParallel):
     def start(self, stage: int) -> None:
         worker = self._workers[stage]
         if self._eager:
-            worker.push_and_pull(self._step, StepDecision(self._rate, 1.0), self._loss_scale)
+            decision = StepDecision(self._rate, 1.0)
+            worker.push_and_pull(self._step, decision, self._loss_scale)
         else:
             worker.push(self._step, self._loss_scale)
 
@@ -329,7 +335,8 @@ class ParameterServerWorker(DataParallel):
                 f"a step that went out before its verdict cannot be multiplied by {factor}"
             )
         else:
-            self._workers[stage].pull(self._step, StepDecision(self._rate, factor))
+            decision = StepDecision(self._rate, factor)
+            self._workers[stage].pull(self._step, decision)
         return factor is not None
 
     def finish(self, stage: int) -> None:
@@ -351,6 +358,7 @@ class ParameterServerWorker(DataParallel):
         if not (self._is_first or self._stale):
             return state
         for worker in self._workers.values():
+            # First: the step that is fetched may still be on its way here.
             worker.finish()
             vectors = worker.fetch(self._step + 1)
             if self._is_first:

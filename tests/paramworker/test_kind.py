@@ -8,7 +8,7 @@ from support.layered import Layered, in_threads
 from dpipe.dataparallel.feedback import FeedbackWire, Key
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
-from dpipe.paramserver.kind import _OutgoingGradient, flat_spec
+from dpipe.paramworker.kind import _OutgoingGradient, flat_spec
 from dpipe.wire.codec import codec
 
 

@@ -85,7 +85,10 @@ class ServerAccess:
 
 def reach(access: ServerAccess) -> None:
     """Raises `JoinError` where no server answers within `connect_s`, or refuses such a worker."""
-    client = StageClient(access, -1, FlatSpec((), 1), StepRule((), 0.0, (0.0, 0.0)))
+    # Of no stage and with nothing in it: the server looks at the token and the protocol alone.
+    spec = FlatSpec((), 1)
+    rule = StepRule((), 0.0, (0.0, 0.0))
+    client = StageClient(access, -1, spec, rule)
     try:
         client.reach()
     finally:
@@ -95,7 +98,13 @@ def reach(access: ServerAccess) -> None:
 class StageClient:
     """One thread uses it, but for `fail` and `close`. `PeerLost`: the server stays away."""
 
-    def __init__(self, access: ServerAccess, stage: int, spec: FlatSpec, rule: StepRule) -> None:
+    def __init__(
+        self,
+        access: ServerAccess,
+        stage: int,
+        spec: FlatSpec,
+        rule: StepRule,
+    ) -> None:
         self.stage = stage
         self.spec = spec
         self.rule = rule
@@ -152,7 +161,14 @@ class StageClient:
         answer = self._repeat(lambda: self._unary("Norms", b""), what)
         return dict(message_of(pb.Squares, answer).by_layer)
 
-    def pull(self, step: int, decision: StepDecision, put: Put, *, push: bool = False) -> None:
+    def pull(
+        self,
+        step: int,
+        decision: StepDecision,
+        put: Put,
+        *,
+        push: bool = False,
+    ) -> None:
         """Bring the decision, take every chunk as it comes, and wait until the step is committed.
 
         With `push` the gradient that `keep` was given goes out at the same time.
@@ -164,9 +180,11 @@ class StageClient:
             f"pulling the parameters after step {step}",
         )
         self._decisions[step] = decision
-        committed = incoming.committed
-        self._kept = {s: outbox for s, outbox in self._kept.items() if s >= committed}
-        self._decisions = {s: known for s, known in self._decisions.items() if s in self._kept}
+        # What is on the server's disk is never asked for again.
+        for kept in list(self._kept):
+            if kept < incoming.committed:
+                del self._kept[kept]
+                self._decisions.pop(kept, None)
 
     def keep(self, step: int, outbox: Outbox) -> None:
         """What `pull(push=True)` will send."""
@@ -216,6 +234,7 @@ class StageClient:
         away_since: float | None = None
         while True:
             try:
+                # Before each attempt, not once: the server may go away again meanwhile.
                 if away_since is not None and what:
                     self._come_back()
                 return call()
@@ -262,10 +281,13 @@ class StageClient:
     def _decide(self, step: int) -> None:
         """Bring a decision that the server has lost once more: a pull of no chunk."""
         if step in self._decisions:
-            request = _wanted(self._decisions[step], first=self.spec.num_chunks, stride=1)
-            self._translated(lambda: list(self._stream("Pull", request, 0, step)))
+            decision = self._decisions[step]
+            request = _wanted(decision, first=self.spec.num_chunks, stride=1)
+            answer = self._stream("Pull", request, 0, step)
+            self._translated(lambda: list(answer))
 
     def _connect(self) -> None:
+        # Anew: gRPC waits longer and longer between attempts on a channel that has failed.
         for channel in self._channels:
             channel.close()
         self._channels = []
@@ -286,7 +308,8 @@ class StageClient:
     def _load(self, vectors: dict[str, torch.Tensor]) -> None:
         call: Any = self._channels[0].stream_unary(f"/{SERVICE}/Load")
         pieces = pieces_of(self.spec, vectors)
-        self._results([self._noted(call.future(pieces, **self._options(self._step)))])
+        future = call.future(pieces, **self._options(self._step))
+        self._results([self._noted(future)])
 
     def _push(self, step: int) -> None:
         self._results(self._start_pushes(step))
@@ -297,7 +320,8 @@ class StageClient:
         for connection, channel in enumerate(self._channels):
             call: Any = channel.stream_unary(f"/{SERVICE}/Push")
             chunks = self._chunks(step, connection)
-            pushes.append(self._noted(call.future(chunks, **self._options(step))))
+            future = call.future(chunks, **self._options(step))
+            pushes.append(self._noted(future))
         return pushes
 
     def _chunks(self, step: int, connection: int) -> Iterator[bytes]:
@@ -344,6 +368,7 @@ class StageClient:
         stride = self._access.connections
         streams = []
         for connection in range(stride):
+            # The first that is missing and belongs to this connection.
             first = incoming.next + (connection - incoming.next) % stride
             if decision.factor is None:
                 first = self.spec.num_chunks
@@ -353,8 +378,8 @@ class StageClient:
 
     def _unary(self, method: str, request: bytes) -> bytes:
         call: Any = self._channels[0].unary_unary(f"/{SERVICE}/{method}")
-        future = self._noted(call.future(request, **self._options(self._step)))
-        (answer,) = self._results([future])
+        future = call.future(request, **self._options(self._step))
+        (answer,) = self._results([self._noted(future)])
         return answer
 
     def _stream(
@@ -379,7 +404,8 @@ class StageClient:
             incarnation=self._incarnation,
             part=access.part,
         )
-        metadata = (*token_metadata(access.security), (PLACE_KEY, place.SerializeToString()))
+        here = (PLACE_KEY, place.SerializeToString())
+        metadata = (*token_metadata(access.security), here)
         return {"metadata": metadata, "timeout": access.timeout_s}
 
     def _noted(self, call: Any) -> Any:
@@ -388,6 +414,7 @@ class StageClient:
             self._calls = {known for known in self._calls if known.is_active()}
             self._calls.add(call)
             failed = self._error is not None
+        # `fail` came between the start of the call and this note, and has not seen it.
         if failed:
             call.cancel()
         return call
@@ -400,6 +427,7 @@ class StageClient:
         try:
             return wait()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            # A call that `fail` has cancelled says no more than that it was.
             if self._error is not None:
                 raise self._error from None
             code = grpc.StatusCode.CANCELLED
@@ -435,7 +463,7 @@ class _IncomingParameters:
         while self.next < self._num_chunks:
             message = next(streams[self.next % len(streams)], _NO_PIECE)
             head, body = parse(message)
-            start_ns = start_ns or time.perf_counter_ns()
+            start_ns = start_ns or time.perf_counter_ns()  # waiting for the first is no transfer
             if head.chunk != self.next or head.HasField("committed"):
                 raise TransferError(
                     f"chunk {head.chunk} came from the parameter server where {self.next} was due"
@@ -445,6 +473,7 @@ class _IncomingParameters:
             self.next += 1
         if num_bytes:
             received(Moved(start_ns, time.perf_counter_ns(), num_bytes))
+        # The last message of a stream waits for the commit.
         for stream in streams:
             for message in stream:
                 head, _ = parse(message)
