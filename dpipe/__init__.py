@@ -6,6 +6,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     comparison    bench          two ways in one run, and their ratio
                   baselines      other engines on our configuration
     composition   run            a configuration becomes ranks that train
+                  processes      which rank a process is, and starting them all
     training      engine         the loop: executor, recorder, update, trainer
                   report         metrics, what a person sees, the trace of a run
                   plan           before a run: what it takes, where to cut the model

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dpipe.run.launch import free_port
+from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
 pytestmark = pytest.mark.alone

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.plan.run_plan import check_device, local_device
+from dpipe.processes.environment import ProcessInfo, environment, process_info
 from dpipe.report.metrics import Metrics
-from dpipe.run.environment import ProcessInfo, environment, process_info
 from dpipe.run.results import utilisation
 from dpipe.store.run_folder import open_folder
 from dpipe.streams import Streams, streams_of

@@ -20,8 +20,8 @@ from torch.multiprocessing.spawn import spawn
 from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.torch_group import TorchGroup
+from dpipe.processes.launch import free_port
 from dpipe.report.pace import Pace, agreed_rounds, silent
-from dpipe.run.launch import free_port
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.collective import open_store

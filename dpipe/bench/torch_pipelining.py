@@ -26,8 +26,8 @@ from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
 from dpipe.engine.recorder import Recorder
+from dpipe.processes.launch import free_port
 from dpipe.report.pace import Pace, agreed_rounds, silent
-from dpipe.run.launch import free_port
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.stage.gpt import gpt

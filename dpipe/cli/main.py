@@ -13,7 +13,7 @@ from dpipe.cli.measuring import bench
 from dpipe.cli.model import generate
 from dpipe.cli.training import launch, serve, train
 from dpipe.errors import DpipeError
-from dpipe.run.environment import set_up_grpc
+from dpipe.processes.environment import set_up_grpc
 
 
 class _Commands(click.Group):

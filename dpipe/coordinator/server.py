@@ -63,6 +63,8 @@ class CoordinatorServer:
             args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),),
             name="coordinator clock",
         )
+        # One stream a rank for everything: what it says is in order, and where the stream breaks
+        # the rank is lost.
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self._attend
         )
@@ -71,6 +73,7 @@ class CoordinatorServer:
         self._server, self.port = serve(
             handlers, bind, port, security, max_workers=world_size + _STRANGERS
         )
+        # Behind `serve`: where that cannot bind, there is no thread to end.
         self._clock.start()
 
     def close(self, wait_s: float = 5.0) -> None:

@@ -70,7 +70,7 @@ def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[Non
     """Passes an abort of the run on to `agreement`, and lets it leave at the run's end."""
     coordinator.on_abort(agreement.fail)
     yield
-    agreement.leave()
+    agreement.leave()  # not after an error: what this rank has left undone, others may wait for
 
 
 def torch_group(

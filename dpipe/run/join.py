@@ -15,7 +15,7 @@ from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.plan.assumed_network import assumed_network, connections_of
-from dpipe.run.environment import ProcessInfo
+from dpipe.processes.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
 from dpipe.streams import Streams
 from dpipe.transport.base import Transport

@@ -28,9 +28,9 @@ from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramworker.client import ServerAccess, reach
 from dpipe.plan.assumed_network import connections_of
-from dpipe.run.environment import environment
+from dpipe.processes.environment import environment
+from dpipe.processes.signals import stop_on_signals
 from dpipe.run.join import address_toward
-from dpipe.run.signals import stop_on_signals
 from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import absent, held
@@ -96,6 +96,7 @@ def parameter_servers(
         return
     rank = coordinator.rank
     hosts = _embedding_ranks(config, schedule, rank)
+    # Up before the addresses go round: whoever hears one can call it.
     server = ParameterServer(bind=bind, security=security) if rank in hosts else None
     try:
         servers = _exchange_addresses(config, schedule, coordinator, hosts, server, security)
@@ -179,7 +180,7 @@ class FolderSnapshots:
             tensors,
             moments,
             state,
-            lambda part: [part],
+            lambda part: [part],  # one process: it shares with itself
             keep=1,
             remedy=REMEDY,
         )
@@ -222,6 +223,7 @@ def serve_parameters(
         try:
             kept = [f"; stage {stage} is at step {step}" for stage, step in server.standing.items()]
             say(f"parameter server at {host}:{server.port}, state in {folder}{''.join(kept)}")
+            # In pieces, because a signal is only noted, and wakes nobody.
             while not (wants_stop() or server.failure or server.wait_until_left(_POLL_S)):
                 pass
         finally:

@@ -57,6 +57,7 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     Empty with tensor parallelism: compute spans then include waits for the group, so they are used
     as measured.
     """
+    # The cores that this process may use, which a container or a batch system limits.
     here = [socket.gethostname(), len(os.sched_getaffinity(0))]
     machines = coordinator.share("trained", here, config.timeouts.transfer, MACHINE)
     on_cpu = config.model.family.computes and torch.device(config.node.device).type == "cpu"

@@ -104,6 +104,7 @@ class ShapedTransport:
             )
             self._stopped = True
             self.changed.notify_all()
+        # Last: until its thread has ended, this one still gives tensors to it.
         self._thread.join(_CLOSE_S)
         self._inner.close()
 
@@ -147,7 +148,8 @@ class ShapedTransport:
                     )
                     return sent.item
                 most_s = _DEVICE_POLL_S if self._unready else _WAKE_S
-                self.changed.wait(min(most_s, (self._in_transit.due_us - now_us) / 1e6))
+                due_s = (self._in_transit.due_us - now_us) / 1e6
+                self.changed.wait(min(most_s, due_s))
         return None
 
     def _offer_ready(self, now_us: float) -> None:

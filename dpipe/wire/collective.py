@@ -21,6 +21,7 @@ def open_group(
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
+    # Without it gloo binds to what the hostname resolves to, which may be another interface.
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, rank, size, options)
 

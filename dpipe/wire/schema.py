@@ -56,6 +56,7 @@ NCCL_OFFER = Schema[tuple[str, list[tuple[int, list[int]]]]](
 def _first(error: ValidationError) -> str:
     if error.error_count() > _ERRORS_READ:
         return f"{error.error_count()} errors"
+    # Without the input, which somebody else wrote, and which may be as large as a message.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return visible(f"{where[:_REASON_CHARACTERS]}: {first['msg'][:_REASON_CHARACTERS]}")

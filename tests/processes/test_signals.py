@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dpipe.run.signals import stop_on_signals
+from dpipe.processes.signals import stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

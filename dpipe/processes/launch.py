@@ -29,9 +29,9 @@ from types import FrameType
 from typing import BinaryIO
 
 from dpipe.errors import ConfigError, InputError, JoinError, RunError
+from dpipe.processes import leash
+from dpipe.processes.environment import environment
 from dpipe.report.rows import OnRow, RowPipe
-from dpipe.run import leash
-from dpipe.run.environment import environment
 
 # With the time that killing and reporting take it stays below 10 s: ranks that are still joining
 # do not notice a failure themselves.
@@ -129,6 +129,7 @@ class _Rank:
         alone.
         """
         send = os.killpg if number is signal.SIGKILL else os.kill
+        # Once it is reaped, its number may be another process's.
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 send(self.process.pid, number)
@@ -185,6 +186,8 @@ class _Ranks:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        # SIGTERM for Ctrl-C too: the ranks are in sessions of their own, and get none from the
+        # terminal.
         if self._stop is None:
             self._stop = signal.SIGTERM
             self._say(STOPPING)
@@ -202,6 +205,7 @@ class _Ranks:
 
     def start(self, number: int, argv: list[str], environ: Mapping[str, str], logs: Path) -> None:
         log = logs / f"rank-{number}.log" if number or self._quiet else None
+        # Looked up here: what starts is the leash, which finds its interpreter in any case.
         if shutil.which(argv[0], path=environ.get("PATH")) is None:
             raise FileNotFoundError(
                 errno.ENOENT, f"rank {number} is to run a program that is not here", argv[0]
@@ -209,13 +213,14 @@ class _Ranks:
         rows = self._rows if number == 0 else None
         with _open_log(log) if log else nullcontext() as file:
             process = subprocess.Popen(  # noqa: S603 - the caller's own command line
+                # -S: without site-packages, which it has no use for and which take time.
                 [sys.executable, "-S", leash.__file__, str(os.getpid()), *argv],
                 env=environ if rows is None else rows.added_to(environ),
                 pass_fds=() if rows is None else (rows.write_fd,),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT if file else None,
-                start_new_session=True,
+                start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
             )
             self._ranks.append(_Rank(number, process, log, file.tell() if file else 0))
         if self._stop:  # asked to stop while starting
@@ -225,6 +230,7 @@ class _Ranks:
         """Wait until all have ended; returns the one that failed first, after which the others have
         `grace_s`.
         """
+        # By file descriptor: one `poll` waits for all ranks and for rows, without a thread each.
         running = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
         try:
             return self._wait_for(running, grace_s, timeout_s)
@@ -256,10 +262,12 @@ class _Ranks:
                 rank = running.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
+                # The first one: the others fail because of it.
                 if rank.exit_code and failed is None:
                     failed = rank
                     deadline = time.monotonic() + grace_s
             if not ready:
+                # Past the deadline: of the run, or of those that were to notice a failure.
                 late = late or failed is None
                 self.kill()
         if late:
@@ -273,7 +281,7 @@ class _Ranks:
 
     def take_back_logs(self) -> None:
         for rank in self._ranks:
-            if rank.log and rank.log_start:
+            if rank.log and rank.log_start:  # an earlier run's lines stay
                 os.truncate(rank.log, rank.log_start)
             elif rank.log:
                 rank.log.unlink()

@@ -18,7 +18,7 @@ from typing import Any
 
 from dpipe.errors import ConfigError, JoinError
 
-_PUBLISH_S = 60.0
+_PUBLISH_S = 60.0  # for torchrun's agent to answer; it was up before its ranks
 # gRPC 1.85 moves bytes faster with its older event loop, and that one faster with poll than with
 # epoll (`dpipe bench transport`).
 _GRPC_SETTINGS = {
@@ -201,13 +201,16 @@ def _from_slurm(environ: Mapping[str, str], token: str) -> ProcessInfo:
     local_rank = _int(environ, "SLURM_LOCALID", "0")
     if world_size == 1:
         return ProcessInfo(rank, 1, local_rank, token=token)
+    # The step's: a job may run one on some of its nodes alone.
     nodes = environ.get("SLURM_STEP_NODELIST") or _get(environ, "SLURM_JOB_NODELIST")
+    # Every rank comes to the same port without a word, and jobs that share a node to others.
     port = 20_000 + _int(environ, "SLURM_JOB_ID") % 40_000
     return ProcessInfo(rank, world_size, local_rank, f"{first_host(nodes)}:{port}", token=token)
 
 
 def first_host(hostlist: str) -> str:
     """Of a list as Slurm writes it: of `gpu[03-05,9]-ib,login1` it is `gpu03-ib`."""
+    # Up to the first comma that stands in no brackets; then of each bracket its first number.
     first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", hostlist)
     if first is None:
         raise ConfigError(f"{hostlist!r} is not a list of hosts as Slurm writes it")

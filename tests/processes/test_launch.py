@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from dpipe.errors import ConfigError, JoinError, RunError
-from dpipe.run import launch as launch_module
-from dpipe.run import leash
-from dpipe.run.environment import environment
-from dpipe.run.launch import free_port, launch
+from dpipe.processes import launch as launch_module
+from dpipe.processes import leash
+from dpipe.processes.environment import environment
+from dpipe.processes.launch import free_port, launch
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -228,7 +228,7 @@ def test_free_port_gives_up_when_all_are_taken(monkeypatch):
 LAUNCHER = """
 import sys
 from pathlib import Path
-from dpipe.run.launch import launch
+from dpipe.processes.launch import launch
 argv = [sys.executable, "-S", "-c", sys.argv[1]]
 say = lambda line: print(line, flush=True)
 sys.exit(launch(lambda rank: argv, 2, logs=Path("logs"), on_line=say))

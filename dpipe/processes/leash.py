@@ -15,6 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(launcher: int, argv: list[str]) -> None:
+    # SIGTERM, not SIGKILL: the rank writes a checkpoint. It outlives `exec`.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != launcher:  # it died before prctl
         sys.exit(128 + signal.SIGTERM)

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from dpipe.errors import ConfigError, JoinError
-from dpipe.run.environment import AgentStore, ProcessInfo, first_host, process_info
+from dpipe.processes.environment import AgentStore, ProcessInfo, first_host, process_info
 
 DPIPE = {
     "DPIPE_RANK": "1",
@@ -196,7 +196,7 @@ def test_agent_store_does_not_mix_restarts_up(agent):
 
 
 def test_agent_store_that_is_gone_is_a_join_error(agent, monkeypatch):
-    monkeypatch.setattr("dpipe.run.environment._PUBLISH_S", 0.2)
+    monkeypatch.setattr("dpipe.processes.environment._PUBLISH_S", 0.2)
     with pytest.raises(JoinError, match=r"torchrun's store at 127.0.0.1:1 does not answer"):
         AgentStore("127.0.0.1", 1, "key").publish("10.0.0.5:4321")
 
@@ -205,7 +205,7 @@ MEET = """
 import os
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
-from dpipe.run.environment import environment, process_info
+from dpipe.processes.environment import environment, process_info
 
 here = process_info(environment())
 server = CoordinatorServer(here.world_size, port=here.port) if here.rank == 0 else None
@@ -238,7 +238,8 @@ def test_ranks_of_torchrun_meet(tmp_path):
 
 
 def test_process_info_does_not_import_torch():
-    code = "import sys, dpipe.run.environment, dpipe.run.launch; sys.exit('torch' in sys.modules)"
+    modules = "sys, dpipe.processes.environment, dpipe.processes.launch"
+    code = f"import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

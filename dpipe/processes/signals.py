@@ -26,6 +26,7 @@ def stop_on_signals(
         return
 
     def ask(signum: int, frame: FrameType | None) -> None:
+        # Asked twice: the step may be waiting for a peer that is gone.
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
