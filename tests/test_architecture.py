@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
+    "session": {"errors", "wire"},
+    "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch

@@ -19,10 +19,10 @@ from functools import partial
 from threading import BoundedSemaphore, Event, Lock, Thread
 
 from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
+from dpipe.session import greeting
+from dpipe.session.stream import Stream, Tls, shut, stream_over, tune
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, WAKE_S, Connection, Mesh
-from dpipe.transport.stream import Stream, Tls, shut, stream_over, tune
-from dpipe.wire import greeting
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello

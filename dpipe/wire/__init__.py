@@ -4,7 +4,6 @@ spec.py        TensorSpec: shape and dtype of what crosses a stage boundary
 format.py      FORMATS: wire formats by name, with their properties; without torch
 codec.py       the same formats on tensors
 message.py     tensor <-> header and raw bytes; nothing is ever unpickled
-greeting.py    how the two ends of a TCP connection prove that they know the token
 transfer.py    Moved, Pending, Links: what a room asks of the links that it is given
 schema.py      the shapes of JSON values from another machine, checked
 text.py        text from another machine, with escapes for what a terminal would obey

@@ -12,9 +12,9 @@ import pytest
 from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
 
 from dpipe.errors import JoinError, PeerLost, TransferError
+from dpipe.session import greeting
 from dpipe.transport.mesh import PROTOCOL
 from dpipe.transport.tcp import TcpTransport
-from dpipe.wire import greeting
 from dpipe.wire.message import Header, framed
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello

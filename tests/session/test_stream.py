@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpipe.transport.stream import Stream, tune
+from dpipe.session.stream import Stream, tune
 
 Streams = tuple[Stream, Stream]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dpipe.errors import JoinError, TransferError
-from dpipe.wire import greeting
+from dpipe.session import greeting
 from dpipe.wire.v1.transport_pb2 import Hello
 
 
