@@ -135,7 +135,7 @@ class CudaStreams:
         index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._cuda = cuda
-        cuda.set_device(self.device)
+        cuda.set_device(self.device)  # libraries that are given no device use the current one
         # One for each direction: a copy to the host and one from it run beside each other.
         self._send = cuda.Stream(self.device)
         self._receive = cuda.Stream(self.device)

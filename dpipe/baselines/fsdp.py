@@ -190,12 +190,13 @@ class _ShardedUpdate:
         self._parameters = parameters
         groups = [
             {
+                # Of a sharded parameter, `ndim` is the whole one's.
                 "params": [p for p in parameters if (p.ndim >= 2) is decays],
                 "weight_decay": train.weight_decay * decays,
             }
             for decays in (True, False)
         ]
-        fused = parameters[0].is_cuda or None
+        fused = parameters[0].is_cuda or None  # as `dataparallel/optimizer.py` has it
         self._adamw = torch.optim.AdamW(
             groups, lr=train.learning_rate, betas=train.betas, fused=fused
         )

@@ -114,6 +114,7 @@ def make_step(config: Config, rank: int) -> Step:
     optimizer = _optimizer(config, chunks)
     settings.grad_scale_func = optimizer.scale_loss
     settings.finalize_model_grads_func = part_of_megatron("distributed").finalize_model_grads
+    # Megatron chooses by its own state: 1F1B, the interleaved one, or none on one rank.
     run = part_of_megatron("pipeline_parallel").get_forward_backward_func()
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
@@ -220,7 +221,7 @@ def _chunk(
         model = part_of_megatron("transformer.module").Float16Module(settings, model)
     distributed = part_of_megatron("distributed")
     shares = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=True,  # as ours: masters and gradients are fp32
         use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return distributed.DistributedDataParallel(settings, shares, model)
@@ -244,6 +245,7 @@ def _bare_model(
         "position_embedding_type": "learned_absolute",
         "vp_stage": index if per_rank > 1 else None,
     }
+    # Its local layers: those of Transformer Engine need that library.
     if config.model.layers == "bert":
         layer = part_of_megatron("models.bert.bert_layer_specs").bert_layer_local_spec
         kind = part_of_megatron("models.bert.bert_model").BertModel
@@ -267,7 +269,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         fp16=train.parameters == "fp16",
         initial_loss_scale=INITIAL_LOSS_SCALE,
         loss_scale_window=GROWTH_INTERVAL,
-        hysteresis=1,
+        hysteresis=1,  # one overflow halves the scale, as with us
         use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dpipe.bench.loopback import Loopback
 
 Row = dict[str, Any]
-_TRANSPORTS = ("grpc", "tcp")
+_TRANSPORTS = ("grpc", "tcp")  # those that need no GPU
 _STEPS = 5  # of a run; the first is left out: it opens buffers
 _ROUNDS = 2  # of all runs, so that other work on the machine affects every pair
 
@@ -151,9 +151,11 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
                 "backward_ms": 20 / per_rank,
                 "message_bytes": 1_000_000,
             },
+            # Without clipping no step waits for a vote.
             "train": {"steps": _STEPS, "batch_size": 32, "num_microbatches": 32, "clip_norm": 0},
             "pipeline": {"stages": 4 * per_rank, "stages_per_rank": per_rank, "schedule": schedule},
             "transport": {"kind": transport},
+            # Nothing is written but the rows that are read below.
             "run": {"folder": f"{folder}/run", "tensorboard": False, "trace_steps": 0},
         }
         measured = run_quietly(table, Path(folder))

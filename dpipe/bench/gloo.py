@@ -85,6 +85,7 @@ def _run(
     torch.set_num_threads(1)
     store: Any = dist.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    # All are open before the first round, so that none is timed while it opens sockets.
     transports = {way: connect(rank, way, store) for way in _OURS}
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     ways: Ways = {"gloo": partial(_over_gloo, rank, payload)}

@@ -52,6 +52,7 @@ def _stream(transport: Transport, duration_s: float) -> None:
     deadline = time.monotonic() + duration_s
     while time.monotonic() < deadline:
         leaving.append(transport.send(tensor, 1, "payload"))
+        # Without the bound the sender would queue tensors as fast as Python runs.
         if len(leaving) == _UNDER_WAY:
             leaving.popleft().wait()
     transport.send(last, 1, "payload")
@@ -79,6 +80,7 @@ def _take(transport: Transport, coming: Coming) -> list[Moved]:
         assert pending.moved is not None
         found.append(pending.moved)
         last = bool(tensor[0])
+        # Into the memory of the one that has just come: fresh pages would be part of the rate.
         coming.append(transport.recv(_PAYLOAD, 0, "payload", tensor))
     transport.send(_WORD.empty(), 0, "through")
     return found

@@ -35,6 +35,7 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 def main() -> None:
     """Train large models as pipelines over slow, uneven networks."""
+    # Here, ahead of every command: grpc reads its settings when it is first imported.
     set_up_grpc()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without some character shows "?" in its place

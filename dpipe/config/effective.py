@@ -47,6 +47,7 @@ def settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setting]:
     config = build(table)
     if config.model.preset is not None:
         for key in PRESETS[config.model.preset]:
+            # A size that is set as well wins, and so does where it is from.
             origins.setdefault(f"model.{key}", f"preset {config.model.preset}")
     return [
         Setting(f"{section}.{key}", value, origins.get(f"{section}.{key}", "default"))

@@ -183,6 +183,7 @@ def override(table: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str) -> Any:
+    # A bare word is a string: quotes within a shell's quotes are easily lost.
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

@@ -102,6 +102,7 @@ class CoordinatorServer:
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
+        # Between the two threads of a stream: whoever tells this rank something never waits for it.
         outbox: MessageQueue = queue.SimpleQueue()
         reader = threading.Thread(
             target=self._read,

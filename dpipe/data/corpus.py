@@ -135,6 +135,7 @@ class Corpus:
         return self.facts.bigram_bits
 
     def _windows(self, starts: NDArray[np.int64], context: int) -> TokenBatch:
+        # One token more than the inputs: the targets are the same windows, a token on.
         places = starts[:, None] + np.arange(context + 1)
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         inputs = windows[:, :-1].contiguous()

@@ -133,6 +133,7 @@ class Trainer:
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""
         job = self.job
+        # From here: what a user waits for has the reading of data in it.
         began = time.perf_counter()
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)

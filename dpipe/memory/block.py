@@ -23,7 +23,7 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
     w = sizes.part
     r = sizes.stream
     half = sizes.half
-    matrices = 12 * sizes.width**2 // sizes.ranks
+    matrices = 12 * sizes.width**2 // sizes.ranks  # values: qkv 3, output 1, and 4 + 4 of the MLP
     largest = _largest_matrix(sizes)
     kept = r + _statistics(sizes, recompute)
     inside = _dropped_bytes(sizes, recompute)
@@ -33,12 +33,15 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
         peaks = peaks.remade(inside, r + peaks.forward, _forward_alone(sizes))
         kept = r
         inside = 0
+    # Of qkv and mlp_in, which are cut; and whole, of the other two matrices and of two norms.
     biases_and_norms = 7 * sizes.width // sizes.ranks + 6 * sizes.width
     return of_parameters(
         (matrices + biases_and_norms) * sizes.value_bytes,
         largest=largest,
         held_bytes=kept + inside,
+        # What the four matrices read, 2 u + 5 w, and the gradients of what they make, 2 u + 7 w.
         deferred_bytes=(4 * u + 12 * w) // (2 if half else 1),
+        # A product in 16 bits, and then the same in fp32.
         weight_bytes=largest * 3 // 2 if half else largest,
         # The last that is made, of q, k and v, in 16 bits.
         first_weight_bytes=3 * largest // 8 if half else 0,

@@ -97,6 +97,7 @@ def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iter
 def _changes(config: Config) -> Iterator[tuple[str, object]]:
     train = config.train
     pipeline = config.pipeline
+    # What costs time before what costs machines.
     for recompute in ("selective", "full"):
         if recompute != pipeline.recompute:
             yield "pipeline__recompute", recompute

@@ -60,6 +60,7 @@ def stage_memory(
     """The layers of each stage. `outputs[s]` are the bytes of stage s's output."""
     stages = []
     for size, end in zip(cut, accumulate(cut), strict=True):
+        # The last one's output goes over a link, and is counted with the stage's end.
         *followed, last = layers[end - size : end]
         stages.append((*(layer.within or layer for layer in followed), last))
     return with_ends(stages, outputs, recompute)

@@ -50,7 +50,7 @@ def of_parameters(
     """
     return LayerMemory(
         parameter_bytes=parameter_bytes,
-        gradient_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,  # from the first backward of a step on
         optimizer_bytes=_MOMENTS * parameter_bytes,
         update_bytes=2 * largest,
         held_bytes=held_bytes,

@@ -62,6 +62,7 @@ class Link:
         """
         if self.window_bytes is None or self.delay_ms == 0:
             return self.bandwidth_gbps
+        # A window goes out and is acknowledged: there and back takes twice the delay.
         windows_gbps = connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6)
         return min(self.bandwidth_gbps, windows_gbps)
 

@@ -105,7 +105,7 @@ class Journal:
         Raises `RunError` where there is no room for it.
         """
         path = self._folder / f"average-{step:08d}.safetensors"
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(".tmp")  # no name that a restart looks for
         metadata = {
             "session": self.session,
             "verdict": json.dumps([decision.learning_rate, decision.factor]),

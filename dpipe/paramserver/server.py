@@ -92,9 +92,11 @@ class ParameterServer:
         """`snapshots` reads and writes in `folder`: both are given, or none."""
         self._folder = folder
         self._snapshots = snapshots
+        # Of this process: what a worker has sent to the one before, this one does not have.
         self._incarnation = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._stages = dict(self._recovered())  # by stage and part
+        # By stage and part. Before it listens: who calls finds what was kept.
+        self._stages = dict(self._recovered())
         # of all that have attended, also of those that are not loaded yet
         self._known: dict[Session, _StageSpec] = {}
         for server in self._stages.values():
@@ -228,6 +230,7 @@ class ParameterServer:
             if session not in self._known:
                 raise TransferError("parameters came from a worker that has not attended")
             stage = self._known[session]
+        # Without the lock: it takes as long as the network.
         vectors = vectors_from(stage.spec, messages)
         needed = StageTensors.zeros(0, lossy=stage.rule.lossy_parameters).by_name()
         if set(vectors) != set(needed):
@@ -257,6 +260,7 @@ class ParameterServer:
             values_spec = chunk_spec(server.state.spec, head.chunk)
             what = f"chunk {head.chunk} of replica {place.replica}'s gradient of step {place.step}"
             wire = tensor_of(body, coder.wire_spec(values_spec), what)
+            # In the caller's thread; under the stage's lock it is only added.
             values = coder.decode(wire, values_spec)
             server.add(place.step, place.replica, head.chunk, values)
         standing = pb.Standing(step=server.state.step, incarnation=self._incarnation)
@@ -308,6 +312,7 @@ class ParameterServer:
                 kept[other] = spec
         kept[session] = stage
         self._known = kept
+        # Also its other parts: a run that is cut otherwise may never bring them.
         for server in list(self._stages.values()):
             old = server.session
             if old not in self._known:
@@ -413,6 +418,7 @@ def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
     if isinstance(error, grpc.RpcError):
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    # A mistake of dpipe's: the caller gets a line of text, so the traceback must stay here.
     if code is grpc.StatusCode.INTERNAL and not isinstance(error, RunError):
         LOG.error("a call failed", exc_info=error)
     context.abort(code, str(error) or type(error).__name__)

@@ -190,6 +190,7 @@ class StageServer:
         deadline = time.monotonic() + patience
         with self._changed:
             while True:
+                # Before the attempt: a stage that cannot go on answers nothing more.
                 self._raise()
                 result = attempt()
                 if result is not None:

@@ -273,6 +273,7 @@ class StageState:
     def _check_step(self, step: int, what: str) -> None:
         """Raises `TransferError` for a step that is neither the last, nor within the bound."""
         bound = self.rule.staleness
+        # The last steps too: a worker repeats its call until it has heard of the commit.
         if self.step - 1 - bound <= step <= self.step + bound:
             return
         note = f" and data_parallel.staleness is {bound}" if bound else ""
@@ -344,7 +345,7 @@ class StageState:
         """The chunk after `step`, by the gradients that are in; the caller's own are all in."""
         part = self.spec.chunk(chunk)
         vectors = self.now.of(part).by_name().values()
-        ahead = StageTensors(*(vector.clone() for vector in vectors))
+        ahead = StageTensors(*(vector.clone() for vector in vectors))  # never committed
         for later in range(self.step, step + 1):
             self._check_finite(later, chunk)
             gradient = self._gradient(later).so_far(chunk, part)
@@ -377,6 +378,7 @@ class StageState:
 
     def _decays(self, part: slice) -> list[tuple[slice, float]]:
         """Runs of `part` that have one weight decay: elements and decay."""
+        # Put together, so that AdamW gets few long pieces and not one for each parameter.
         runs: list[tuple[slice, float]] = []
         for index, elements in self.spec.pieces(part):
             decays = self.spec.parameters[index].decays

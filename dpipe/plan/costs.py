@@ -75,7 +75,7 @@ def transformer_costs(config: Config) -> LayerCosts:
         gradient_bytes=(message_bytes,) * num_layers,
         tied_bytes=tied_bytes(config),
         parameter_bytes=layer_parameter_bytes(config),
-        core_s=(0.0, *core_s, 0.0),
+        core_s=(0.0, *core_s, 0.0),  # neither embedding nor head has one
         memory_of=partial(transformer_stages, config),
     )
 

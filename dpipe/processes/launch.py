@@ -76,6 +76,7 @@ def launch(
     shared = {
         "DPIPE_WORLD_SIZE": str(num_ranks),
         "DPIPE_COORDINATOR": coordinator or f"127.0.0.1:{free_port()}",
+        # Random, so that no other process of this machine can join.
         "DPIPE_TOKEN": inherited.get("DPIPE_TOKEN") or secrets.token_urlsafe(16),
         "PYTHONUNBUFFERED": "1",  # else the last lines of a killed rank are lost
     }
@@ -88,7 +89,7 @@ def launch(
                 ranks.start(rank, argv_of_rank(rank), {**inherited, **shared, **own}, logs)
             failed = ranks.wait(grace_s, timeout_s)
         finally:
-            ranks.kill()
+            ranks.kill()  # also where `on_row` raised, or a rank could not be started
     if failed is None:
         return 0
     lines = [NOT_UNDER_WAY] if ranks.have_stopped(failed) else failed.last_lines()

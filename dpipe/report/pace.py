@@ -116,6 +116,7 @@ def silent() -> Pace:
 
 def agreed_rounds(pace: Pace, rank: int, store: Any, most: int, round_s: float) -> int:
     """The number of rounds that rank 0 chooses, on every rank of a `torch.distributed` store."""
+    # One of them decides: a rank that took a round more would wait for the others for ever.
     if rank == 0:
         store.set("rounds", str(pace.rounds(most, round_s)))
     return int(store.get("rounds"))

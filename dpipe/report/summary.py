@@ -74,7 +74,7 @@ def show_summary(
     steps = [row for row in rows if "loss" in row]
     _print(console, f"\n[bold]{_duration(steps)} of training[/bold] ({escape(str(run))})")
     result = learned(rows)
-    if result is not None and checkpoint_url is not None:
+    if result is not None and checkpoint_url is not None:  # a replay's loss is 0
         console.print(_loss_table(result, scale))
         if scale is not None and result.held_out_end is not None:
             _print(console, _against_bigram(result.held_out_end, scale))

@@ -255,6 +255,7 @@ def load_trace(run: Path) -> Trace:
 
 def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
     """The simulator takes a tensor-parallel group for one rank: show it as the group's first."""
+    # Its other ranks do the same at the same time.
     spans = tuple(span._replace(rank=span.rank * size) for span in timeline.spans)
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 

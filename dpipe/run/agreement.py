@@ -85,6 +85,7 @@ def torch_group(
     timeout_s = config.timeouts.transfer
     first = here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
+    # In both branches this rank shares: a gather is complete when every rank has given its part.
     if here.dp_rank == 0:
         store = open_store(host, 0, timeout_s, master=True)
         coordinator.share("torch group", store.port, timeout_s, STORE_PORT)

@@ -83,6 +83,8 @@ def run_rank(
     start = find_start(config, run_plan, rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
     peers = _peers(run_plan, rank)
+    # In this order: what ranks say while they join is in the folder's log, and a folder that was
+    # made for ranks that could not join is taken back.
     with (
         opened(config, resume, rank) as folder,
         logging_to(folder, rank),
@@ -306,6 +308,7 @@ def _make_stages(run_plan: RunPlan, resources: RankResources) -> dict[int, Pipel
     here = resources.here
     recorder = resources.recorder
     num_bytes = run_plan.config.replay.exchange_bytes
+    # For any rank, because it opens nothing: only a replayed stage calls it.
     ring = Ring(resources.transport, here, num_bytes, recorder.exchanging)
     return {
         index: make_stage(
@@ -348,6 +351,7 @@ def _make_executor(
 ) -> Executor:
     config = run_plan.config
     num_stages = run_plan.forecast.schedule.num_stages
+    # Then there is nobody to exchange with: the executor adds the two up.
     both_ends = (tied[0][1], tied[-1][1]) if len(tied) == 2 else None
     return Executor(
         Parts(

@@ -214,7 +214,7 @@ def serve_parameters(
     folder = _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
-    torch.set_num_threads(node.threads)
+    torch.set_num_threads(node.threads)  # it steps all stages: this is its compute
     stopping = stop_on_signals("stopping; every acknowledged step is kept")
     with _state_held(folder), stopping as wants_stop:
         server = ParameterServer(
@@ -249,7 +249,7 @@ def _state_held(folder: Path) -> Iterator[None]:
     one that cannot start are removed again.
     """
     created = absent(folder)
-    lock = folder / "lock"
+    lock = folder / "lock"  # a file of its own: those of the state are replaced by others
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.touch()

@@ -51,6 +51,7 @@ def launch_ranks(
     draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     new_folders = absent(folder)
+    # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
     # The same for all ranks: which one a process is, it reads in its environment.
     argv = [sys.executable, "-m", "dpipe", "train", path]

@@ -148,6 +148,7 @@ class Exchange:
 
     def piece(self, message: Message, length: int) -> slice:
         """Which of `length` values, or bytes, `message` carries."""
+        # An owner's parts lie side by side: together they are its share.
         index = self.owners.index(message.owner) * self.num_parts + message.part
         count = len(self.owners) * self.num_parts
         start = length * index // count

@@ -100,7 +100,7 @@ class Stage:
         self._graphs: dict[int, list[_Graph]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that `backward_weight` will make
         self._weight_gradients = WeightGradients()
-        self._expected: tuple[TensorSpec, ...] | None = None
+        self._expected: tuple[TensorSpec, ...] | None = None  # of the first micro-batch's inputs
         self._prepare_layers(recompute, compiled)
         self.begin_step(0)
 

@@ -117,12 +117,14 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets_N: torch.Tensor,
         group: TensorGroup,
     ) -> torch.Tensor:
+        # Of all ranks' words, so that no rank's exponentials overflow and their sums fit together.
         peak_N = group.all_reduce(logits_NV.amax(-1), dist.ReduceOp.MAX)
         shifted_NV = logits_NV - peak_N.unsqueeze(-1)
         # The target's index among this rank's words, where it is one of them.
         num_words = logits_NV.shape[-1]
         here_N = targets_N - group.rank * num_words
         is_here_N = (here_N >= 0) & (here_N < num_words)
+        # An index in range for all: what `gather` finds for another rank's word is multiplied away.
         here_N1 = here_N.masked_fill(~is_here_N, 0).unsqueeze(-1)
         target_logit_N = shifted_NV.gather(-1, here_N1).squeeze(-1) * is_here_N
         exp_NV = shifted_NV.exp_()
@@ -362,7 +364,7 @@ def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
     plan: Mapping[str, type[SplitModule]] = layer.tensor_plan  # type: ignore[assignment]
     for path, kind in plan.items():
         module: Any = layer.get_submodule(path)
-        module.__class__ = kind
+        module.__class__ = kind  # in place: the layer's own code goes on calling it by its name
         module.group = group
         for key, dim in kind.cut.items():
             whole = getattr(module, key)

@@ -154,6 +154,7 @@ def open_folder(config: Config, resume: bool) -> Path:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
+        # For this moment alone: rank 0 holds it again for as long as it runs.
         with _run_held(folder):
             keep_identity(folder, identity)
             return folder

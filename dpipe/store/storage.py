@@ -76,7 +76,7 @@ class Storage:
                 _refuse_way_out(Path(self.path(step)), Path(self.root))
             with self._scratch(step) as folder:
                 temporary = folder / f".{rank}.tmp"
-                temporary.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)  # of a rank that was killed while it wrote
                 temporary.touch()
                 # As the user's umask says; safetensors makes its own files private.
                 mode = temporary.stat().st_mode
@@ -133,7 +133,7 @@ class Storage:
             else:
                 self._fs.pipe_file(path, content, mode="create")
         except FileExistsError:
-            return
+            return  # somebody was first: who reads it back sees who
         except OSError as error:
             raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
 

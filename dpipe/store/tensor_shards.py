@@ -76,7 +76,7 @@ def as_slices(
             plain = match[1]
             start = int(match[2])
             stop = int(match[3])
-        first = here.tp_rank * shard.num_values
+        first = here.tp_rank * shard.num_values  # behind the parts of the ranks before
         slices[f"{plain}[{first + start}:{first + stop}]"] = moment
         layouts[plain] = shard
     return slices, layouts

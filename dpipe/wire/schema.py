@@ -14,6 +14,7 @@ T = TypeVar("T")
 _ERRORS_READ = 1000  # of a value; of more only the number is said
 _REASON_CHARACTERS = 200
 
+# Made visible where it enters: whoever logs it later need not think of it.
 Text = Annotated[str, Field(max_length=1000), AfterValidator(visible)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
