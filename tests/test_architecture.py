@@ -86,7 +86,7 @@ WITHOUT_TORCH = (
     "wire/format.py",
 )
 MAX_ROOM_LINES, MAX_FILE_LINES, MAX_FUNCTION_TOKENS = 2500, 600, 300
-MAX_TOKENS_A_LINE = 8.0
+MAX_TOKENS_A_LINE, MIN_COMMENTS_PER_100_LINES = 8.0, 6
 
 SOURCES = sorted(p for p in (ROOT / "dpipe").rglob("*.py") if "v1" not in p.parts)
 NAMES = [str(path.relative_to(ROOT / "dpipe")) for path in SOURCES]
@@ -108,10 +108,17 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-def code_tokens(text: str) -> list[tokenize.TokenInfo]:
-    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+def tokens_of(text: str, *kinds: int) -> list[tokenize.TokenInfo]:
     every = tokenize.generate_tokens(io.StringIO(text).readline)
     return [token for token in every if token.type in kinds]
+
+
+def code_tokens(text: str) -> list[tokenize.TokenInfo]:
+    return tokens_of(text, tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+
+
+def num_lines(tokens: list[tokenize.TokenInfo]) -> int:
+    return len({token.start[0] for token in tokens})
 
 
 def room_of(name: str) -> str:
@@ -203,10 +210,20 @@ def test_room_stays_small(room: str) -> None:
     assert sum(path.read_text().count("\n") for path in files) <= MAX_ROOM_LINES
 
 
-def test_lines_have_air() -> None:
-    tokens = [code_tokens(path.read_text()) for path in SOURCES]
-    lines = sum(len({token.start[0] for token in file}) for file in tokens)
+@pytest.mark.parametrize("room", sorted({room_of(name) for name in NAMES}))
+def test_lines_have_air(room: str) -> None:
+    files = [path for path, name in zip(SOURCES, NAMES, strict=True) if room_of(name) == room]
+    tokens = [code_tokens(path.read_text()) for path in files]
+    lines = sum(map(num_lines, tokens))
     assert sum(map(len, tokens)) / lines <= MAX_TOKENS_A_LINE
+
+
+def test_code_says_why() -> None:
+    """Over all rooms: some have little to say beside what their docstrings say."""
+    texts = [path.read_text() for path in SOURCES]
+    comments = sum(num_lines(tokens_of(text, tokenize.COMMENT)) for text in texts)
+    lines = sum(num_lines(code_tokens(text)) for text in texts)
+    assert 100 * comments / lines >= MIN_COMMENTS_PER_100_LINES
 
 
 @pytest.mark.parametrize("room", ROOMS)

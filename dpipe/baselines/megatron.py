@@ -41,7 +41,7 @@ from dpipe.stage.model import materialise
 from dpipe.streams import upload
 from dpipe.wire.format import FORMATS
 
-VERSION = "0.16.1"
+VERSION = "0.16.1"  # whose interfaces this file uses; they change with each release
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

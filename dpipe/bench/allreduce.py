@@ -27,7 +27,7 @@ from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.collective import open_store
 
 _PORT = 29_411  # where several hosts meet, on the first of them
-_JOIN_S = 120.0
+_JOIN_S = 120.0  # for the others, which import torch first, perhaps on other hosts
 _PART_BYTES = 32 << 20  # data_parallel.chunk_bytes: large, as nothing hides the cost of a message
 Row = dict[str, Any]
 Ways = dict[str, Callable[[], object]]

@@ -31,7 +31,7 @@ Ways = dict[str, Callable[[], None]]
 _ACK = torch.zeros(1, dtype=torch.uint8)
 _ACK_SPEC = TensorSpec.of(_ACK)
 _BURST = 4  # tensors under way one behind the other, as in a pipeline
-_JOIN_S = 120.0
+_JOIN_S = 120.0  # for the other process, which imports torch first
 # By name: the transport and its connections a link.
 _OURS: dict[str, tuple[type[Wire], int]] = {
     "grpc x1": (GrpcTransport, 1),

@@ -31,8 +31,8 @@ from dpipe.wire.spec import TensorSpec
 
 # Seconds: when a message left or had arrived, and the processor time of this end's threads.
 Stamp = tuple[float, float]
-SMALL_BYTES = 4
-_REPEATS = 40
+SMALL_BYTES = 4  # what a message takes whatever its size
+_REPEATS = 40  # of each size; their medians count
 _READY = TensorSpec((1,), torch.uint8)
 
 

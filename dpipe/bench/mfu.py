@@ -47,7 +47,7 @@ from dpipe.wire.spec import TensorSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAM = AdamSettings(1e-4, 0.1, (0.9, 0.95))
-_WAIT_S = 300.0
+_WAIT_S = 300.0  # for the other stages, which draw their layers first
 _WARM_UP = 2  # steps that are not timed: they take memory, and load kernels
 
 
@@ -301,6 +301,7 @@ def measure(case: Case) -> Measured:
     """
     if case.stages == 1:
         return _measure(case, [_one_stage], silent())[0]
+    # Of the context that starts the processes: a forked torch would lack its threads.
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_process, args=(case, store.port, results), nprocs=case.stages)

@@ -21,7 +21,7 @@ from dpipe.config.load import build, override, read_table
 from dpipe.config.presets import PRESETS
 from dpipe.config.toml import to_toml
 
-_SECRETS = ("node.token",)
+_SECRETS = ("node.token",)  # shown as set, not as they are
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 _NO_SECURITY = Security()
 
-_CLOCK_SAMPLES = 16
+_CLOCK_SAMPLES = 16  # round trips, of which the fastest counts
 _FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
 _RETRY_S = 0.5  # between attempts to reach a coordinator that is not up
 _AGAIN_S = 30.0  # before the same text is reported again
 _SLACK_S = 2.0  # beyond the coordinator's own deadline, whose message names who is missing
-_STOP_S = 5.0
+_STOP_S = 5.0  # for the reading thread, once the call is cancelled
 _VERDICT_S = 5.0  # for the cause of an abort; above the coordinator's grace for a symptom
 _LEAVE_S = 60.0  # for uploads under way to arrive
 

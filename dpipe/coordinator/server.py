@@ -25,7 +25,7 @@ MessageQueue = queue.SimpleQueue[pb.FromCoordinator | None]
 
 _NO_SECURITY = Security()
 _STRANGERS = 16  # streams at once beyond one a rank; each holds a thread
-_STOP_S = 2.0
+_STOP_S = 2.0  # for streams that are still open, and for each thread
 
 
 class CoordinatorServer:

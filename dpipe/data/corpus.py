@@ -367,6 +367,7 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
         shape = (facts.num_tokens,)
         tokens = np.memmap(path, _dtype(tokenizer), "r", shape=shape)
         num_bytes = path.stat().st_size
+    # What a damaged file makes of the lines above.
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise _DamagedCache(error) from None
     if num_bytes != tokens.nbytes:

@@ -63,6 +63,7 @@ class BackgroundExchange:
         self._pending: dict[int, deque[PendingGradient]] = {stage: deque() for stage in flat}
         # by stage: vectors that nobody uses
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in flat}
+        # The thread adds at one end, `traffic` takes at the other.
         self._traffic: deque[Traffic] = deque()
 
     def begin(

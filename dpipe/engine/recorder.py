@@ -122,9 +122,9 @@ class Recorder:
                 self._rank,
                 lane,
                 action,
-                start_us=moved.start_ns / 1e3,
-                end_us=moved.end_ns / 1e3,
-                num_bytes=moved.num_bytes,
+                moved.start_ns / 1e3,
+                moved.end_ns / 1e3,
+                moved.num_bytes,
                 peer=peer,
             )
             spans.append(span)
@@ -149,8 +149,8 @@ class Recorder:
             self._rank,
             note.lane,
             note.action,
-            start_us=ns(note.start) / 1e3,
-            end_us=ns(note.end) / 1e3,
-            num_bytes=note.num_bytes,
-            cpu_us=note.cpu_ns / 1e3,
+            ns(note.start) / 1e3,
+            ns(note.end) / 1e3,
+            note.num_bytes,
+            note.cpu_ns / 1e3,
         )

@@ -13,7 +13,7 @@ from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
-_SUGGESTIONS = 3
+_SUGGESTIONS = 3  # of changes that would fit, the mildest
 
 
 def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stages:

@@ -80,7 +80,7 @@ class Link:
 # connection kept 2.6 to 3.3 MB in flight (scripts/link.py). This much can be relied on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
-MAX_DELAY_MS = 3_600_000
+MAX_DELAY_MS = 3_600_000  # an hour
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame that carries TCP with its timestamps
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)

@@ -34,7 +34,7 @@ from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
 REMEDY = "make room there, on the parameter server's machine"
-_STEPS_A_SNAPSHOT = 8
+_STEPS_A_SNAPSHOT = 8  # a restart replays as many at most
 _AVERAGE = re.compile(r"average-(\d{8,})\.safetensors")
 _LEFT = "left-"
 _NO_GRADIENT = torch.zeros(0)

@@ -21,7 +21,7 @@ from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
 M = TypeVar("M", bound=Message)
 
 SERVICE = "dpipe.wire.v1.Parameters"
-PROTOCOL = 2
+PROTOCOL = 2  # of parameters.proto; workers of another are refused
 _ERROR_CHARACTERS = 200  # of what is wrong in a description
 PLACE_KEY = "dpipe-place-bin"  # the key of the metadata that holds a Place
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
@@ -119,6 +119,7 @@ def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
     try:
         spec = FlatSpec.of(json.loads(message.row))
         rule = StepRule.of(json.loads(message.rule))
+    # What JSON of any other shape makes of the lines above.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TransferError(
             f"a worker's description of its stage cannot be read: {repr(error)[:_ERROR_CHARACTERS]}"

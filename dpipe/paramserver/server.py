@@ -53,8 +53,8 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 LOG = logging.getLogger("dpipe")
 _OPEN = Security()
 _MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
-_STOP_S = 2.0
-_POLL_S = 1.0
+_STOP_S = 2.0  # for answers that are on their way
+_POLL_S = 1.0  # how often a waiting call looks whether its caller is still there
 _PART = "-part-"  # in the name of a stage's folder
 
 
@@ -94,6 +94,7 @@ class ParameterServer:
         self._snapshots = snapshots
         # Of this process: what a worker has sent to the one before, this one does not have.
         self._incarnation = secrets.token_hex(8)
+        # Guards what is below; notified as stages come and are left.
         self._changed = threading.Condition()
         # By stage and part. Before it listens: who calls finds what was kept.
         self._stages = dict(self._recovered())

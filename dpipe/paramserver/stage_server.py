@@ -23,7 +23,7 @@ from dpipe.paramserver.stage_state import OutgoingChunk, StageState, StepDecisio
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
 _POLL_S = 1.0  # how often a waiting thread looks whether its caller is still there
-_STOP_S = 30.0
+_STOP_S = 30.0  # for a commit under way, which writes to a disk
 
 
 class Caller(Protocol):
@@ -64,6 +64,7 @@ class StageServer:
         self.state = state
         self.left = set() if journal is None else journal.who_left()  # the replicas that are done
         self._journal = journal
+        # Guards the state, `left` and the error; notified at each change.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         name = f"dpipe-commit-{session.stage}.{session.part}"

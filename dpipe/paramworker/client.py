@@ -48,7 +48,8 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
 SERVER = "server"  # what traffic calls the other end
-_RETRY_S = 0.5
+_RETRY_S = 0.5  # between two attempts to reach a server that is away
+# It is not up, was closed, or has been started again: it may come back.
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 _ERRORS: Mapping[grpc.StatusCode, type[DpipeError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: JoinError,

@@ -38,8 +38,8 @@ from dpipe.report.rows import OnRow, RowPipe
 GRACE_S = 8.0
 STOPPING = "stopping: the ranks finish their step and write a checkpoint; once more kills them"
 NOT_UNDER_WAY = "stopped: the ranks were not training, so that there was nothing to save"
-_TAIL_LINES = 20
-_TAIL_BYTES = 64 << 10
+_TAIL_LINES = 20  # of its log, for a rank that failed
+_TAIL_BYTES = 64 << 10  # that are read to find them
 
 Say = Callable[[str], None]
 
@@ -132,7 +132,7 @@ class _Rank:
         send = os.killpg if number is signal.SIGKILL else os.kill
         # Once it is reaped, its number may be another process's.
         if self.process.returncode is None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it has just ended
                 send(self.process.pid, number)
 
     def last_lines(self) -> list[str]:

@@ -18,7 +18,7 @@ import click
 
 T = TypeVar("T")
 
-QUICK_S = 60.0
+QUICK_S = 60.0  # what `--quick` promises
 MIN_ROUNDS = 3  # the fewest that have a median and quartiles worth printing
 _END_S = 1.0  # of a part, to close its processes
 _EVERY_S = 5.0  # a line

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 OnRow = Callable[[Row], None]
 
 _WRITE_END = "DPIPE_ROWS_FD"
-_READ_BYTES = 64 << 10
+_READ_BYTES = 64 << 10  # what a pipe holds on Linux
 
 
 class RowPipe:

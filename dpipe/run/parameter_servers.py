@@ -37,7 +37,7 @@ from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
-_POLL_S = 1.0
+_POLL_S = 1.0  # between looks at whether a signal has come
 _MESSAGE_BYTES = 3 << 20  # of one chunk: with its head it stays below gRPC's limit of 4 MiB
 
 Tensors = Mapping[str, torch.Tensor]

@@ -30,7 +30,7 @@ def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None
         states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(number)
-        _DRAWING.generators = generators
+        _DRAWING.generators = generators  # for `paused` and `same_draws`, deep inside a layer
         try:
             yield
         finally:

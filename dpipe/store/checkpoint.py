@@ -38,7 +38,7 @@ LOG = logging.getLogger("dpipe")
 
 # Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
-_KINDS = ("model", "optimizer")
+_KINDS = ("model", "optimizer")  # in files of their own: to generate text needs no moments
 _PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
 _TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
 

@@ -130,6 +130,7 @@ def changes(config: Config) -> dict[str, str]:
             for name, section in table.items()
             for key, value in section.items()
         }
+    # AttributeError: a section that is no table.
     except (AttributeError, CheckpointError, OSError) as error:
         raise ConfigError(
             f"{path} is not what a run writes: {error}; delete it to resume without comparing"

@@ -40,6 +40,7 @@ class Storage:
         self._remedy = remedy
         try:
             self._fs, self.root = fsspec.url_to_fs(url)
+        # A file system that is not installed, or a scheme that none has.
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {error}") from None
         self.is_local = isinstance(self._fs, LocalFileSystem)

@@ -29,7 +29,7 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE = "dpipe.wire.v1.Transport"
 _METHOD = "Connect"
-_HELLO_KEY = "dpipe-hello-bin"
+_HELLO_KEY = "dpipe-hello-bin"  # "-bin": only then gRPC takes any bytes
 # Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 

@@ -171,6 +171,7 @@ class LinkEnd:
         if address is not None:
             self.peer_name += f" ({address})"
         self.staging = Staging(streams)
+        # Guards what is below, and the transfers; notified at each change.
         self.changed = Condition()
         self.error: Exception | None = None
         self.reason: str | None = None  # why the peer is lost

@@ -183,8 +183,8 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._failing = Lock()  # guards `_failed`: an abort may come before there are links
         self._failed: Exception | None = None
         self._peers_known = Event()  # from then on a dialler can be accepted or refused
-        self._claiming = Lock()
-        self._closing = Lock()
+        self._claiming = Lock()  # two diallers must not get one connection
+        self._closing = Lock()  # a second call waits for the first
         self._closed = False
         self.port = self._listen(bind, port, security)
 

@@ -136,7 +136,7 @@ class _NcclLink:
         self.flying: deque[_NcclTransfer] = deque()
         self._timeout_s = timeout_s
         self._head_since = 0.0
-        self._lock = Lock()
+        self._lock = Lock()  # guards `error` and `failed`
         self._calling = Lock()  # NCCL must not be called with a communicator that was ended
 
     def launch(
@@ -281,7 +281,7 @@ class NcclTransport:
         self._failed: Exception | None = None
         self._opened = Event()  # all links are open, or the attempt has failed
         self._stopping = Event()
-        self._closing = Lock()
+        self._closing = Lock()  # a second call waits for the first
         self._rehearses = False
         self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
         self._opening: tuple[int, int] | None = None

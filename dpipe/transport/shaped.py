@@ -52,6 +52,7 @@ class ShapedTransport:
         self.rank = inner.rank
         self.port = inner.port
         self.timeout_s = transfer_timeout_s
+        # Guards what is held and what went wrong; notified at each change.
         self.changed = Condition()
         self._inner = inner
         self._in_transit = InTransit[_Held](network, inner.rank)

@@ -116,7 +116,7 @@ class _Lobby:
     """Sockets that have not greeted yet, with a thread each."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = Lock()  # guards what is below
         self._sockets: set[socket.socket] = set()
         self._threads: list[Thread] = []
         self._closed = False
