@@ -310,6 +310,7 @@ class _Run:
             wire_spec = self._parts.codec.wire_spec
             specs = [wire_spec(spec) for spec in self._specs(action)]
         source = self._parts.global_rank(peer(self._schedule, action))
+        # The send's own name: both ends check it, so that a message of another action is found out.
         tag = str(counterpart(action, self._schedule.num_stages))
         recv = self._parts.transport.recv
         self._arriving[action] = [recv(spec, source, tag) for spec in specs]

@@ -91,7 +91,7 @@ def _pieces(config: Config, size: int) -> int:
     settings = config.data_parallel
     if settings.group == "torch":
         return 0
-    num_parts = max(1, -(-size // settings.chunk_bytes))
+    num_parts = max(1, -(-size // settings.chunk_bytes))  # as `DirectExchange` cuts it
     piece = wire_bytes(settings.wire, size // _FLOAT // (num_parts * settings.replicas))
     # What comes back rounded needs a buffer of its own until it is decoded.
     buffers = 2 * num_parts if FORMATS[settings.wire].lossy else num_parts

@@ -44,6 +44,7 @@ def load_network(path: str | Path) -> Network:
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
     """The network of a profile's table. Raises `ProfileError` naming the key."""
     _only(table, _TOP, "the profile")
+    # A window alone is no link: it is the default of those that are listed.
     describes_others = bool(_SHAPE & set(table) - {"window_bytes"})
     default = None
     if describes_others or "link" not in table:

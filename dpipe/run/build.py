@@ -140,7 +140,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     config = run_plan.config
     if config.pipeline.split != "measured" and config.pipeline.schedule != AUTO:
         return run_plan
-    decision = None
+    decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule

@@ -63,6 +63,7 @@ def machine() -> str:
     """Equal for processes that reach each other over loopback: the boot of their kernel, and their
     network namespace.
     """
+    # A container may share the first with its host, and not the second.
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 

@@ -167,7 +167,7 @@ def _earlier(
 ) -> int:
     """The position of the compute action that comes `ahead` before `position`, or the first one."""
     before = bisect_left(computes, position)
-    if ahead == 0 or before == 0:
+    if ahead == 0 or before == 0:  # right in front of its consumer
         return position
     return min(position, computes[max(0, before - ahead)])
 

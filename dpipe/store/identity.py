@@ -157,6 +157,7 @@ def claimed(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> Iterato
 
 def agreed_identity(key: str, config: Config, coordinator: Coordination) -> RunIdentity:
     """The run, as the folder of rank 0 says. All ranks call it, each time with another `key`."""
+    # Rank 0 alone knows; the others share nothing, because a gather needs every rank's part.
     identity = None
     if coordinator.rank == 0:
         identity = identity_of(Path(config.run.folder))

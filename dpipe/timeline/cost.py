@@ -92,6 +92,7 @@ class Cost:
         """What a send or a receive moves; nothing for any other action."""
         if action.op in TIED:
             return self.tied_bytes
+        # Of both ends: a receive moves what its send does.
         moved = self._moved_bytes.get(action.op)
         return moved[action.stage] if moved else 0
 

@@ -125,6 +125,7 @@ class _Walk:
     def worst(self, program: Sequence[Action]) -> RankMemory:
         for action in program:
             self._do(action)
+        # Behind the last action: no micro-batch is held then.
         self._see(self._update)
         return self._worst
 
@@ -132,6 +133,7 @@ class _Walk:
         layers = self._stages[action.stage]
         if action.op is Op.F:
             for layer in layers:
+                # In this order: a peak in forward is above what the layer holds at its end.
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):

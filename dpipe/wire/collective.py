@@ -31,4 +31,5 @@ def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
     port for 0; the others connect to it.
     """
     timeout = timedelta(seconds=timeout_s)
+    # Nobody is waited for here: whoever looks for a key waits until it is set.
     return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
