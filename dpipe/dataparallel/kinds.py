@@ -89,7 +89,7 @@ KINDS = Choices[Kind](
         held=HeldVectors(1, delayed=1, delayed_shards=2),
         late_by="delay",
         shards_optimizer=True,
-        rounds_answer=False,
+        rounds_answer=False,  # what comes back are parameters, in which rounding would add up
     ),
     Kind(
         "parameter-server",

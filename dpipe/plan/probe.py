@@ -61,7 +61,7 @@ def probe(
             cost, tensors = _KNOWN[recipe]
         else:
             cost, tensors = _probe_layer(model, index, tensors, seed, dtype)
-        if recipe is not None:
+        if recipe is not None:  # None is no recipe: such layers are probed each time
             _KNOWN[recipe] = cost, tensors
         costs.append(cost)
     return tuple(costs)

@@ -71,6 +71,7 @@ def as_text(row: dict[str, Any], config: Config) -> str:
         f"a step sends    {links or 'nothing'}",
         *_tensor_parallel_lines(config),
     ]
+    # A rank of the schedule is a whole tensor-parallel group: its first rank is shown.
     for number, rank in enumerate(row["memory"]):
         lines.append(_memory_line(number * config.tensor_parallel.size, rank))
     return "\n".join(lines)

@@ -50,6 +50,7 @@ def peak_of(device_name: str) -> Peak | None:
 
     None if it is not in the table, or a slice of one (MIG).
     """
+    # A slice has some of the device's units: its peak is another.
     if " MIG " in device_name:
         return None
     for peak in PEAKS:

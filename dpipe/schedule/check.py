@@ -148,6 +148,7 @@ def _check_microbatch_order(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         turns: Counter[tuple[int, str]] = Counter()
         for action in program:
+            # What is made counts, not the op: a B stands where a stage's I and W do.
             for made in _MAKES.get(action.op, ()):
                 turn = turns[action.stage, made]
                 if action.microbatch != turn:
@@ -177,6 +178,7 @@ def _check_progress(schedule: Schedule) -> None:
     """The ranks reach the end: sends and receives do not block, everything else runs in its rank's
     order.
     """
+    # By order alone, whatever takes how long: what can run at some time can run at any.
     needs = _needs(schedule)
     done = _reachable(needs)
     if len(done) == len(needs):

@@ -71,6 +71,7 @@ def to_csv(schedule: Schedule) -> str:
     torch reads.
     """
     rows = io.StringIO()
+    # As torch writes it, whose lines end alike on every system.
     writer = csv.writer(rows, lineterminator="\n")
     for program in schedule.programs:
         writer.writerow([str(action) for action in program if action.op in COMPUTE])
