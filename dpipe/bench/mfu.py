@@ -309,7 +309,7 @@ def measure(case: Case) -> Measured:
     by_stage = [measured[rank] for rank in range(case.stages)]
     peaks = [m.peak_bytes for m in by_stage if m.peak_bytes is not None]
     total = sum(peaks) if peaks else None
-    # The last stage knows the losses. The first one's timers: it has waited for all others.
+    # The last stage alone knows the losses.
     return replace(by_stage[-1], peak_bytes=total, timers=by_stage[0].timers)
 
 

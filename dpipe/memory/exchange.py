@@ -77,7 +77,7 @@ def _of_server(config: Config, size: int) -> int:
     if not _rows_are_counted(config):
         return 0
     staleness = config.data_parallel.staleness
-    # Only in step do workers hold what the server has sent, and can be sent the difference to it.
+    # With staleness whole values are sent (`StepRule.lossy_parameters`).
     rounds = FORMATS[config.data_parallel.wire].lossy and not staleness
     rows = _ROUNDED_ROWS if rounds else _ROWS
     return (rows + 1 + staleness) * size
