@@ -17,9 +17,8 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
 
 SERVICE = "dpipe.wire.v1.Parameters"
-PROTOCOL = 2
-# the key of the metadata that holds a Place
-PLACE_KEY = "dpipe-place-bin"
+PROTOCOL = 2  # of parameters.proto; workers of another are refused
+PLACE_KEY = "dpipe-place-bin"  # the key of the metadata that holds a Place
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
 VECTORS = ("values", "exp_avg", "exp_avg_sq", "held")
 
@@ -29,6 +28,7 @@ def piece(head: Piece, chunk: torch.Tensor | None = None) -> bytes:
     lead = framed(head.SerializeToString())
     if chunk is None:
         return lead
+    # Raw behind the head: inside protobuf messages, bytes moved at 0.4 to 1.2 GB/s, not 1.5.
     return b"".join((lead, byte_view(chunk.contiguous())))
 
 
@@ -76,7 +76,13 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
     return vectors
 
 
-def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
+def attendance(
+    spec: FlatSpec,
+    rule: StepRule,
+    num_updates: int,
+    *,
+    again: bool,
+) -> Attendance:
     return Attendance(
         protocol=PROTOCOL,
         row=json.dumps(asdict(spec)),

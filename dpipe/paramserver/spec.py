@@ -46,8 +46,7 @@ class ParameterSpec:
 class StepRule:
     """How a stage steps: AdamW's constants, who takes part, and the wire format."""
 
-    # by replica
-    ranks: tuple[Count, ...]
+    ranks: tuple[Count, ...]  # by replica
     weight_decay: Finite
     betas: tuple[Finite, Finite]
     # of gradients, and of parameters unless they are stale
@@ -76,7 +75,9 @@ class FlatSpec:
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         sizes = [parameter.num_values for parameter in self.parameters]
-        return tuple(accumulate([0, *sizes[:-1]])) if sizes else ()
+        if not sizes:
+            return ()
+        return tuple(accumulate([0, *sizes[:-1]]))
 
     @cached_property
     def length(self) -> int:

@@ -3,6 +3,7 @@ possible. No torch.
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
@@ -25,13 +26,19 @@ def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             f"lower pipeline.stages to {len(costs)} or give the model more layers"
         )
     ends = [0.0, *accumulate(costs)]
-    costliest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
+
+    def cost_of(start: int, end: int) -> float:
+        return ends[end] - ends[start]
+
+    costliest, _ = _best(len(costs), num_stages, cost_of, max)
 
     def unevenness(start: int, end: int) -> float:
-        cost = ends[end] - ends[start]
+        # The same subtraction as above: a stage of that very cost compares equal, not a bit above.
+        cost = cost_of(start, end)
         return cost**2 if cost <= costliest else math.inf
 
-    _, cut = _best(len(costs), num_stages, unevenness, lambda a, b: a + b)
+    # The sum of squares is least where stages differ least: the sum of costs is the same for all.
+    _, cut = _best(len(costs), num_stages, unevenness, operator.add)
     return cut
 
 
