@@ -58,13 +58,13 @@ from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
+from dpipe.session import greeting
 from dpipe.store import checkpoint, identity
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
-from dpipe.transport import greeting
 from dpipe.transport import grpc as grpc_transport
 from dpipe.wire import message
 from dpipe.wire.codec import codec
@@ -372,7 +372,7 @@ WIRE = [
         _greet,
         (TransferError, ConnectionError, TimeoutError),
         _greetings,
-        ("dpipe.transport.greeting:_receive",),
+        ("dpipe.session.greeting:_receive",),
     ),
     Decoder(
         "hello of a gRPC transport",
@@ -746,8 +746,8 @@ DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
 # Functions that parse what this machine, or this process, has made itself.
 OWN = {
-    "dpipe.baselines.gloo:compare_transport": "between processes of one measurement",
-    "dpipe.baselines.loopback:measure_loopback": "between processes of one measurement",
+    "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
+    "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
     "dpipe.data.corpus:_bigram_bits": "counts the bytes of a text",
     "dpipe.report.rows:take": "what rank 0, a child of this process, has written to a pipe",
 }

@@ -8,9 +8,9 @@ import torch
 from support.bounds import quickly
 
 from dpipe.errors import TransferError
-from dpipe.paramserver.client import ServerAccess, StageClient
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
+from dpipe.paramworker.client import ServerAccess, StageClient
 
 RULE = StepRule(ranks=(0,), weight_decay=0.1, betas=(0.9, 0.95))
 
