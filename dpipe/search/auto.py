@@ -64,14 +64,8 @@ def search(
     """
     least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
     num_ranks = num_stages // stages_per_rank
-    exchanged_us = _exchanged_us(cost, network, replicas, num_ranks)
-    if ballots is None:
-        tails_us = exchanged_us
-    else:
-        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
-        tails_us = tuple(map(add, exchanged_us, voted_us))
-    pipeline = Pipeline(
-        cost, network, num_microbatches, num_ranks, tails_us, steps_overlap=ballots is None
+    pipeline = pipeline_on(
+        network, cost, num_microbatches, num_ranks, replicas=replicas, ballots=ballots
     )
     step_us = partial(period, cost=cost, network=network, replicas=replicas, ballots=ballots)
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
@@ -82,6 +76,25 @@ def search(
     ]
     memory = _Memory(pipeline, limit, held_bytes, most_bytes)
     return _Search(pipeline, memory, published, step_us).best()
+
+
+def pipeline_on(
+    network: Network,
+    cost: Cost,
+    num_microbatches: int,
+    num_ranks: int,
+    *,
+    replicas: Replicas | None = None,
+    ballots: Network | None = None,
+) -> Pipeline:
+    """The pipeline as the clock and the bound know it."""
+    tails_us = _exchanged_us(cost, network, replicas, num_ranks)
+    if ballots is not None:
+        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        tails_us = tuple(map(add, tails_us, voted_us))
+    return Pipeline(
+        cost, network, num_microbatches, num_ranks, tails_us, steps_overlap=ballots is None
+    )
 
 
 def first_fit(

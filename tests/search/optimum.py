@@ -6,18 +6,19 @@ were made, so that order has no variable of its own. It knows links that are all
 egress sends one message after another; `enumerated_us` knows all.
 """
 
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import combinations, product
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Pipeline, Replay
+from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Pipeline, Program, Replay, Step
 
-Step = tuple[int, int, int]
+Durations = list[list[float]]  # by kind and stage
 
 
-class _Program:
+class _Rows:
     """Rows of `later - earlier >= gap`, with a switch where it holds only sometimes."""
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float) -> float:
     """The shortest makespan where no rank holds more than `limit` micro-batches; `horizon_us` is
     that of any order.
     """
-    program = _Program()
+    program = _Rows()
     stages = range(pipeline.num_stages)
     microbatches = range(pipeline.num_microbatches)
     scale = 1e3  # milliseconds: solvers like numbers near 1
@@ -66,7 +67,7 @@ def optimum_us(pipeline: Pipeline, limit: int, horizon_us: float) -> float:
     return _solved(program, horizon) * scale
 
 
-def _send(program, pipeline, step, takes, scale) -> None:
+def _send(program: _Rows, pipeline: Pipeline, step: Step, takes: Durations, scale: float) -> None:
     kind, stage, number = step
     hop = pipeline.hops[kind][stage]
     if hop is None:
@@ -76,7 +77,15 @@ def _send(program, pipeline, step, takes, scale) -> None:
     program.after(arrived, ("sent", *step), (hop.alone_us + hop.delay_us) / scale)
 
 
-def _in_turn(program, pipeline, first: Step, second: Step, takes, horizon, scale) -> None:
+def _in_turn(
+    program: _Rows,
+    pipeline: Pipeline,
+    first: Step,
+    second: Step,
+    takes: Durations,
+    horizon: float,
+    scale: float,
+) -> None:
     """One after the other, and so their messages."""
     hops = [pipeline.hops[step[0]][step[1]] for step in (first, second)]
     order = ("order", first, second)
@@ -95,13 +104,15 @@ def _in_turn(program, pipeline, first: Step, second: Step, takes, horizon, scale
                 program.after_if(order, value, after, before, gap, horizon)
 
 
-def _solved(program: _Program, horizon: float) -> float:
+def _solved(program: _Rows, horizon: float) -> float:
     size = len(program.columns)
     matrix = lil_array((len(program.rows), size))
     for row, (entries, _) in enumerate(program.rows):
         for column, value in entries.items():
             matrix[row, column] = value
-    switches = np.array([isinstance(name, tuple) and name[0] == "order" for name in program.columns])
+    switches = np.array(
+        [isinstance(name, tuple) and name[0] == "order" for name in program.columns]
+    )
     wanted = np.zeros(size)
     wanted[program.columns["end"]] = 1
     solved = milp(
@@ -113,3 +124,29 @@ def _solved(program: _Program, horizon: float) -> float:
     )
     assert solved.status == 0, solved.message
     return float(solved.fun)
+
+
+def enumerated_us(pipeline: Pipeline, limit: int) -> float:
+    """The same by trying every order: for any network, but for the smallest pipelines alone."""
+    ranks = [
+        list(_orders(stage, pipeline.num_microbatches, limit))
+        for stage in range(pipeline.num_stages)
+    ]
+    return min(Replay(pipeline, programs).run().score_us for programs in product(*ranks))
+
+
+def _orders(stage: int, num_microbatches: int, limit: int) -> Iterator[Program]:
+    """All programs of a rank: its forwards, input gradients and weight gradients in turn."""
+
+    def longer(program: Program, done: tuple[int, int, int]) -> Iterator[Program]:
+        forward, made, weight = done
+        if weight == num_microbatches:
+            yield program
+        if forward < min(num_microbatches, weight + limit):
+            yield from longer((*program, (FORWARD, stage, forward)), (forward + 1, made, weight))
+        if made < forward:
+            yield from longer((*program, (INPUT, stage, made)), (forward, made + 1, weight))
+        if weight < made:
+            yield from longer((*program, (WEIGHT, stage, weight)), (forward, made, weight + 1))
+
+    return longer((), (0, 0, 0))
