@@ -10,7 +10,12 @@ too: by counts, not by a clock, so that every rank of a run finds the same.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,7 +27,14 @@ from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
 from dpipe.search.candidates import bounds, generated, rules
-from dpipe.search.clock import Pipeline, Programs, Replay, Times, programs_of, schedule_of
+from dpipe.search.clock import (
+    Pipeline,
+    Programs,
+    Replay,
+    Times,
+    programs_of,
+    schedule_of,
+)
 from dpipe.search.greedy import Greedy, Rule
 from dpipe.search.improve import improve, peak_held
 from dpipe.timeline.cost import Cost
@@ -62,16 +74,38 @@ def search(
     was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError`
     where `memory_limit` is too low, saying what would do.
     """
-    least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    least, limit = bounds(
+        num_stages,
+        num_microbatches,
+        memory_limit,
+        stages_per_rank,
+    )
     num_ranks = num_stages // stages_per_rank
     pipeline = pipeline_on(
-        network, cost, num_microbatches, num_ranks, replicas=replicas, ballots=ballots
+        network,
+        cost,
+        num_microbatches,
+        num_ranks,
+        replicas=replicas,
+        ballots=ballots,
     )
-    step_us = partial(period, cost=cost, network=network, replicas=replicas, ballots=ballots)
+    step_us = partial(
+        period,
+        cost=cost,
+        network=network,
+        replicas=replicas,
+        ballots=ballots,
+    )
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
     published = [
         candidate
-        for candidate in generated(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
+        for candidate in generated(
+            num_stages,
+            num_microbatches,
+            stages_per_rank,
+            shallowest,
+            limit,
+        )
         if max(peak_in_flight(candidate)) <= limit
     ]
     memory = _Memory(pipeline, limit, held_bytes, most_bytes)
@@ -93,7 +127,12 @@ def pipeline_on(
         voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
         tails_us = tuple(map(add, tails_us, voted_us))
     return Pipeline(
-        cost, network, num_microbatches, num_ranks, tails_us, steps_overlap=ballots is None
+        cost,
+        network,
+        num_microbatches,
+        num_ranks,
+        tails_us,
+        steps_overlap=ballots is None,
     )
 
 
@@ -107,14 +146,28 @@ def first_fit(
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
     time is spent.
     """
-    least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    least, limit = bounds(
+        num_stages,
+        num_microbatches,
+        memory_limit,
+        stages_per_rank,
+    )
     shallowest = max(least, min(num_stages, limit))
-    candidates = generated(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
+    candidates = generated(
+        num_stages,
+        num_microbatches,
+        stages_per_rank,
+        shallowest,
+        limit,
+    )
     return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
 
 
 def _exchanged_us(
-    cost: Cost, network: Network, replicas: Replicas | None, num_ranks: int
+    cost: Cost,
+    network: Network,
+    replicas: Replicas | None,
+    num_ranks: int,
 ) -> tuple[float, ...]:
     """By rank, how long its stage's gradient is on its way to the replicas at least. Several stages
     hide each other's exchange.
@@ -125,7 +178,10 @@ def _exchanged_us(
     tails_us = []
     for rank in range(num_ranks):
         sent_bytes = sum(
-            exchange.num_bytes(message, cost.exchanged_bytes(rank, message.role))
+            exchange.num_bytes(
+                message,
+                cost.exchanged_bytes(rank, message.role),
+            )
             for message in exchange.programs[0]
         )
         tails_us.append(sent_bytes * 8 / (network.egress_gbps(rank) * 1e3))
@@ -157,7 +213,10 @@ class _Memory:
         everything = (self._pipeline.num_microbatches,) * self._pipeline.num_stages
         while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
-            times = Greedy(self._pipeline, Rule(everything, tuple(middle))).run()
+            times = Greedy(
+                self._pipeline,
+                Rule(everything, tuple(middle)),
+            ).run()
             schedule = schedule_of(self._pipeline, times.programs, "")
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
@@ -193,7 +252,10 @@ class _Search:
 
     def best(self) -> Schedule:
         published = [*self._replayed()]
-        orders = [*filter(self._within_limits, published), *self._greedy()]
+        orders = [
+            *filter(self._within_limits, published),
+            *self._greedy(),
+        ]
         improved = improve(
             self._pipeline,
             self._limits,
@@ -203,16 +265,32 @@ class _Search:
         )
         finalists = {
             finalist.programs: finalist
-            for times in (improved, sorted(published, key=_score_us))
+            for times in (
+                improved,
+                sorted(published, key=_score_us),
+            )
             for finalist in self._fitting(times)
         }
         if not finalists:
-            return min([self._leanest(), *self._published], key=self._memory.held)
+            return min(
+                [self._leanest(), *self._published],
+                key=self._memory.held,
+            )
         return self._fastest(finalists.values())
 
+    # Where bytes are limited, limits are estimates made for split backward passes. What a
+    # generator made may fit nevertheless: `_fitting` looks again.
     def _within_limits(self, times: Times) -> bool:
-        return all(map(le, map(peak_held, times.programs), self._limits))
+        return all(
+            map(
+                le,
+                map(peak_held, times.programs),
+                self._limits,
+            )
+        )
 
+    # The score of the fast clock is that of a single step, or an estimate where steps overlap.
+    # The simulation knows more: several steps in a row, the vote and the exchange of replicas.
     def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
         """In whole microseconds; among equals the first one of those that hold least."""
         best: tuple[float, int, int] = (math.inf, 0, 0)
@@ -220,7 +298,14 @@ class _Search:
         for number, schedule in enumerate(schedules):
             step_us = self._step_us(schedule, most_us=best[0] + 0.5)
             if step_us < math.inf:
-                best = min(best, (round(step_us), max(peak_in_flight(schedule)), number))
+                best = min(
+                    best,
+                    (
+                        round(step_us),
+                        max(peak_in_flight(schedule)),
+                        number,
+                    ),
+                )
         return schedules[best[2]]
 
     def _replayed(self) -> Iterator[Times]:
@@ -250,9 +335,14 @@ class _Search:
         times = Greedy(self._pipeline, rule).run()
         depths = " ".join(map(str, rule.depths))
         order = ", forwards first" if rule.forward_first else ""
-        self._names.setdefault(times.programs, f"{AUTO}: greedy in_flight={depths}{order}")
+        self._names.setdefault(
+            times.programs,
+            f"{AUTO}: greedy in_flight={depths}{order}",
+        )
         return times
 
+    # More memory never hurts the rule much, but it is not monotonic: a bisection finds some small
+    # limit at which the step takes no longer, not always the smallest one.
     def _leaner(self, rule: Rule, enough_us: float) -> Times:
         too_little = 0
         enough = max(rule.limits)
@@ -264,14 +354,22 @@ class _Search:
             else:
                 enough = middle
         return self._made_by(
-            replace(rule, limits=tuple(min(enough, limit) for limit in rule.limits))
+            replace(
+                rule,
+                limits=tuple(min(enough, limit) for limit in rule.limits),
+            )
         )
 
+    # To count the bytes of an order takes longer than to time it, so that only those are counted
+    # that are about to be simulated.
     def _fitting(self, orders: Iterable[Times]) -> Iterator[Schedule]:
         """The first ones that fit into memory."""
         possible = (times for times in orders if times.score_us < math.inf)
         schedules = map(self._schedule, possible)
-        number = max(2, min(_MOST_SIMULATED, _MOST_COMPUTED // self._size))
+        number = max(
+            2,
+            min(_MOST_SIMULATED, _MOST_COMPUTED // self._size),
+        )
         return islice(filter(self._memory.fits, schedules), number)
 
     def _schedule(self, times: Times) -> Schedule:
@@ -281,7 +379,11 @@ class _Search:
     def _leanest(self) -> Schedule:
         pipeline = self._pipeline
         stages_per_rank = len(pipeline.stages_of[0])
-        return leanest(pipeline.num_stages, pipeline.num_microbatches, stages_per_rank)
+        return leanest(
+            pipeline.num_stages,
+            pipeline.num_microbatches,
+            stages_per_rank,
+        )
 
 
 def _score_us(times: Times) -> float:

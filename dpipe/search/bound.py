@@ -22,7 +22,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Hop, Pipeline
+from dpipe.search.clock import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Hop,
+    Pipeline,
+)
 
 Place = tuple[int, int]  # kind, stage
 Machine = tuple[str, int, int]  # what it is, its rank, of a link the target
@@ -36,7 +42,10 @@ def lower_bound_us(pipeline: Pipeline) -> float:
         return _Bound(pipeline).least_us()
     busy_us = max(sum(job[1] for job in jobs) for jobs in _Bound(pipeline).jobs().values())
     ranks = range(pipeline.num_ranks)
-    return max(busy_us, *(_Bound(pipeline, rank).least_us() for rank in ranks))
+    return max(
+        busy_us,
+        *(_Bound(pipeline, rank).least_us() for rank in ranks),
+    )
 
 
 def _preemptive_us(jobs: Iterable[Job]) -> float:
@@ -73,7 +82,10 @@ class _Bound:
         stages = range(alone or 0, pipeline.num_stages)
         self._ends = [stage for stage in stages if alone in (None, pipeline.rank_of[stage])]
         forward = [(FORWARD, stage) for stage in stages]
-        self._way = [*forward, *[(INPUT, stage) for stage in reversed(stages)]]
+        self._way = [
+            *forward,
+            *[(INPUT, stage) for stage in reversed(stages)],
+        ]
         self._duration_us = self._durations()
         self._heads: dict[Place, list[float]] = {}
         self._tails: dict[Place, list[float]] = {}
@@ -84,9 +96,12 @@ class _Bound:
         """Of the weight gradient as little as it takes if the backward pass is not split."""
         durations = {}
         pipeline = self._pipeline
-        for stage, (forward, made, weight, whole) in enumerate(
-            zip(*pipeline.duration_us, strict=True)
-        ):
+        for stage, (
+            forward,
+            made,
+            weight,
+            whole,
+        ) in enumerate(zip(*pipeline.duration_us, strict=True)):
             durations[FORWARD, stage] = forward
             durations[INPUT, stage] = min(made, whole)
             durations[WEIGHT, stage] = min(made + weight, whole) - min(made, whole)
@@ -109,12 +124,17 @@ class _Bound:
                     head = max(head, heads[-1] + duration)
                 if kind == INPUT:
                     before = (microbatch + 1) * forward + microbatch * duration
-                    head = max(head, self._heads[FORWARD, stage][0] + before)
+                    head = max(
+                        head,
+                        self._heads[FORWARD, stage][0] + before,
+                    )
                 heads.append(head)
             self._heads[place] = heads
             came = self._over_hop(place, [head + duration for head in heads])
         self._fill_weight_heads()
 
+    # Both directions of a rank share its egress. A head assumes that its own direction has it
+    # alone; the jobs of the egress, below, have both.
     def _over_hop(self, place: Place, made: list[float]) -> list[float]:
         """When what is made at these times has come, if all leave in turn."""
         hop = self._hop(place)
@@ -130,7 +150,10 @@ class _Bound:
             forward, made, weight = (self._duration_us[kind, stage] for kind in range(3))
             first = self._heads[FORWARD, stage][0]
             self._heads[WEIGHT, stage] = [
-                max(head + made, first + (number + 1) * (forward + made) + number * weight)
+                max(
+                    head + made,
+                    first + (number + 1) * (forward + made) + number * weight,
+                )
                 for number, head in enumerate(self._heads[INPUT, stage])
             ]
 
@@ -146,10 +169,19 @@ class _Bound:
         for place in reversed(self._way):
             tails = self._tails_within(place)
             if following is not None:
-                tails = list(map(max, tails, self._back_over_hop(place, following)))
+                tails = list(
+                    map(
+                        max,
+                        tails,
+                        self._back_over_hop(place, following),
+                    )
+                )
             duration = self._duration_us[place]
             for number in reversed(self._microbatches[:-1]):
-                tails[number] = max(tails[number], tails[number + 1] + duration)
+                tails[number] = max(
+                    tails[number],
+                    tails[number + 1] + duration,
+                )
             self._tails[place] = tails
             following = [tail + duration for tail in tails]
 
@@ -196,7 +228,11 @@ class _Bound:
             rank = rank_of[place[1]]
             share_us = hop.num_bytes * 8 / (self._pipeline.network.egress_gbps(rank) * 1e3)
             behind_us = hop.delay_us + self._duration_us[following]
-            for head, tail in zip(self._heads[place], self._tails[following], strict=True):
+            for head, tail in zip(
+                self._heads[place],
+                self._tails[following],
+                strict=True,
+            ):
                 made_us = head + self._duration_us[place]
                 jobs["egress", rank, rank].append((made_us, share_us, tail + behind_us))
                 jobs["link", rank, hop.target].append((made_us, hop.alone_us, tail + behind_us))

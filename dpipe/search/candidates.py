@@ -33,7 +33,10 @@ _GROWTH = 1.5  # from one candidate depth to the next; finer steps change the ti
 
 
 def bounds(
-    num_stages: int, num_microbatches: int, memory_limit: int | None, stages_per_rank: int
+    num_stages: int,
+    num_microbatches: int,
+    memory_limit: int | None,
+    stages_per_rank: int,
 ) -> tuple[int, int]:
     """The least activations that a rank must be able to hold, and the most that it may."""
     everything = num_microbatches * stages_per_rank
@@ -51,13 +54,23 @@ def bounds(
 
 
 def generated(
-    num_stages: int, num_microbatches: int, stages_per_rank: int, shallowest: int, limit: int
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    shallowest: int,
+    limit: int,
 ) -> Iterator[Schedule]:
     """What every generator makes for so many stages a rank, from `shallowest` up to what fits."""
 
     def made_by(generator: Generator, **parameters: int) -> Schedule:
         several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
-        schedule = generate(generator.name, num_stages, num_microbatches, **several, **parameters)
+        schedule = generate(
+            generator.name,
+            num_stages,
+            num_microbatches,
+            **several,
+            **parameters,
+        )
         values = ", ".join(f"{key}={value}" for key, value in parameters.items())
         return replace(schedule, name=f"{AUTO}: {generator.name} {values}".rstrip())
 
@@ -98,6 +111,7 @@ def _held(depth: int, limit: int) -> list[int]:
     return sorted({min(limit, depth), min(limit, 2 * depth), limit})
 
 
+# The deepest is always there: with it nothing but the memory limit holds a rank back.
 def _growing(shallowest: int, deepest: int) -> Iterator[int]:
     depth = shallowest
     while depth < deepest:
@@ -115,10 +129,15 @@ def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
     seen = set()
     for first in _growing(pipeline.num_stages, pipeline.num_stages * pipeline.num_microbatches):
         for share, forward_first, splits in product(
-            shares, (False, True), (True, False) if is_cheaper_whole else (True,)
+            shares,
+            (False, True),
+            (True, False) if is_cheaper_whole else (True,),
         ):
             depths = tuple(
-                min(pipeline.num_microbatches, math.ceil(first * part - _ROUNDING))
+                min(
+                    pipeline.num_microbatches,
+                    math.ceil(first * part - _ROUNDING),
+                )
                 for part in share
             )
             rule = Rule(depths, limits, forward_first, splits)
@@ -127,6 +146,8 @@ def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
                 yield rule
 
 
+# Where hops are long, ranks before a slow one have to hold more than their distance says, and
+# those behind it less; where all hops are alike, the two shares are almost the same.
 def _by_distance(pipeline: Pipeline) -> tuple[float, ...]:
     """By stage, how far it is from the end, as a share of the first one's distance."""
     stages = pipeline.num_stages

@@ -25,7 +25,12 @@ from dpipe.timeline.cost import Cost
 
 FORWARD, INPUT, WEIGHT, WHOLE = range(4)  # as numbers they index lists
 _CAME_FORWARD, _CAME_BACK, _LEFT = range(4, 7)
-KINDS = {Op.F: FORWARD, Op.I: INPUT, Op.W: WEIGHT, Op.B: WHOLE}
+KINDS = {
+    Op.F: FORWARD,
+    Op.I: INPUT,
+    Op.W: WEIGHT,
+    Op.B: WHOLE,
+}
 _OPS = {kind: op for op, kind in KINDS.items()}
 
 Step = tuple[int, int, int]  # kind, stage, micro-batch
@@ -73,30 +78,56 @@ class Pipeline:
     def duration_us(self) -> tuple[tuple[float, ...], ...]:
         """By kind and stage."""
         cost = self.cost
-        return cost.forward_us, cost.input_us, cost.weight_us, cost.backward_us
+        return (
+            cost.forward_us,
+            cost.input_us,
+            cost.weight_us,
+            cost.backward_us,
+        )
 
     @cached_property
     def hops(self) -> tuple[tuple[Hop | None, ...], ...]:
         """By kind and stage; None where nothing crosses a link."""
         stages = range(self.num_stages)
-        sizes = self.cost.activation_bytes, (0, *self.cost.gradient_bytes)
+        sizes = (
+            self.cost.activation_bytes,
+            (0, *self.cost.gradient_bytes),
+        )
         forward = tuple(self._hop(s, s + 1, sizes[0]) for s in stages)
         back = tuple(self._hop(s, s - 1, sizes[1]) for s in stages)
         return forward, back, (None,) * len(stages), back
 
-    def _hop(self, stage: int, target: int, num_bytes: Sequence[int]) -> Hop | None:
+    def _hop(
+        self,
+        stage: int,
+        target: int,
+        num_bytes: Sequence[int],
+    ) -> Hop | None:
         if not 0 <= target < self.num_stages or self.rank_of[stage] == self.rank_of[target]:
             return None
         ends = self.rank_of[stage], self.rank_of[target]
-        rate = min(self.network.rate_gbps(*ends), self.network.egress_gbps(ends[0])) * 1e3
+        rate = (
+            min(
+                self.network.rate_gbps(*ends),
+                self.network.egress_gbps(ends[0]),
+            )
+            * 1e3
+        )
         size = num_bytes[stage]
-        return Hop(ends[1], size, size * 8 / rate, self.network.link(*ends).delay_us)
+        return Hop(
+            ends[1],
+            size,
+            size * 8 / rate,
+            self.network.link(*ends).delay_us,
+        )
 
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
         """By rank: whether its messages leave one after another, each at full rate."""
         return tuple(self._sends_in_turn(rank) for rank in range(self.num_ranks))
 
+    # Then its egress needs no events: when a message has left is known as soon as it is made.
+    # This is what makes the clock fast on most networks.
     def _sends_in_turn(self, rank: int) -> bool:
         hops = (hops[stage] for hops in self.hops for stage in self.stages_of[rank])
         targets = {hop.target for hop in hops if hop is not None}
@@ -166,19 +197,40 @@ class PipelineClock:
                 self._left(place)
         return self._times()
 
+    # A pipeline that came to a halt has times, too, but they tell nothing: its score is infinite,
+    # so that it is weighed like any other order, and loses.
     def _times(self) -> Times:
         pipeline = self.pipeline
         programs = tuple(map(tuple, self.programs))
-        finished = map(sum, zip(self.begun[WEIGHT], self.begun[WHOLE], strict=True))
+        finished = map(
+            sum,
+            zip(
+                self.begun[WEIGHT],
+                self.begun[WHOLE],
+                strict=True,
+            ),
+        )
         if any(number < pipeline.num_microbatches for number in finished):
-            return Times(programs, math.inf, 0, self.start_us, frozenset())
+            return Times(
+                programs,
+                math.inf,
+                0,
+                self.start_us,
+                frozenset(),
+            )
         taken_us = list(map(add, self.end_us, pipeline.tails_us))
         if pipeline.steps_overlap:
             began_us = (self.start_us[program[0]] for program in programs)
             taken_us = list(map(sub, taken_us, began_us))
         score_us = max(taken_us)
         worst = taken_us.index(score_us)
-        return Times(programs, score_us, worst, self.start_us, frozenset(self._held_up))
+        return Times(
+            programs,
+            score_us,
+            worst,
+            self.start_us,
+            frozenset(self._held_up),
+        )
 
     def _go_on(self, rank: int, now_us: float) -> None:
         if self._busy[rank]:
@@ -191,11 +243,31 @@ class PipelineClock:
         self.programs[rank].append(step)
         self.start_us[step] = now_us
         self._busy[rank] = True
-        self._at(now_us + self.pipeline.duration_us[kind][stage], *step)
+        self._at(
+            now_us + self.pipeline.duration_us[kind][stage],
+            *step,
+        )
 
-    def _at(self, time_us: float, kind: int, place: int, number: int) -> None:
-        heapq.heappush(self._events, (time_us, next(self._numbers), kind, place, number))
+    def _at(
+        self,
+        time_us: float,
+        kind: int,
+        place: int,
+        number: int,
+    ) -> None:
+        heapq.heappush(
+            self._events,
+            (
+                time_us,
+                next(self._numbers),
+                kind,
+                place,
+                number,
+            ),
+        )
 
+    # What stays on the rank is there at once, and the rank itself goes on at once.
+    # The last stage makes its gradient of its own output.
     def _computed(self, now_us: float, step: Step) -> None:
         kind, stage, _ = step
         rank = self.pipeline.rank_of[stage]
@@ -226,7 +298,12 @@ class PipelineClock:
             self._arrive(now_us + hop.delay_us, step)
         else:
             unhindered_us = now_us + hop.alone_us
-            egress.offer(hop.target, (hop.target, step, unhindered_us), hop.num_bytes, now_us)
+            egress.offer(
+                hop.target,
+                (hop.target, step, unhindered_us),
+                hop.num_bytes,
+                now_us,
+            )
             self._plan(rank, egress.due_us)
 
     def _arrive(self, time_us: float, step: Step) -> None:
@@ -236,11 +313,15 @@ class PipelineClock:
         else:
             self._at(time_us, _CAME_BACK, stage - 1, microbatch)
 
+    # A message that is offered changes when the others will have left, so that what was due
+    # before may be due later now.
     def _plan(self, rank: int, due_us: float | None) -> None:
         self._plans[rank] += 1  # what was due before is void
         if due_us is not None:
             self._at(due_us, _LEFT, rank, self._plans[rank])
 
+    # Links that share an interface unevenly: `Egress` says what has left, as in the simulator.
+    # A message is held up where it leaves later than it would with nothing beside it.
     def _left(self, rank: int) -> None:
         egress = self._egress[rank]
         assert egress is not None
@@ -277,7 +358,14 @@ class Replay(PipelineClock):
 def programs_of(schedule: Schedule) -> Programs:
     """Those of a compute-only schedule."""
     return tuple(
-        tuple((KINDS[action.op], action.stage, action.microbatch or 0) for action in program)
+        tuple(
+            (
+                KINDS[action.op],
+                action.stage,
+                action.microbatch or 0,
+            )
+            for action in program
+        )
         for program in schedule.programs
     )
 
@@ -288,7 +376,12 @@ def schedule_of(pipeline: Pipeline, programs: Programs, name: str) -> Schedule:
         tuple(Action(stage, _OPS[kind], microbatch) for kind, stage, microbatch in program)
         for program in programs
     )
-    return Schedule(pipeline.num_microbatches, pipeline.rank_of, tuple(actions), name)
+    return Schedule(
+        pipeline.num_microbatches,
+        pipeline.rank_of,
+        tuple(actions),
+        name,
+    )
 
 
 _ROUNDING_US = 1e-6

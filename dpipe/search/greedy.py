@@ -15,7 +15,15 @@ order, not time):
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpipe.search.clock import FORWARD, INPUT, WEIGHT, WHOLE, Pipeline, PipelineClock, Step
+from dpipe.search.clock import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    WHOLE,
+    Pipeline,
+    PipelineClock,
+    Step,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Greedy(PipelineClock):
             step = self._gradient(stages) or self._forward(rank, stages)
         return step or self._weight(stages)
 
+    # Of a lower stage first: its micro-batch is further on its way back.
     def _gradient(self, stages: Sequence[int]) -> Step | None:
         begun = self.begun[self._backward]
         for stage in stages:
@@ -73,10 +82,13 @@ class Greedy(PipelineClock):
             room -= 1
         return None
 
+    # Ranks do one thing at a time: when one chooses, all that it has begun is over.
     def _held(self, stages: Sequence[int]) -> int:
         forward, _, weight, whole = self.begun
         return sum(forward[stage] - weight[stage] - whole[stage] for stage in stages)
 
+    # Nobody waits for a weight gradient, so that any of them will do. The lowest stage comes first
+    # because its exchange with replicas is the last to begin otherwise.
     def _weight(self, stages: Sequence[int]) -> Step | None:
         for stage in stages:
             begun = self.begun[WEIGHT][stage]

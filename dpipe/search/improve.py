@@ -18,7 +18,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dpipe.search.clock import FORWARD, INPUT, WEIGHT, WHOLE, Pipeline, Program, Replay, Step, Times
+from dpipe.search.clock import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    WHOLE,
+    Pipeline,
+    Program,
+    Replay,
+    Step,
+    Times,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,12 @@ class Move:
     def __call__(self, program: Program) -> Program:
         moved = program[self.position]
         passed = program[self.before : self.position]
-        return (*program[: self.before], moved, *passed, *program[self.position + 1 :])
+        return (
+            *program[: self.before],
+            moved,
+            *passed,
+            *program[self.position + 1 :],
+        )
 
 
 def improve(
@@ -57,7 +72,11 @@ def improve(
         times = heapq.heappop(open_orders)[-1]
         for move in _moves(pipeline, limits, times):
             program = move(times.programs[move.rank])
-            programs = (*times.programs[: move.rank], program, *times.programs[move.rank + 1 :])
+            programs = (
+                *times.programs[: move.rank],
+                program,
+                *times.programs[move.rank + 1 :],
+            )
             if programs in found or trials == max_trials:
                 continue
             trials += 1
@@ -81,6 +100,8 @@ def _moves(pipeline: Pipeline, limits: Sequence[int], times: Times) -> Iterator[
             yield move
 
 
+# A rank computes each kind in order of micro-batches, so that gradients always add up in the
+# same order: a move that would change that is none.
 def _must_precede(step: Step, later: Step) -> bool:
     """Of one stage, where `step` comes first now: the same kind goes in order of micro-batches, and
     a micro-batch's forward goes before its backward.
@@ -94,6 +115,7 @@ _ROLE = {FORWARD: FORWARD, INPUT: INPUT, WHOLE: INPUT, WEIGHT: WEIGHT}
 _HELD = {FORWARD: 1, INPUT: 0, WEIGHT: -1, WHOLE: -1}
 
 
+# Counted along the program, not by the clock: a rank does one thing at a time.
 def peak_held(program: Program) -> int:
     """The most activations that a rank holds."""
     held = 0
@@ -155,6 +177,8 @@ class _CriticalPath:
         made = INPUT, stage + 1, microbatch
         return made if made in self._positions else (WHOLE, *made[1:])
 
+    # Messages leave in the order in which they were made, so that the one to be passed is that of
+    # the last step before that sends anything.
     def _sent_before(self, rank: int, position: int) -> int | None:
         """The position of the last message of `rank` before that of the step at `position`."""
         program = self._times.programs[rank]

@@ -23,7 +23,8 @@ _LANES = list(Lane)
 
 
 def chrome_trace(
-    steps: Sequence[tuple[float, Timeline]], predicted: Timeline | None = None
+    steps: Sequence[tuple[float, Timeline]],
+    predicted: Timeline | None = None,
 ) -> Event:
     """The trace of `steps`, each with when it began (microseconds), as a value for `json.dump`.
 
@@ -34,15 +35,27 @@ def chrome_trace(
         tracks.append(_Track(number, start_us, timeline))
     if predicted is not None:
         start_us = steps[0][0] if steps else 0.0
-        tracks.append(_Track(len(tracks), start_us, predicted, predicted=True))
+        tracks.append(
+            _Track(
+                len(tracks),
+                start_us,
+                predicted,
+                predicted=True,
+            )
+        )
     events: list[Event] = []
     for track in tracks:
         events += track.events()
     rows = sorted({(event["pid"], event["tid"]) for event in events})
-    return {"traceEvents": [*_names(rows), *events], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*_names(rows), *events],
+        "displayTimeUnit": "ms",
+    }
 
 
-def _names(rows: Sequence[tuple[int, int]]) -> Iterator[Event]:
+def _names(
+    rows: Sequence[tuple[int, int]],
+) -> Iterator[Event]:
     """What the viewer calls each process and lane, and where it puts them: a prediction under its
     measurement.
     """
@@ -52,16 +65,35 @@ def _names(rows: Sequence[tuple[int, int]]) -> Iterator[Event]:
         if pid % 2:
             name += ", predicted"
         yield _named("process_name", {"name": name}, pid=pid)
-        yield _named("process_sort_index", {"sort_index": pid}, pid=pid)
+        yield _named(
+            "process_sort_index",
+            {"sort_index": pid},
+            pid=pid,
+        )
     for pid, tid in rows:
         name = _LANES[tid].value
-        yield _named("thread_name", {"name": name}, pid=pid, tid=tid)
-        yield _named("thread_sort_index", {"sort_index": tid}, pid=pid, tid=tid)
+        yield _named(
+            "thread_name",
+            {"name": name},
+            pid=pid,
+            tid=tid,
+        )
+        yield _named(
+            "thread_sort_index",
+            {"sort_index": tid},
+            pid=pid,
+            tid=tid,
+        )
 
 
 def _named(what: str, args: Event, **track: int) -> Event:
     """A metadata event, "M" in the format."""
-    return {"ph": "M", "name": what, **track, "args": args}
+    return {
+        "ph": "M",
+        "name": what,
+        **track,
+        "args": args,
+    }
 
 
 @dataclass(frozen=True)
@@ -105,7 +137,10 @@ class _Track:
         if span.peer is not None:
             args["to rank"] = span.peer
         event = self._event("X", span, span.start_us)
-        return event | {"dur": span.duration_us, "args": args}
+        return event | {
+            "dur": span.duration_us,
+            "args": args,
+        }
 
     def _arrow(self, send: Span, receive: Span) -> Iterator[Event]:
         name = f"{self.number}:{self._row(send)}:{send.action}"

@@ -38,12 +38,21 @@ class Cost:
         self._default("update_us", no_time)
         self._default("vote_us", no_time)
         self._default("reduce_bytes", nothing)
-        for name in ("backward_us", "input_us", "weight_us", "update_us", "vote_us"):
+        for name in (
+            "backward_us",
+            "input_us",
+            "weight_us",
+            "update_us",
+            "vote_us",
+        ):
             self._expect(name, self.num_stages)
         self._expect("reduce_bytes", self.num_stages)
         if self.gather_bytes:
             self._expect("gather_bytes", self.num_stages)
-        for name in ("activation_bytes", "gradient_bytes"):
+        for name in (
+            "activation_bytes",
+            "gradient_bytes",
+        ):
             self._expect(name, self.num_stages - 1)
 
     def _default(self, name: str, values: tuple[float, ...]) -> None:
@@ -97,7 +106,9 @@ class Cost:
         return moved[action.stage] if moved else 0
 
     @cached_property
-    def _taken_us(self) -> Mapping[Op, tuple[float, ...]]:
+    def _taken_us(
+        self,
+    ) -> Mapping[Op, tuple[float, ...]]:
         """By op and stage."""
         return {
             Op.F: self.forward_us,
@@ -109,7 +120,9 @@ class Cost:
         }
 
     @cached_property
-    def _moved_bytes(self) -> Mapping[Op, tuple[int, ...]]:
+    def _moved_bytes(
+        self,
+    ) -> Mapping[Op, tuple[int, ...]]:
         """By op and stage: hop s is behind stage s, and before the stage after it."""
         return {
             Op.SEND_F: self.activation_bytes,

@@ -76,7 +76,10 @@ class RankMemory:
 
 
 def peak_memory(
-    schedule: Schedule, stages: Sequence[StageMemory], *, keeps_gradients: bool = False
+    schedule: Schedule,
+    stages: Sequence[StageMemory],
+    *,
+    keeps_gradients: bool = False,
 ) -> tuple[RankMemory, ...]:
     """By rank, the moment of a step at which it holds most; `stages[s]` are the layers of stage s.
 
@@ -98,7 +101,11 @@ class _Walk:
     """One rank through its program: what it holds now, and what it held when it held most."""
 
     def __init__(
-        self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageMemory],
+        rank: int,
+        keeps_gradients: bool,
     ) -> None:
         own = [stages[stage] for stage in schedule.stages_of(rank)]
         self._stages = stages
@@ -161,13 +168,21 @@ class _Walk:
             self._hold(-sum(layer.deferred_bytes for layer in layers))
             self._collect()
 
-    def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
+    def _backward(
+        self,
+        action: Action,
+        place: int,
+        layer: LayerMemory,
+    ) -> None:
         whole = action.op is Op.B or layer.deferred_bytes == 0
         if not whole:
             self._see(layer.input_bytes)
             self._hold(layer.deferred_bytes - layer.held_bytes)
             return
-        first = (action.stage, place) not in self._made and not self._keeps_gradients
+        first = (
+            action.stage,
+            place,
+        ) not in self._made and not self._keeps_gradients
         working = layer.backward_bytes
         if first:
             working += layer.first_bytes
@@ -205,7 +220,10 @@ class _Walk:
         return True
 
     def _hold(self, more: int) -> None:
-        self._now = replace(self._now, activations=self._now.activations + more)
+        self._now = replace(
+            self._now,
+            activations=self._now.activations + more,
+        )
 
     def _see(self, working: int) -> None:
         if self._now.total + working > self._worst.total:

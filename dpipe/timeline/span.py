@@ -44,7 +44,10 @@ class Span(NamedTuple):
 
     def later(self, by_us: float) -> "Span":
         """The same on a clock that is `by_us` ahead."""
-        return self._replace(start_us=self.start_us + by_us, end_us=self.end_us + by_us)
+        return self._replace(
+            start_us=self.start_us + by_us,
+            end_us=self.end_us + by_us,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,24 @@ class Timeline:
 
     @property
     def began_us(self) -> float:
-        return min((span.start_us for span in self.spans), default=0.0)
+        return min(
+            (span.start_us for span in self.spans),
+            default=0.0,
+        )
 
     @property
     def duration_us(self) -> float:
         """From the first work of any rank to the last. A rank that has nothing to do before the
         step reaches it has not begun.
         """
-        first_us = min((s.start_us for s in self.spans if s.lane is not Lane.WAIT), default=0.0)
-        last_us = max((span.end_us for span in self.spans), default=0.0)
+        first_us = min(
+            (s.start_us for s in self.spans if s.lane is not Lane.WAIT),
+            default=0.0,
+        )
+        last_us = max(
+            (span.end_us for span in self.spans),
+            default=0.0,
+        )
         return last_us - first_us
 
     def on(self, rank: int, lane: Lane) -> tuple[Span, ...]:

@@ -45,10 +45,21 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, where a link is "0->1"."""
         links = {
-            f"{source}->{target}": count for (source, target), count in self.link_bytes.items()
+            f"{source}->{target}": count
+            for (
+                source,
+                target,
+            ), count in self.link_bytes.items()
         }
-        means = {"mean_bubble": self.mean_bubble, "mean_overlap": self.mean_overlap}
-        return {**asdict(self), "link_bytes": links, **means}
+        means = {
+            "mean_bubble": self.mean_bubble,
+            "mean_overlap": self.mean_overlap,
+        }
+        return {
+            **asdict(self),
+            "link_bytes": links,
+            **means,
+        }
 
 
 @dataclass(frozen=True)
@@ -93,16 +104,25 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     )
 
 
-def compare(predicted: Timeline, measured: Timeline, schedule: Schedule) -> Comparison:
+def compare(
+    predicted: Timeline,
+    measured: Timeline,
+    schedule: Schedule,
+) -> Comparison:
     """Both timelines are of one step of `schedule`."""
-    return Comparison(summarise(predicted, schedule), summarise(measured, schedule))
+    return Comparison(
+        summarise(predicted, schedule),
+        summarise(measured, schedule),
+    )
 
 
 def _lanes(timeline: Timeline, rank: int) -> dict[Lane, list[Span]]:
     return {lane: list(timeline.on(rank, lane)) for lane in Lane}
 
 
-def _busy(lanes: dict[Lane, list[Span]]) -> list[Interval]:
+def _busy(
+    lanes: dict[Lane, list[Span]],
+) -> list[Interval]:
     """When a rank has something to run; the optimizer's step is work as well."""
     return _union(lanes[Lane.COMPUTE] + lanes[Lane.UPDATE])
 
@@ -130,10 +150,18 @@ def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Ends, int]:
             moved[span.rank, span.peer] += span.num_bytes
         elif span.lane == Lane.SEND and span.action.op in SENDS:
             first = span.rank - span.rank % schedule.num_ranks  # of this replica
-            moved[span.rank, first + peer(schedule, span.action)] += span.num_bytes
+            moved[
+                span.rank,
+                first + peer(schedule, span.action),
+            ] += span.num_bytes
     return dict(
         sorted(
-            moved.items(), key=lambda item: (item[0][0], isinstance(item[0][1], str), item[0][1])
+            moved.items(),
+            key=lambda item: (
+                item[0][0],
+                isinstance(item[0][1], str),
+                item[0][1],
+            ),
         )
     )
 
@@ -143,7 +171,10 @@ def _union(spans: list[Span]) -> list[Interval]:
     merged: list[Interval] = []
     for start, end in sorted((span.start_us, span.end_us) for span in spans):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            merged[-1] = (
+                merged[-1][0],
+                max(end, merged[-1][1]),
+            )
         else:
             merged.append((start, end))
     return merged

@@ -22,8 +22,17 @@ from dpipe.schedule.action import Op
 from dpipe.timeline.span import Lane, Span
 
 TIMERS = (
-    *("forward-compute", "forward-recv", "forward-send"),
-    *("backward-compute", "backward-recv", "backward-send", "backward-send-forward-recv"),
+    *(
+        "forward-compute",
+        "forward-recv",
+        "forward-send",
+    ),
+    *(
+        "backward-compute",
+        "backward-recv",
+        "backward-send",
+        "backward-send-forward-recv",
+    ),
     *(
         "backward-layernorm-all-reduce",
         "backward-embedding-all-reduce",
@@ -49,7 +58,9 @@ _WAITS = {
 }
 
 
-def timers_ms(spans: Iterable[Span]) -> dict[str, float]:
+def timers_ms(
+    spans: Iterable[Span],
+) -> dict[str, float]:
     """Milliseconds by timer, of those that ran on a rank, in the order of TIMERS."""
     sums: dict[str, float] = {}
     computed = None
@@ -71,7 +82,11 @@ class Timers:
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
 
-    def add(self, spans: Iterable[Span], parts: Mapping[str, float]) -> None:
+    def add(
+        self,
+        spans: Iterable[Span],
+        parts: Mapping[str, float],
+    ) -> None:
         """A step is over; `parts` are milliseconds by the names of PARTS."""
         self._steps.append({**timers_ms(spans), **parts})
 
@@ -97,7 +112,10 @@ def _timer(lane: Lane, op: Op) -> str | None:
         case Lane.WAIT:
             return _WAITS.get(op)
         case Lane.SEND:
-            return {Op.SEND_F: "forward-send", Op.SEND_B: "backward-send"}.get(op)
+            return {
+                Op.SEND_F: "forward-send",
+                Op.SEND_B: "backward-send",
+            }.get(op)
         case Lane.UPDATE:
             return "optimizer"
         case Lane.TENSOR:

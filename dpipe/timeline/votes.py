@@ -28,7 +28,11 @@ class Votes:
     """
 
     def __init__(
-        self, clock: Clock, network: Network, num_ranks: int, over: Callable[[int], None]
+        self,
+        clock: Clock,
+        network: Network,
+        num_ranks: int,
+        over: Callable[[int], None],
     ) -> None:
         self._clock = clock
         self._network = network
