@@ -42,6 +42,10 @@ from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.simulate import period
 from dpipe.timeline.votes import COORDINATOR, delay_us
 
+# How much a search may do, counted so that every rank of a run and every machine finds the same.
+# Twelve stages with 64 micro-batches take about three seconds of a core at most; small steps, where
+# a few orders more are cheap, get more of everything. With these counts all 120 steps of
+# tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
 _MOST_REPLAYED = 75_000  # computations in all trials of a large step
 _MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
@@ -112,6 +116,9 @@ def search(
     return _Search(pipeline, memory, published, step_us).best()
 
 
+# Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
+# Without one ranks go on by themselves, and their steps overlap: then the clock's score is how long
+# the slowest rank takes from its first computation of a step to its last.
 def pipeline_on(
     network: Network,
     cost: Cost,
@@ -376,6 +383,7 @@ class _Search:
         name = self._names.get(times.programs, f"{AUTO}: improved")
         return schedule_of(self._pipeline, times.programs, name)
 
+    # The last resort: the caller refuses it, with what it would hold, if even this is too much.
     def _leanest(self) -> Schedule:
         pipeline = self._pipeline
         stages_per_rank = len(pipeline.stages_of[0])
