@@ -29,6 +29,7 @@ from dpipe.config.run import (
     TransportConfig,
 )
 from dpipe.config.section import Section
+from dpipe.config.trust import refuse_untrusted
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 
@@ -127,16 +128,31 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides.
+def load(
+    path: Config | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> Config:
+    """The TOML file at `path`, or a configuration that was made before, with `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
-    cannot be read, and for every mistake in it.
+    cannot be read, for every mistake in it, and, without `trust_code`, where it names code that is
+    neither the user's nor declared (`trust.py`).
     """
-    table = read_table(path)
+    if isinstance(path, Config):
+        table = path.model_dump(exclude_unset=True)
+    else:
+        table = read_table(path)
     for text in overrides:
         override(table, text)
-    return build(table)
+    checked = build(table)
+    refuse_untrusted(checked.model.layers, trust_code=trust_code)
+    return checked
+
+
+def in_folder(overrides: Sequence[str], resume: str | Path | None) -> tuple[str, ...]:
+    """`overrides` for the run in the folder `resume`, if that is given."""
+    if resume is None:
+        return tuple(overrides)
+    return (*overrides, f"run.folder={json.dumps(str(resume))}")
 
 
 def read_table(path: str | Path) -> dict[str, Any]:

@@ -12,9 +12,16 @@ from dpipe.plan.forecast import Forecast, forecast
 from dpipe.timeline.summary import summarise
 
 
-def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
+def forecast_text(
+    path: str,
+    overrides: tuple[str, ...],
+    network: str | None,
+    as_json: bool,
+    *,
+    trust_code: bool = False,
+) -> str:
     """For the configuration in `path`, on the network profile `network` instead of its own."""
-    config = load(path, overrides)
+    config = load(path, overrides, trust_code=trust_code)
     assumed = configured_network(config, network) if network else None
     if config.model.is_transformer or not config.model.family.computes:
         predicted = forecast(config, None, assumed)
