@@ -131,16 +131,13 @@ class Config(Section):
 def load(
     path: Config | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
 ) -> Config:
-    """The TOML file at `path`, or a configuration that was made before, with `section.key=value` overrides.
+    """Read a TOML file, or take a configuration, and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
     cannot be read, for every mistake in it, and, without `trust_code`, where it names code that is
     neither the user's nor declared (`trust.py`).
     """
-    if isinstance(path, Config):
-        table = path.model_dump(exclude_unset=True)
-    else:
-        table = read_table(path)
+    table = path.model_dump(exclude_unset=True) if isinstance(path, Config) else read_table(path)
     for text in overrides:
         override(table, text)
     checked = build(table)

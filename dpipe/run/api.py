@@ -18,7 +18,7 @@ from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import InputError, RunError
 from dpipe.report.display import lasting
 from dpipe.report.rows import OnRow
-from dpipe.run.start import launch_ranks, train_rank
+from dpipe.run.environment import set_up_grpc
 
 LOG = logging.getLogger("dpipe")
 
@@ -54,9 +54,13 @@ def train(
 
     In the main thread, Ctrl-C stops the run after the step with a checkpoint, and this returns.
     Raises `InputError` for what you can fix before the run, and `RunError` where the run fails.
-    Sets the number of torch's threads to node.threads.
+    Sets the number of torch's threads to node.threads, and in the environment what makes gRPC
+    faster (GRPC_EXPERIMENTS, GRPC_POLL_STRATEGY): grpc must not have been imported before.
     """
     checked = load(config, in_folder(overrides, resume), trust_code=trust_code)
+    set_up_grpc()
+    from dpipe.run.start import train_rank  # imports grpc
+
     train_rank(
         checked,
         rank=rank,
@@ -96,6 +100,8 @@ def launch(
     this returns; a second one kills them. Raises `InputError` for what you can fix before the
     run, and `RunError` where the run fails, with the last lines of the rank that failed first.
     """
+    from dpipe.run.start import launch_ranks  # imports grpc, before which `train` can set it up
+
     checked = load(config, in_folder(overrides, resume), trust_code=trust_code)
     lines: list[str] = []
     # a folder that only this user can read: the file may hold the token

@@ -215,7 +215,7 @@ def serve_parameters(
     node = config.node
     folder = _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
-    security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
+    security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca, node.token_file)
     torch.set_num_threads(node.threads)
     stopping = stop_on_signals("stopping; every acknowledged step is kept")
     with _state_held(folder), stopping as wants_stop:
