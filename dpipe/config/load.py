@@ -62,6 +62,7 @@ class Config(Section):
         checks.check_compile(self.train, self.pipeline)
         checks.check_sample(self.model, self.run)
         checks.check_batch(self.train, self.data_parallel)
+        checks.check_reject(self.train, self.data_parallel)
         checks.check_servers(self.data_parallel, self.pipeline, self.train)
         checks.check_tied_embedding(self.model, self.data_parallel)
         checks.check_shape(self.transport, self.data_parallel)

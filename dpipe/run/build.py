@@ -328,6 +328,7 @@ def _make_update(
         timeout_s=config.timeouts.transfer,
         here=resources.here,
         lag=max(1, config.data_parallel.staleness),
+        rejects=config.data_parallel.reject is not None,
         timed=resources.recorder.part,
     )
 
