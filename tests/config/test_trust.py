@@ -62,7 +62,7 @@ def test_models_of_dpipe_are_allowed(working: Path, layers: str) -> None:
         "subprocess:run",
         "torch:load",
         "torch.hub:load",
-        "dpipe.run.launch:launch",
+        "dpipe.processes.launch:launch",
     ],
 )
 def test_code_of_others_needs_trust(working: Path, layers: str) -> None:
@@ -137,7 +137,9 @@ def test_python_below_the_working_folder_needs_trust(monkeypatch: pytest.MonkeyP
     assert not allowed("torch.hub:load")
 
 
-@pytest.mark.parametrize("layers", ["netem.tc:commands", "dpipe.run.launch:launch", "fleet.ssh:x"])
+@pytest.mark.parametrize(
+    "layers", ["netem.tc:commands", "dpipe.processes.launch:launch", "fleet.ssh:x"]
+)
 def test_checkout_of_dpipe_as_working_folder_lends_none_of_its_code(
     monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:

@@ -17,9 +17,9 @@ from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import ConfigError, JoinError, TransferError
 from dpipe.paramserver.server import ParameterServer
-from dpipe.run.environment import ProcessInfo
+from dpipe.processes.environment import ProcessInfo
 from dpipe.run.join import security_of
-from dpipe.transport import greeting
+from dpipe.session import greeting
 from dpipe.transport.grpc import GrpcTransport
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire import rpc
