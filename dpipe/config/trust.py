@@ -52,6 +52,7 @@ def _is_declared(layers: str) -> bool:
     module, _, _ = layers.partition(":")
     for declared in entry_points(group=GROUP):
         value = declared.value.replace(" ", "")
+        # One function, and no other of its module.
         if value == layers:
             return True
         if ":" not in value and (module == value or module.startswith(f"{value}.")):
@@ -65,6 +66,7 @@ def _places(module: str) -> Iterator[Path | None]:
     """
     name = ""
     spec: ModuleSpec | None = None
+    # Each package on the way: importing `a.b` runs a/__init__.py first.
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
         spec = _top(name) if spec is None else _below(name, spec)
@@ -93,8 +95,10 @@ def _below(name: str, package: ModuleSpec) -> ModuleSpec | None:
 
 
 def _is_own(place: Path | None, folder: Path) -> bool:
+    # Built into the interpreter, or frozen.
     if place is None:
         return False
+    # A link in the working folder can lead to a file that somebody else writes.
     real = place.resolve()
     if not real.is_relative_to(folder):
         return False

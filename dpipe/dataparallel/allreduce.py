@@ -126,6 +126,7 @@ class AllReduce(DataParallel):
     def leave_out(self, replicas: Collection[int]) -> None:
         average = partial(self._averaging.average, without=replicas)
         for stage, own in self._own.items():
+            # The mean with what is not finite, which nobody steps by.
             self._background.take(stage)
             gradients = [None for _ in own] if self._averaging.replica in replicas else own
             self._background.begin(stage, self._loss_scale, average, gradients)

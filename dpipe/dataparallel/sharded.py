@@ -119,6 +119,7 @@ class Sharded(DataParallel):
         for stage, flat in self._flat.items():
             self._background.take(stage)
             gradients = flat.gradients()
+            # Zeros are sent; the owners of the shards drop them, whatever they are.
             if self._gradients.replica in replicas:
                 gradients = [None for _ in gradients]
             self._background.begin(stage, self._loss_scale, reduce_scatter, gradients)

@@ -213,6 +213,7 @@ class Update:
         """
         step = verdict.step
         self._data_parallel.leave_out(verdict.bad_replicas)
+        # Of the mean of the rest: by the norm with the others in it nobody could clip.
         gradient = self.measure()
         norms = {str(layer): square for layer, square in gradient.squares.items()}
         with self._timed("optimizer-clip-main-grad"):

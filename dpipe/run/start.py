@@ -57,16 +57,12 @@ def launch_ranks(
     open_folder(config, resume is not None)
     # The same for all ranks: which one a process is, it reads in its environment.
     argv = [sys.executable, "-m", "dpipe", "train", path]
-    for override in overrides:
-        argv += ["-o", override]
-    if resume:
-        argv += ["--resume", resume]
+    argv += _options(overrides, resume, change)
     if fallback:
         argv += ["--fallback"]
+    # Each rank asks for itself: what one is told by another proves nothing.
     if trust_code:
         argv += ["--trust-code"]
-    for key in change:
-        argv += ["--change", key]
     exit_code = launch(
         lambda rank: argv,
         config.world_size,
@@ -78,6 +74,18 @@ def launch_ranks(
     if exit_code == InputError.exit_code:
         take_back(folder, new_folders)
     return exit_code
+
+
+def _options(overrides: Sequence[str], resume: str | None, change: Sequence[str]) -> Sequence[str]:
+    """Of a rank's command line."""
+    options: list[str] = []
+    for override in overrides:
+        options += ["-o", override]
+    if resume:
+        options += ["--resume", resume]
+    for key in change:
+        options += ["--change", key]
+    return options
 
 
 def train_rank(

@@ -86,6 +86,7 @@ class Security:
 
     def accepts(self, shown: str) -> bool:
         """In a time that depends on nothing but lengths, and on how many tokens there are."""
+        # All of them, also behind one that fits: `any` alone would tell which it was.
         same = [hmac.compare_digest(shown.encode(), token.encode()) for token in self.tokens()]
         return any(same)
 

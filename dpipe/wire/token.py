@@ -31,6 +31,7 @@ class TokenFile:
         """
         try:
             self._tokens = self._read()
+            # What was wrong may go wrong again, and is then said again.
             self._problem = ""
         except JoinError as error:
             if str(error) != self._problem:
@@ -40,6 +41,7 @@ class TokenFile:
 
     def _read(self) -> tuple[str, ...]:
         try:
+            # ASCII, since gRPC sends nothing else in a header.
             with self._path.open(encoding="ascii") as file:
                 lines = file.read(_MAX_BYTES).split("\n")
         except OSError as error:
