@@ -14,6 +14,7 @@ from rich.console import Console
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import draft
 from dpipe.processes.environment import environment, process_info
 from dpipe.processes.launch import launch
@@ -48,7 +49,8 @@ def launch_ranks(
     if resume is not None:
         refuse_changes(config, change)
     # For its errors, and for the cache of the text that it leaves: every rank drafts for itself.
-    draft(config, choose=without_search, predicts_memory=False)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, range(config.world_size))
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
