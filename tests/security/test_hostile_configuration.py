@@ -15,8 +15,8 @@ from dpipe.errors import ConfigError, DpipeError, ProfileError
 from dpipe.network.profile import load_network
 from dpipe.plan.forecast import forecast
 from dpipe.plan.run_plan import draft
+from dpipe.processes.environment import ProcessInfo
 from dpipe.run.build import run_rank
-from dpipe.run.environment import ProcessInfo
 from dpipe.run.start import launch_ranks
 from dpipe.toml import MAX_BYTES
 
