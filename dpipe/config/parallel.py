@@ -38,7 +38,7 @@ class PipelineConfig(Section):
 
     in_flight: Count | None = None
     """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
-    of its stages counts; "gpipe" takes none. Left out: enough to fill the pipeline."""
+    of its stages counts; "gpipe" and "auto" take none. Left out: enough to fill the pipeline."""
 
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
@@ -71,6 +71,12 @@ class PipelineConfig(Section):
             raise ValueError(
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
+            )
+        if self.schedule == AUTO and self.in_flight is not None:
+            raise ValueError(
+                f'pipeline.schedule "{AUTO}" finds out itself how many micro-batches to have in '
+                "flight: leave pipeline.in_flight out, or bound what a rank holds with "
+                "pipeline.memory_limit or pipeline.memory_gb"
             )
         self._check_stages_per_rank()
         return self

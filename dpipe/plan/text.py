@@ -35,7 +35,7 @@ def forecast_text(
 
 def as_row(predicted: Forecast) -> dict[str, Any]:
     """One value a key, as `--json` prints them. Raises `ConfigError` for a step of no length."""
-    if predicted.timeline.duration_us <= 0:
+    if predicted.timeline.step_us <= 0:
         raise ConfigError(
             "no time passes in such a step: set replay.forward_ms, or a lower predict.gflops"
         )
