@@ -17,6 +17,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   dataparallel   how replicas agree
                   paramserver    how they agree through a server
                   coordinator    who is there
+    connections   session        bytes between two ranks, over connections that break
     configuration config         every setting, from TOML
     alphabets     schedule       what runs where in which order
                   wire           bytes: formats, messages

@@ -29,7 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "network": {"errors"},
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
+    "session": {"errors", "wire"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
+    "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # one more kind of data parallelism
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,

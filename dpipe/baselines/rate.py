@@ -48,7 +48,7 @@ def _stream(transport: Transport, duration_s: float) -> None:
     while time.monotonic() < deadline:
         leaving.append(transport.send(tensor, 1, "payload"))
         if len(leaving) == _UNDER_WAY:
-            leaving.popleft().wait()
+            leaving.popleft().settle()
     transport.send(last, 1, "payload")
 
 

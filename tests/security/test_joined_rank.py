@@ -33,8 +33,8 @@ from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
+from dpipe.session import greeting
 from dpipe.store.run_folder import keep_upload
-from dpipe.transport import greeting
 from dpipe.transport import grpc as transport_grpc
 from dpipe.wire.message import Header
 from dpipe.wire.rpc import Security, open_channel, token_metadata
@@ -183,14 +183,14 @@ def test_refusal_of_a_greeting_commands_no_terminal() -> None:
 
     def answer() -> None:
         with contextlib.suppress(TransferError):
-            greeting.answer(there, "another token", deadline)
+            greeting.answer(there, lambda _: b"another token", deadline)
 
     with here, there, pytest.MonkeyPatch.context() as patch:
         patch.setattr(greeting, "_REFUSED", ESCAPES)
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(JoinError) as raised:
-            greeting.call(here, Hello(), "token", deadline)
+            greeting.call(here, Hello(), b"token", deadline)
         thread.join(10)
     assert str(raised.value) == SHOWN
 
