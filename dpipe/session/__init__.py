@@ -1,6 +1,6 @@
 """One stream of bytes each way between two ranks, over connections that break.
 
-session.py   `LinkSession`: what a connection has left undone, the next one goes on with; state machine
+session.py   `LinkSession`, a state machine: what a connection has left undone, the next one does
 frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
 dial.py      opening a connection, in smaller segments where large ones were lost

@@ -2,7 +2,8 @@
 
     | 4: size of the payload | 8: bytes received | payload |       big-endian, again and again
 
-A frame without payload acknowledges, and shows that this end is alive.
+A frame without payload acknowledges, and shows that this end is alive. One of an impossible size is
+the last: its end has given the session up.
 """
 
 import struct
@@ -14,6 +15,7 @@ from dpipe.session.stream import Stream
 FRAME_BYTES = 4 << 20  # about the most; an acknowledgement waits for no more
 # Read with whatever comes first: several small messages, or a large one's beginning, at once.
 _AHEAD_BYTES = 8 << 10
+_FAREWELL = (1 << 32) - 1
 _PREFIX = struct.Struct(">IQ")
 
 
@@ -23,6 +25,7 @@ class Frames:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.acknowledged = 0  # bytes of this end, as the last frame of the other said
+        self.said_farewell = False  # the other end
         self.opened_at = time.monotonic()
         self.heard_at = self.opened_at
         self.wrote_at = self.opened_at
@@ -35,6 +38,9 @@ class Frames:
         size = sum(map(len, pieces))
         self.stream.write(_PREFIX.pack(size, received), *pieces)
         self.wrote_at = time.monotonic()
+
+    def say_farewell(self, received: int) -> None:
+        self.stream.write(_PREFIX.pack(_FAREWELL, received))
 
     def await_bytes(self, num_bytes: int) -> None:
         """Wait until there is something to receive, of a message of so many bytes."""
@@ -70,6 +76,9 @@ class Frames:
         if not self._left and self._has_next():
             self._left, self.acknowledged = _PREFIX.unpack_from(self._ahead, self._start)
             self._start += _PREFIX.size
+            if self._left == _FAREWELL:
+                self._left = 0
+                self.said_farewell = True
         num_bytes = min(self._left, self._end - self._start, len(view))
         view[:num_bytes] = self._ahead[self._start : self._start + num_bytes]
         self._start += num_bytes

@@ -4,7 +4,7 @@
     (new) ----------> connected -------------------------------> broken ----.
                           ^                                         |       | not in `window_s`,
                           | attach: from the byte that the other    |       | or refused,
-                          | end has received, and no other          |       | or this end closes
+                          | end has received, and no other          |       | or an end closes
                           `-- resumed <-- detach, dialled again <---'       v
                                                                           over
 
@@ -35,6 +35,7 @@ from dpipe.session.frames import FRAME_BYTES, Frames
 _SMALL_BYTES = 4 << 10  # up to here it is cheaper to copy than to keep
 _TELL_BYTES = 1 << 20  # an end that has received so many says so
 _BEATS = 4  # signs of life in `silence_s`
+_FAREWELL_S = 0.1  # for a frame that is being written
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
 _READER = "reader"
 _WRITER = "writer"
@@ -118,14 +119,17 @@ class LinkSession:
 
     # Connections
 
-    def attach(self, frames: Frames, arrived: int) -> None:
-        """Go on, on a new connection whose other end has received `arrived` bytes. Raises
-        `TransferError` where that cannot be, and `ConnectionError` where the session is over.
+    def attach(self, frames: Frames, arrived: int, told: int) -> None:
+        """Go on, on a new connection whose other end has received `arrived` bytes, and was told
+        that this end has received `told`. Raises `TransferError` where `arrived` cannot be, and
+        `ConnectionError` where more has come meanwhile, or the session is over.
         """
         with self._reading, self._lock:
             self.check_arrived(arrived)
             if self._over is not None:
                 raise ConnectionError(self._over)
+            if told != self.received:
+                raise ConnectionError("another connection was quicker")
             self._retire("dialled again")
             self._acknowledge(arrived)
             for kept in self._kept:
@@ -169,7 +173,8 @@ class LinkSession:
         self._on_break()
 
     def close(self, why: str = "closed") -> None:
-        """It is over; whoever waits is woken."""
+        """It is over; whoever waits is woken, at the other end too."""
+        self._say_farewell()
         with self._lock:
             self._end(why)
 
@@ -234,6 +239,8 @@ class LinkSession:
                 self.broke(frames, reason_of(error))
             if frames.acknowledged > self._acknowledged:
                 self._hear(frames)
+            if frames.said_farewell:
+                self.close("it broke off the link")
             if self.received - self._told >= _TELL_BYTES:
                 self._tell()
         self._listening_since = None
@@ -282,6 +289,22 @@ class LinkSession:
                     self._put(frames, [])
             except OSError as error:
                 self.broke(frames, reason_of(error))
+        finally:
+            self._writing.release()
+
+    def _say_farewell(self) -> None:
+        """Let the other end not wait for another connection, if nothing is being written."""
+        if not self._writing.acquire(timeout=_FAREWELL_S):
+            return
+        try:
+            with self._lock:
+                frames = self._frames
+                if frames is None or self._ended or self._over is not None:
+                    return
+                frames = self._current(_WRITER)
+            with suppress(OSError):
+                if frames.stream.can_write():
+                    frames.say_farewell(self.received)
         finally:
             self._writing.release()
 

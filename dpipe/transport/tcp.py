@@ -57,7 +57,7 @@ class TcpConnection(Connection):
         self._threads: list[Thread] = []
 
     def start(self, frames: Frames) -> None:
-        self.session.attach(frames, 0)
+        self.session.attach(frames, 0, 0)
         for verb, run in (("read", self._read), ("write", self._write)):
             thread = Thread(target=run, name=f"dpipe-{verb}-{self.name}", daemon=True)
             self._threads.append(thread)
@@ -235,9 +235,9 @@ class TcpTransport(Mesh[TcpConnection]):
             else:
                 if resumed:
                     _log_resumed(connection, broke_at)
-                else:
-                    made_smaller = True
-                    connection.segment = smaller(connection.segment)
+                    return session.send_again()
+                made_smaller = True
+                connection.segment = smaller(connection.segment)
 
     def _resume(self, connection: TcpConnection, address: str, *, may_stall: bool) -> bool:
         """Go on with the session on a new connection, unless it would stall as the last one."""
@@ -252,8 +252,7 @@ class TcpTransport(Mesh[TcpConnection]):
             if greeted.stalled and not may_stall:
                 sock.close()
                 return False
-            session.attach(Frames(stream_over(sock)), greeted.received)
-        session.send_again()
+            session.attach(Frames(stream_over(sock)), greeted.received, hello.received)
         return True
 
     # Being dialled
@@ -332,7 +331,7 @@ class TcpTransport(Mesh[TcpConnection]):
             raise
         state = Greeting(received=session.detach(), stalled=session.stalled)
         greeting.welcome(sock, dialler, deadline, state)
-        session.attach(Frames(stream_over(sock)), hello.received)
+        session.attach(Frames(stream_over(sock)), hello.received, state.received)
         _log_resumed(connection, broke_at)
         return session
 

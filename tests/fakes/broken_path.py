@@ -77,9 +77,13 @@ class BrokenPath:
         while not self._stopped:
             try:
                 here, _ = self._listener.accept()
+            except OSError:
+                continue
+            try:
                 self._open.wait()
                 there = socket.create_connection(("127.0.0.1", self._port), 5)
             except OSError:
+                here.close()
                 continue
             left = math.inf
             if self._reset_after < math.inf:
