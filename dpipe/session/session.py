@@ -374,7 +374,7 @@ class LinkSession:
             return
         now = time.monotonic()
         moved = self._acknowledged > self._resumed_at or self._acknowledged == self._written
-        self.stalled = not moved and now - frames.opened_at >= self.silence_s
+        self.stalled = not moved and now - frames.opened_at >= self.silence_s / 2
         self._frames = None
         self._why = why
         self._lost_at = now + self._window_s

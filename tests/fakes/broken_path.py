@@ -21,6 +21,7 @@ class BrokenPath:
         self.num_connections = 0
         self.num_resets = 0
         self.delay_s = 0.0
+        self.mtu: int | None = None  # packets of more are lost without a word
         self._port = port
         self._reset_after = reset_after
         self._random = random.Random(seed)
@@ -101,6 +102,8 @@ class BrokenPath:
                 self._open.wait()
                 if self.delay_s:
                     time.sleep(self.delay_s)
+                if self.mtu is not None and min(len(data), pair.segment) > self.mtu:
+                    pair.swallowed = True
                 if pair.swallowed:
                     continue
                 sink.sendall(data[: int(min(len(data), pair.left))])
@@ -120,6 +123,7 @@ class _Pair:
 
     def __init__(self, here: socket.socket, there: socket.socket, left: float) -> None:
         self.ends = (here, there)
+        self.segment = here.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         self.left = left  # bytes until it is reset
         self.swallowed = False
         self.num_pumps = 2

@@ -135,6 +135,17 @@ def test_path_that_swallows_what_it_acknowledges_is_left_for_another() -> None:
         assert path.num_connections == 2
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(sender: int) -> None:
+    """The path MTU fell in mid-run: 300 s of silence, until timeouts.transfer."""
+    with linked(heartbeat_s=4.0) as (*ends, path):
+        stream_both_ways(*ends, 3)
+        path.mtu = 1300
+        ends[sender].send(numbered(7), 1 - sender, "x")
+        assert torch.equal(ends[1 - sender].recv(LARGE, sender, "x").wait(), numbered(7))
+        assert ends[0]._links[1].connections[0].segment == 1200
+
+
 def test_cut_of_more_than_a_silence_is_waited_out() -> None:
     with linked(heartbeat_s=8.0) as (first, second, path):
         pending = second.recv(LARGE, 0, "x")
@@ -217,8 +228,10 @@ def test_end_that_has_given_up_a_link_says_so() -> None:
     with linked() as (first, second, path):
         secret = first._links[1].connections[0].session.secret
         first.fail(PeerLost("enough"))
-        with pytest.raises(PeerLost):
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="it broke off the link"):
             second.recv(LARGE, 0, "x").wait()
+        assert time.monotonic() - start < 5  # and not the 8 s in which it could dial again
         assert intruder(path, secret) == "rank 1 has given up its link with rank 0"
 
 
