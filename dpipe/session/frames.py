@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dpipe.session.stream import Stream
 
 FRAME_BYTES = 4 << 20  # about the most; an acknowledgement waits for no more
-# Read with whatever comes first: several small messages, or a large one's beginning, at once.
+# Read with a prefix: small messages take one system call.
 _AHEAD_BYTES = 8 << 10
+_LARGE_BYTES = 64 << 10  # a frame that is not read ahead
 _FAREWELL = (1 << 32) - 1
 _PREFIX = struct.Struct(">IQ")
 
@@ -52,12 +53,13 @@ class Frames:
         if self._has_next():
             return self._take(view)
         room = view[: self._left]
-        if len(room) < _AHEAD_BYTES:
-            room = room[:0]
-        # What was begun ahead, and is no whole prefix yet, stays in front.
         behind = self._ahead[self._end :]
-        if len(room) < self._left and room:
+        if self._left < _LARGE_BYTES:
+            room = room[:0]
+        elif len(room) < self._left:
             behind = behind[:0]
+        else:
+            behind = behind[: _PREFIX.size]
         num_bytes = self.stream.receive(room, behind)
         if num_bytes:
             self.heard_at = time.monotonic()

@@ -15,7 +15,7 @@
 
 Kept bytes are the caller's own memory until the caller says that it will change (`Kept.own`), and
 copies from then on. They are bounded by what the two kernels and the path between them hold, and
-`_TELL_BYTES`: an end that is told of no arrivals cannot write on.
+`_TELL_BYTES`: an end whose bytes are not taken cannot write on.
 
 Either end drops a connection on which nothing came for `silence_s`. The other end writes something
 at least four times in that time, so a path that swallows bytes is noticed by both, whatever the
@@ -33,7 +33,8 @@ from dpipe.errors import TransferError
 from dpipe.session.frames import FRAME_BYTES, Frames
 
 _SMALL_BYTES = 4 << 10  # up to here it is cheaper to copy than to keep
-_TELL_BYTES = 1 << 20  # an end that has received so many says so
+_PAGE_BYTES = 4 << 10
+_TELL_BYTES = 4 << 20  # an end that has received so many says so; more often, it costs
 _BEATS = 4  # signs of life in `silence_s`
 _FAREWELL_S = 0.1  # for a frame that is being written
 _WAKE_S = 5.0  # poll interval of waits without a deadline of their own
@@ -234,7 +235,7 @@ class LinkSession:
             frames = self._current(_READER)
             try:
                 frames.await_bytes(len(view) - filled)
-                filled += self._take(frames, view[filled:])
+                filled += self._take(frames, view[filled : _aligned_end(filled, len(view))])
             except OSError as error:
                 self.broke(frames, reason_of(error))
             if frames.acknowledged > self._acknowledged:
@@ -400,6 +401,13 @@ class LinkSession:
             if self._frames is not None:
                 self._frames.stream.shut()
             self._changed.notify_all()
+
+
+def _aligned_end(start: int, end: int) -> int:
+    """Where to read to from `start`: a copy of many bytes to an odd address is slow."""
+    if start % _PAGE_BYTES and end - start > 2 * _PAGE_BYTES:
+        return start - start % _PAGE_BYTES + _PAGE_BYTES
+    return end
 
 
 def reason_of(error: Exception) -> str:
