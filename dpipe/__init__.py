@@ -3,8 +3,10 @@
 The rooms, from the ground up; imports point down only (`tests/test_architecture.py` holds them):
 
     front door    cli            parses, then calls one function
-    comparison    baselines      other engines, measured beside this one
+    comparison    bench          two ways in one run, and their ratio
+                  baselines      other engines on our configuration
     composition   run            a configuration becomes ranks that train
+                  processes      which rank a process is, and starting them all
     training      engine         the loop: executor, recorder, update, trainer
                   report         metrics, what a person sees, the trace of a run
                   plan           before a run: what it takes, where to cut the model
@@ -14,15 +16,16 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
+                  session        the bytes that carry it, over connections that break
                   dataparallel   how replicas agree
-                  paramserver    how they agree through a server
+                  paramworker    how they agree through a server
+                  paramserver    that server
                   coordinator    who is there
-    connections   session        bytes between two ranks, over connections that break
     configuration config         every setting, from TOML
     alphabets     schedule       what runs where in which order
                   wire           bytes: formats, messages
                   network        links and their delays and bandwidths
-    ground        choices  errors  ranks  streams
+    ground        choices  errors  ranks  streams  toml
 
 What `__all__` names is public. To plan and to predict a step takes no torch:
 

@@ -2,12 +2,12 @@
 tables read.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
+from dpipe.toml import parse_toml, read_text
 
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
 _TOP = {"name", "link"} | _SHAPE
@@ -30,8 +30,9 @@ def load_network(path: str | Path) -> Network:
     Raises `ProfileError` naming the file and the key.
     """
     try:
-        # Some editors begin a file with a byte-order mark.
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+            raise ProfileError("it is not a regular file")  # a trace may name any path
+        table = parse_toml(read_text(path))
         return parse_network(table, default_name=Path(path).stem)
     except FileNotFoundError:
         raise ProfileError(f"network profile {path} does not exist") from None
@@ -44,11 +45,15 @@ def load_network(path: str | Path) -> Network:
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
     """The network of a profile's table. Raises `ProfileError` naming the key."""
     _only(table, _TOP, "the profile")
+    # A window alone is no link: it is the default of those that are listed.
     describes_others = bool(_SHAPE & set(table) - {"window_bytes"})
     default = None
     if describes_others or "link" not in table:
         default = _link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
+    name = table.get("name", default_name)
+    if not isinstance(name, str):
+        raise ProfileError(f"name must be a text, got {name!r:.100}")
     for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
         source = _rank(row, "from")
@@ -58,9 +63,12 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
             raise ProfileError(f"[[link]] from {source} to itself: a link is between two ranks")
         if (source, target) in links:
             raise ProfileError(f"{where} is listed twice")
-        links[source, target] = _link({"window_bytes": table.get("window_bytes")} | row, where)
-    mirrored = {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
-    return Network(str(table.get("name", default_name)), default, links | mirrored)
+        inherited = {"window_bytes": table.get("window_bytes")}
+        links[source, target] = _link(inherited | row, where)
+    # After all rows: the opposite pair may be listed further down.
+    for (source, target), link in list(links.items()):
+        links.setdefault((target, source), link)
+    return Network(name, default, links)
 
 
 def _only(table: dict[str, Any], known: set[str], where: str) -> None:
@@ -72,16 +80,27 @@ def _only(table: dict[str, Any], known: set[str], where: str) -> None:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+    tables = isinstance(value, list) and all(isinstance(row, dict) for row in value)
+    if not tables:
         raise ProfileError("links are written as [[link]] in double brackets, one block a link")
-    return value
+    rows: list[dict[str, Any]] = value
+    return rows
 
 
-def _number(table: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
+def _number(
+    table: dict[str, Any],
+    key: str,
+    where: str,
+    default: float | None = None,
+) -> float:
     value = table.get(key, default)
+    # TOML's true is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ProfileError(f"{where} needs {key}, a number; got {value!r}")
-    return float(value)
+        raise ProfileError(f"{where} needs {key}, a number; got {value!r:.100}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ProfileError(f"{where}: {key} is too large for any network") from None
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
@@ -100,5 +119,5 @@ def _link(table: dict[str, Any], where: str) -> Link:
 def _rank(table: dict[str, Any], key: str) -> int:
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ProfileError(f"[[link]] needs {key!r}, a rank (0, 1, ...); got {value!r}")
+        raise ProfileError(f"[[link]] needs {key!r}, a rank (0, 1, ...); got {value!r:.100}")
     return value

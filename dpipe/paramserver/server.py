@@ -17,6 +17,7 @@ at any time.
 """
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -35,29 +36,29 @@ from dpipe.paramserver.messages import (
     PROTOCOL,
     SERVICE,
     chunk_spec,
-    message_of,
     parse,
     piece,
     pieces_of,
     spec_and_rule,
-    tensor_of,
     vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.wire.codec import codec
+from dpipe.wire.message import message_of, tensor_of
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 _OPEN = Security()
-# at once; each waits in a thread, made when needed
-_MAX_CALLS = 1024
-_STOP_S = 2.0
-_POLL_S = 1.0
-# in the name of a stage's folder
-_PART = "-part-"
+_MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
+_STOP_S = 2.0  # for answers that are on their way
+_POLL_S = 1.0  # how often a waiting call looks whether its caller is still there
+_PART = "-part-"  # in the name of a stage's folder
+# of a stage: parameters and moments as they are, and those of the step in progress
+_VECTORS = 6
+_MAX_CHUNKS = 1 << 22  # some bytes each, for whose turn it is
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -94,9 +95,11 @@ class ParameterServer:
         """`snapshots` reads and writes in `folder`: both are given, or none."""
         self._folder = folder
         self._snapshots = snapshots
+        # Of this process: what a worker has sent to the one before, this one does not have.
         self._incarnation = secrets.token_hex(8)
+        # Guards what is below; notified as stages come and are left.
         self._changed = threading.Condition()
-        # by stage and part
+        # By stage and part. Before it listens: who calls finds what was kept.
         self._stages = dict(self._recovered())
         # of all that have attended, also of those that are not loaded yet
         self._known: dict[Session, _StageSpec] = {}
@@ -104,8 +107,7 @@ class ParameterServer:
             state = server.state
             known = _StageSpec(state.spec, state.rule, state.num_updates)
             self._known[server.session] = known
-        # the last run to attend
-        self._run: str | None = None
+        self._run: str | None = None  # the last run to attend
         self._closed = False
         try:
             generic = [grpc.method_handlers_generic_handler(SERVICE, self._handlers())]
@@ -209,6 +211,7 @@ class ParameterServer:
             )
         session = _session(place)
         spec, rule = spec_and_rule(attendance)
+        _refuse_large(spec, session)
         stage = _StageSpec(spec, rule, attendance.num_updates)
         begins = not attendance.again
         with self._changed:
@@ -218,6 +221,7 @@ class ParameterServer:
             if begins:
                 self._make_room(session, stage)
             self._check_same(session, stage)
+            # Replica 0 brings the parameters; the others have nothing to push before.
             while begins and place.replica > 0 and not self._has(session):
                 if self._closed or not context.is_active():
                     raise CallerGone
@@ -231,15 +235,21 @@ class ParameterServer:
             if session not in self._known:
                 raise TransferError("parameters came from a worker that has not attended")
             stage = self._known[session]
+        # Without the lock: it takes as long as the network.
         vectors = vectors_from(stage.spec, messages)
         needed = StageTensors.zeros(0, lossy=stage.rule.lossy_parameters).by_name()
         if set(vectors) != set(needed):
             raise TransferError(f"{sorted(vectors)} came where {sorted(needed)} belong")
         tensors = StageTensors(**vectors)
         state = StageState(
-            stage.spec, stage.rule, tensors, step=place.step, num_updates=stage.num_updates
+            stage.spec,
+            stage.rule,
+            tensors,
+            step=place.step,
+            num_updates=stage.num_updates,
         )
         with self._changed:
+            # A load that is repeated must not undo the steps since the first.
             if not self._has(session):
                 journal = self._new_journal(session, state)
                 self._stages[session.slot] = StageServer(session, state, journal)
@@ -255,6 +265,7 @@ class ParameterServer:
             values_spec = chunk_spec(server.state.spec, head.chunk)
             what = f"chunk {head.chunk} of replica {place.replica}'s gradient of step {place.step}"
             wire = tensor_of(body, coder.wire_spec(values_spec), what)
+            # In the caller's thread; under the stage's lock it is only added.
             values = coder.decode(wire, values_spec)
             server.add(place.step, place.replica, head.chunk, values)
         standing = pb.Standing(step=server.state.step, incarnation=self._incarnation)
@@ -277,7 +288,8 @@ class ParameterServer:
         stride = max(1, wanted.stride)
         for chunk in range(wanted.first, server.state.spec.num_chunks, stride):
             outgoing = server.give(place.step, place.replica, chunk, caller)
-            yield piece(pb.Piece(chunk=chunk, whole=outgoing.whole), outgoing.wire)
+            head = pb.Piece(chunk=chunk, whole=outgoing.whole)
+            yield piece(head, outgoing.wire)
         yield piece(pb.Piece(committed=server.committed(place.step, caller)))
 
     def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -305,6 +317,7 @@ class ParameterServer:
                 kept[other] = spec
         kept[session] = stage
         self._known = kept
+        # Also its other parts: a run that is cut otherwise may never bring them.
         for server in list(self._stages.values()):
             old = server.session
             if old not in self._known:
@@ -340,6 +353,7 @@ class ParameterServer:
         return standing.SerializeToString()
 
     def _stage(self, place: pb.Place) -> StageServer:
+        # What it pushed to the server before this one is lost: it has to attend, and push again.
         if place.incarnation != self._incarnation:
             raise _Restarted("it was started again")
         session = _session(place)
@@ -359,6 +373,18 @@ class ParameterServer:
         journal = Journal(self._folder / name, self._snapshots, session.name)
         journal.begin(state)
         return journal
+
+
+def _refuse_large(spec: FlatSpec, session: Session) -> None:
+    """Raises `TransferError` for a stage that this machine cannot hold: before any of it is."""
+    needed = _VECTORS * 4 * spec.length
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has or spec.num_chunks > _MAX_CHUNKS:
+        raise TransferError(
+            f"{session.what} takes {needed / 1e9:,.1f} GB here, in {spec.num_chunks} chunks; this "
+            f"machine has {has / 1e9:,.1f} GB for {_MAX_CHUNKS} at most: share the stages out "
+            '(data_parallel.servers = "per-stage"), or raise data_parallel.chunk_bytes'
+        )
 
 
 def _watched(context: grpc.ServicerContext, server: StageServer) -> grpc.ServicerContext:
@@ -409,6 +435,7 @@ def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
     if isinstance(error, grpc.RpcError):
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    # A mistake of dpipe's: the caller gets a line of text, so the traceback must stay here.
     if code is grpc.StatusCode.INTERNAL and not isinstance(error, RunError):
         LOG.error("a call failed", exc_info=error)
     context.abort(code, str(error) or type(error).__name__)

@@ -25,6 +25,7 @@ from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.size import num_messages
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
@@ -35,6 +36,7 @@ from dpipe.wire.format import wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
+_MOST_MESSAGES = 1 << 19
 _FLOAT_BYTES = 4
 
 
@@ -128,7 +130,9 @@ def forecast(
     """
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    network.check(max([config.num_machines, *[rank + 1 for rank in server_ranks(config)]]))
+    # A server of its own is behind all machines of the run.
+    hosts_of_servers = [rank + 1 for rank in server_ranks(config)]
+    network.check(max([config.num_machines, *hosts_of_servers]))
     check_vocabulary(config)
     if config.model.family.computes:
         cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
@@ -167,6 +171,7 @@ def _checked_memory(
         return ()
     memory = peak_memory(schedule, stages)
     least = memory
+    # The search itself keeps to the limit; what stands in for it here may be over it.
     if config.pipeline.schedule == AUTO and not searched:
         least = peak_memory(leanest_of_auto(config), stages)
     check_fits(config, least, held_by_transformer)
@@ -259,7 +264,8 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     if delayed and kind.late_pattern is not None:
         pattern = kind.late_pattern
     most_bytes = max(cost.reduce_bytes) // settings.fragments
-    num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
+    num_chunks = -(-most_bytes // settings.chunk_bytes)
+    num_parts = max(1, min(_MOST_PARTS, num_chunks, _affordable_parts(config)))
     rounds = exchange(
         pattern,
         settings.replicas,
@@ -270,7 +276,19 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     return Replicas(rounds, server_ranks(config), delayed=delayed)
 
 
-def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+def _affordable_parts(config: Config) -> int:
+    """Parts of which a simulation still takes seconds: 32 for 4 stages of 32 replicas."""
+    replicas = config.data_parallel.replicas
+    has_server = config.data_parallel.active_kind.has_server
+    of_a_part = num_messages(replicas, 1, has_server=has_server)
+    return _MOST_MESSAGES // (of_a_part * config.pipeline.stages)
+
+
+def ballots_over(
+    config: Config,
+    network: Network,
+    shaped: str | None = None,
+) -> Network | None:
     """The network that a step's vote crosses; None if no step waits for it.
 
     `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
@@ -312,7 +330,8 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     configured = config.pipeline.split
     num_layers = len(layers.forward_s)
     if isinstance(configured, str):
-        costs = [f + b for f, b in zip(layers.forward_s, layers.backward_s, strict=True)]
+        pairs = zip(layers.forward_s, layers.backward_s, strict=True)
+        costs = [forward_s + backward_s for forward_s, backward_s in pairs]
         return split(costs, config.pipeline.stages)
     if sum(configured) != num_layers:
         parts = ""

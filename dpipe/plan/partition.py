@@ -3,8 +3,8 @@ possible. No torch.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from dpipe.errors import ConfigError
@@ -26,13 +26,19 @@ def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             f"lower pipeline.stages to {len(costs)} or give the model more layers"
         )
     ends = [0.0, *accumulate(costs)]
-    costliest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
+
+    def cost_of(start: int, end: int) -> float:
+        return ends[end] - ends[start]
+
+    costliest, _ = _best(len(costs), num_stages, cost_of, max)
 
     def unevenness(start: int, end: int) -> float:
-        cost = ends[end] - ends[start]
+        # The same subtraction as above: a stage of that very cost compares equal, not a bit above.
+        cost = cost_of(start, end)
         return cost**2 if cost <= costliest else math.inf
 
-    _, cut = _best(len(costs), num_stages, unevenness, lambda a, b: a + b)
+    # The sum of squares is least where stages differ least: the sum of costs is the same for all.
+    _, cut = _best(len(costs), num_stages, unevenness, operator.add)
     return cut
 
 
@@ -43,17 +49,42 @@ def _best(
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
     """The cut with the least `cost(start, end)` of its stages joined, exactly, by dynamic
-    programming.
+    programming. Neither `cost` of more layers nor `join` may be less.
     """
+    # By where the layers start: the cost of all from there on, cut into as many stages as the loop
+    # has come to.
+    least = {start: cost(start, num_layers) for start in range(num_stages - 1, num_layers)}
+    first_ends = []
+    for stages in range(2, num_stages + 1):
+        starts = range(num_stages - stages, num_layers - stages + 1)
+        firsts = {start: _cheapest_first(start, least, cost, join) for start in starts}
+        least = {start: value for start, (value, _) in firsts.items()}
+        first_ends.append({start: end for start, (_, end) in firsts.items()})
+    start = 0
+    cut = []
+    for ends in reversed(first_ends):
+        cut.append(ends[start] - start)
+        start = ends[start]
+    return least[0], (*cut, num_layers - start)
 
-    @cache
-    def rest(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        if stages == 1:
-            return cost(start, num_layers), (num_layers - start,)
-        return min(first(start, end, stages) for end in range(start + 1, num_layers - stages + 2))
 
-    def first(start: int, end: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        others, cut = rest(end, stages - 1)
-        return join(cost(start, end), others), (end - start, *cut)
-
-    return rest(0, num_stages)
+def _cheapest_first(
+    start: int,
+    rest: Mapping[int, float],
+    cost: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, int]:
+    """The least cost of a stage from `start` on joined with the `rest` behind it, and where that
+    stage ends: of equal ones as early as can be.
+    """
+    least = math.inf
+    chosen = start + 1
+    for end in range(start + 1, 1 + max(rest)):
+        own = cost(start, end)
+        if own > least:
+            break  # a longer stage is no cheaper
+        whole = join(own, rest[end])
+        if whole < least:
+            least = whole
+            chosen = end
+    return least, chosen

@@ -46,6 +46,7 @@ class RunPlan:
     corpus: Corpus | None  # None for replay
     boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
     forecast: Forecast
+    parameter_bytes: int = 0  # of the whole model, in fp32
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -74,6 +75,7 @@ def draft(
     """
     if not config.model.family.computes:
         return _replay_plan(config, forecast(config, None, network, choose))
+    # What takes no time comes first: an error is there before seconds of counting and reading.
     _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
@@ -89,7 +91,8 @@ def draft(
     ends = [end - 1 for end in accumulate(predicted.split)][:-1]
     corpus = read_text(config)  # last, because the first time it writes a cache
     sent = boundaries(config, [probed[end].outputs for end in ends])
-    return RunPlan(config, model, corpus, sent, predicted)
+    parameter_bytes = sum(cost.parameter_bytes for cost in probed)
+    return RunPlan(config, model, corpus, sent, predicted, parameter_bytes)
 
 
 def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:
@@ -130,6 +133,7 @@ def local_device(device: str, local_rank: int) -> str:
     """
     if device != "cuda":
         return device
+    # With more processes than GPUs some share one.
     count = torch.cuda.device_count()
     return f"cuda:{local_rank % count}" if count else device
 
@@ -207,6 +211,7 @@ def layer_costs(
         floating = [spec for spec in cost.outputs if spec.dtype.is_floating_point]
         activation_bytes.append(sum(_wire_bytes(wire, spec) for spec in cost.outputs))
         gradient_bytes.append(sum(_wire_bytes(wire, spec) for spec in floating))
+        # By its share of the operations: the cores are not timed apart from their layer.
         core_s.append(seconds * cost.core_flops / (cost.forward_flops or 1))
     return LayerCosts(
         forward_s=forward_s,

@@ -32,7 +32,7 @@ from dpipe.wire.message import PREFIX_BYTES, framed, framed_size
 from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
-_CHALLENGE_BYTES = 32
+_CHALLENGE_BYTES = 32  # random: no proof fits a second connection
 _REFUSED = "wrong token: node.token must be the same on every rank"
 _NOT_THE_SAME = "this is not the end that opened this link, or not the same run"
 _NEW = Greeting()

@@ -31,14 +31,14 @@ from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError, NumericError
 from dpipe.stage.tensor_parallel import Shard
-from dpipe.store.identity import RunIdentity, from_table, writer_of
+from dpipe.store.identity import RunIdentity, from_table, refuse_superseded, writer_of
 from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
 
 LOG = logging.getLogger("dpipe")
 
 # Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
-_KINDS = ("model", "optimizer")
+_KINDS = ("model", "optimizer")  # in files of their own: to generate text needs no moments
 _PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
 _TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
 
@@ -94,11 +94,14 @@ def save(
     The newest `keep` checkpoints stay. Steps later than `step` are removed: the run went back.
     Those of a run other than `run` are never removed.
     Whatever fails, earlier checkpoints stay whole. Raises `RunError`, which ends in the `remedy`,
-    if something cannot be written, and `NumericError` if one of `tensors` is not finite, because no
-    run could go on from it.
+    if something cannot be written, or if another process writes this run's checkpoints now; and
+    `NumericError` if one of `tensors` is not finite, because no run could go on from it.
     """
     store = Storage(url, remedy)
+    if run is not None:
+        refuse_superseded(store, run)
     part = dict[str, Any]()
+    # Every rank shares, also one that has found something: the others wait for it.
     part["bad"] = _first_not_finite(tensors)
     if part["bad"] is None:
         contents = ({**tensors, **buffers}, optimizer)
@@ -109,6 +112,7 @@ def save(
     _refuse(parts, step)
     text = json.dumps(_index_of(parts, step, state, run), indent=1)
     store.write(step, INDEX, rank, lambda path: path.write_text(text))
+    # Last: until the new checkpoint is committed, the old ones are all there is.
     _prune(store, step, keep, run)
 
 
@@ -204,8 +208,9 @@ def _write_part(
 ) -> dict[str, dict[str, Any]]:
     if not tensors:
         return {"names": {}, "files": {}}
+    # safetensors takes no views with gaps.
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    template = f"{kind}-{rank:05d}-{{}}.safetensors"
+    template = f"{kind}-{rank:05d}-{{}}.safetensors"  # `write` puts the digest between the braces
     file, facts = store.write(
         step, template, rank, lambda path: save_file(content, path, {"format": "pt"})
     )
@@ -232,6 +237,7 @@ def _prune(store: Storage, step: int, keep: int, run: RunIdentity | None) -> Non
     """
     committed = [s for s in store.steps() if not _is_of_another(store, s, run)]
     kept = [s for s in committed if s <= step][-keep:]
+    # Left behind by a rank that died while it wrote: nobody finishes an earlier step any more.
     unfinished = {s for s in store.folders() if s < step} - set(store.steps())
     for old in (set(committed) | unfinished) - set(kept):
         store.remove(old)
@@ -265,6 +271,7 @@ def _in_order(row: torch.Tensor, layout: Mapping[str, Any], name: str, path: str
     `layout` is not one of a tensor of that size.
     """
     try:
+        # Whatever the numbers of a damaged file are, they end in one of the errors below.
         shard = Shard(**layout)
         return shard.join(row.chunk(shard.size))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -291,6 +298,8 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
         starts = sorted(by_start)
         pieces = [by_start[start] for start in starts]
         ends = [0, *accumulate(piece.numel() for piece in pieces)]
+        # Each begins where the one before ends. That the last one reaches the end, whoever takes
+        # the tensor sees by its size.
         if ends[:-1] != starts:
             raise CheckpointError(
                 f"the checkpoint {where} holds {name} in parts from {starts}, not all of it"
@@ -307,6 +316,7 @@ def _read_index(store: Storage, step: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     if not _is_index(index):
         raise CheckpointError(f"{path} is damaged: it is JSON, but not the index of a checkpoint")
+    # A checkpoint may come from somebody else: no name in it leads anywhere.
     for file in index["files"]:
         if not _PLAIN.fullmatch(file):
             raise CheckpointError(
@@ -322,7 +332,7 @@ def _is_index(content: object) -> bool:
         return False
     if not all(isinstance(content.get(key), dict) for key in _TABLES):
         return False
-    if not isinstance(content.get("layouts", {}), dict):
+    if not isinstance(content.get("layouts", {}), dict):  # older checkpoints have none
         return False
     files = content["files"]
     named = [*content["weight_map"].values(), *content["optimizer_map"].values()]
@@ -346,6 +356,7 @@ def _read_tensors(
     for file in sorted(set(names.values())):
         path = store.path(step, file)
         inside = [name for name, its_file in names.items() if its_file == file]
+        # File by file: only what is needed of each is in memory, and of a URL on the disk.
         try:
             with store.fetched(path, index["files"][file]["size"]) as local:
                 if digest_of(Path(local)) != index["files"][file]["sha256"]:

@@ -87,6 +87,7 @@ class TcpConnection(Connection):
                     sending.keep(self.session.write(lead, chunk))
                     lead = b""
                 sending.end_stripe()
+            # Said, because the kernel ends the stream of a process that dies as well.
             self.session.write(_END, memoryview(b""))
             self.session.end()
         except OSError as error:
@@ -103,7 +104,9 @@ class TcpConnection(Connection):
                     return self.end.end_stream()
                 arrived = None if self.end.closing else self.arrive(header, sequence)
                 if arrived is None:
-                    session.skip()  # to the peer's end of the stream
+                    # To the peer's end of the stream: a socket that is closed with bytes unread
+                    # resets the connection, and the peer loses what it was sent last.
+                    session.skip()
                     return self.end.end_stream()
                 receiving, stripe = arrived
                 session.read(stripe)
@@ -127,7 +130,7 @@ class _Lobby:
     """Sockets that have not greeted yet, with a thread each."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = Lock()  # guards what is below
         self._sockets: set[socket.socket] = set()
         self._threads: list[Thread] = []
         self._closed = False
@@ -137,7 +140,7 @@ class _Lobby:
         with self._lock:
             self._threads = [other for other in self._threads if other.is_alive()]
             self._threads.append(thread)
-            thread.start()
+            thread.start()  # under the lock: one that has not started cannot be joined
 
     @contextmanager
     def watching(self, sock: socket.socket) -> Iterator[None]:
@@ -260,13 +263,14 @@ class TcpTransport(Mesh[TcpConnection]):
     def _accept(self) -> None:
         """Greet whoever dials, each in a thread with a deadline."""
         while not self._stopping.is_set():
+            # Before `accept`: beyond so many, who dials waits in the kernel and takes no thread.
             if not self._strangers.acquire(timeout=WAKE_S):
                 continue
             try:
                 raw, _ = self._listener.accept()
             except OSError:  # nobody dialled, out of sockets, or this end is closing
                 self._strangers.release()
-                self._stopping.wait(0.1)
+                self._stopping.wait(0.1)  # out of sockets it would fail again at once
             else:
                 self._lobby.spawn(partial(self._answer, raw), f"dpipe-greet-{self.rank}")
 
@@ -369,7 +373,7 @@ class TcpTransport(Mesh[TcpConnection]):
 
     def _stop(self, deadline: float) -> None:
         self._stopping.set()
-        shut(self._listener)
+        shut(self._listener)  # wakes the thread in `accept`; a close would not
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()) + 2 * _ACCEPT_S)
         self._listener.close()

@@ -14,6 +14,7 @@ T = TypeVar("T")
 _ERRORS_READ = 1000  # of a value; of more only the number is said
 _REASON_CHARACTERS = 200
 
+# Made visible where it enters: whoever logs it later need not think of it.
 Text = Annotated[str, Field(max_length=1000), AfterValidator(visible)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -36,14 +37,21 @@ class Schema(Generic[T]):
     def __init__(self, shape: Any) -> None:
         self._adapter: TypeAdapter[T] = TypeAdapter(shape)
 
-    def parse(self, payload: bytes, what: str, rank: int) -> T:
-        """Raises `TransferError` naming the `rank` that sent another shape, and `what` it is of."""
+    def read(self, payload: bytes) -> T:
+        """Raises `ValueError` with a line about another shape."""
         try:
             return self._adapter.validate_json(payload, strict=True)
         except ValidationError as error:
+            raise ValueError(_first(error)) from None
+
+    def parse(self, payload: bytes, what: str, rank: int) -> T:
+        """Raises `TransferError` naming the `rank` that sent another shape, and `what` it is of."""
+        try:
+            return self.read(payload)
+        except ValueError as error:
             raise TransferError(
                 f"rank {rank} sent {len(payload)} bytes for {what} that do not belong there "
-                f"({_first(error)}); install one dpipe version everywhere"
+                f"({error}); install one dpipe version everywhere"
             ) from None
 
 
@@ -56,6 +64,8 @@ NCCL_OFFER = Schema[tuple[str, list[tuple[int, list[int]]]]](
 def _first(error: ValidationError) -> str:
     if error.error_count() > _ERRORS_READ:
         return f"{error.error_count()} errors"
+    # Without the input, which somebody else wrote, and which may be as large as a message.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return visible(f"{where[:_REASON_CHARACTERS]}: {first['msg'][:_REASON_CHARACTERS]}")
+    where = ".".join(map(str, first["loc"]))[:_REASON_CHARACTERS]
+    reason = first["msg"][:_REASON_CHARACTERS]
+    return visible(f"{where}: {reason}" if where else reason)
