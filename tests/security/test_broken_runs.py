@@ -15,8 +15,8 @@ import pytest
 from fakes.broken_path import BrokenPath
 
 from dpipe.config.load import Config, load
+from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
-from dpipe.run.launch import free_port
 from dpipe.transport.tcp import TcpTransport
 
 Make = Callable[..., Config]
