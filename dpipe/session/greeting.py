@@ -56,6 +56,9 @@ class Dialler:
     secret: bytes
     challenges: bytes
 
+    def is_proved_by(self, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, _proof(self.secret, "dials", self.challenges, self.hello))
+
     @property
     def next_secret(self) -> bytes:
         return _proof(self.secret, "again", self.challenges, self.hello)
@@ -78,22 +81,25 @@ def call(sock: socket.socket, hello: Hello, secret: bytes, deadline: float) -> G
     return Greeted(hello, dialler.next_secret, answer.received, answer.stalled)
 
 
-def answer(sock: socket.socket, secret_for: Callable[[Hello], bytes], deadline: float) -> Dialler:
-    """Greet as the end that was dialled. Raises `TransferError` for a stranger, after telling it so
-    if it greets at all.
+def answer(
+    sock: socket.socket, secrets_for: Callable[[Hello], tuple[bytes, ...]], deadline: float
+) -> Dialler:
+    """Greet as the end that was dialled. Each secret is tried, so that the time tells nothing.
+    Raises `TransferError` for a stranger, after telling it so if it greets at all.
     """
     greeting = _receive(sock, deadline)
-    theirs = _challenge(greeting)
     hello = greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
+    theirs = _challenge(greeting)
     _send(sock, Greeting(challenge=ours), deadline)
-    dialler = Dialler(hello, secret_for(hello), theirs + ours)
-    expected = _proof(dialler.secret, "dials", dialler.challenges, hello)
-    if not hmac.compare_digest(_receive(sock, deadline).proof, expected):
+    shown = _receive(sock, deadline).proof
+    diallers = [Dialler(hello, secret, theirs + ours) for secret in secrets_for(hello)]
+    fitting = [dialler for dialler in diallers if dialler.is_proved_by(shown)]
+    if not fitting:
         refusal = _NOT_THE_SAME if hello.resumes else _REFUSED
         refuse(sock, refusal, deadline)
         raise TransferError(refusal)
-    return dialler
+    return fitting[0]
 
 
 def welcome(sock: socket.socket, dialler: Dialler, deadline: float, state: Greeting = _NEW) -> None:

@@ -12,7 +12,6 @@ that breaks is dialled again by the end that dialled it: see session/session.py.
 
 import itertools
 import logging
-import secrets
 import socket
 import ssl
 import time
@@ -174,7 +173,7 @@ class TcpTransport(Mesh[TcpConnection]):
         return TcpConnection(end, index, count, self._chunk_bytes, self._heartbeat_s)
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        self._token = security.token.encode()
+        self._security = security
         self._tls = Tls(security) if security.tls else None
         self._lobby = _Lobby()
         # Diallers that may be in the lobby at once.
@@ -204,7 +203,8 @@ class TcpTransport(Mesh[TcpConnection]):
         try:
             raw = dial(address, max(0.001, deadline - time.monotonic()))
             with self._secured(raw, deadline, server=False) as sock:
-                greeted = greeting.call(sock, hello, self._token, deadline)
+                token = self._security.tokens()[0].encode()
+                greeted = greeting.call(sock, hello, token, deadline)
                 connection.session.secret = greeted.secret
                 connection.start(Frames(stream_over(sock)))
         except TimeoutError:
@@ -278,7 +278,7 @@ class TcpTransport(Mesh[TcpConnection]):
         deadline = time.monotonic() + _GREETING_S
         try:
             with self._secured(raw, deadline, server=True) as sock:
-                dialler = greeting.answer(sock, self._secret_for, deadline)
+                dialler = greeting.answer(sock, self._secrets_for, deadline)
                 if dialler.hello.resumes:
                     session = self._admit_again(sock, dialler)
                 else:
@@ -289,14 +289,14 @@ class TcpTransport(Mesh[TcpConnection]):
         finally:
             self._strangers.release()
 
-    def _secret_for(self, hello: Hello) -> bytes:
-        """What the dialler has to prove. Nobody can prove that a link that is not there is its."""
+    def _secrets_for(self, hello: Hello) -> tuple[bytes, ...]:
+        """Of which the dialler has to prove one; none for a link that is not there."""
         if not hello.resumes:
-            return self._token
+            return tuple(token.encode() for token in self._security.tokens())
         connection = self._connection_of(hello)
         if connection is None or not connection.session.secret:
-            return secrets.token_bytes()
-        return connection.session.secret
+            return ()
+        return (connection.session.secret,)
 
     def _connection_of(self, hello: Hello) -> TcpConnection | None:
         link = self._links.get(hello.from_rank)

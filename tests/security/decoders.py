@@ -298,7 +298,7 @@ def _greet(data: bytes) -> object:
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        return greeting.answer(ours, lambda _: b"token", time.monotonic() + 5)
+        return greeting.answer(ours, lambda _: (b"token",), time.monotonic() + 5)
 
 
 def _greetings() -> list[bytes]:

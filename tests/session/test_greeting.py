@@ -20,8 +20,8 @@ def soon() -> float:
     return time.monotonic() + 5
 
 
-def knows(secret: bytes) -> Callable[[Hello], bytes]:
-    return lambda _: secret
+def knows(*secrets: bytes) -> Callable[[Hello], tuple[bytes, ...]]:
+    return lambda _: secrets
 
 
 class Tap:
