@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpipe.run.environment import ProcessInfo
 from support.bounds import quickly
 
 from dpipe.config.load import Config, build, load
