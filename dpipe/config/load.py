@@ -210,6 +210,7 @@ def _value(text: str) -> Any:
 
 
 def _explain_all(errors: Sequence[Any]) -> str:
+    # A file of a hundred thousand unknown keys would fill the terminal, and each takes a search.
     lines = [_explain(error) for error in errors[:_ERRORS_SHOWN]]
     if len(errors) > _ERRORS_SHOWN:
         lines.append(f"and {len(errors) - _ERRORS_SHOWN} more")

@@ -185,6 +185,7 @@ def refuse_links(folder: Path) -> None:
     """
     for pattern in _WRITTEN:
         for path in folder.glob(pattern):
+            # Of the link itself, which may lead to a regular file.
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise ConfigError(
