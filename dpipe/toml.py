@@ -19,6 +19,7 @@ def read_text(path: str | Path) -> str:
     Raises `OSError`, or `ValueError` with words for one that is not UTF-8, is of more than
     `MAX_BYTES`, or has a name that no file can have.
     """
+    # By its length and not by its size: a device has none.
     with open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

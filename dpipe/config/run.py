@@ -170,8 +170,10 @@ class TimeoutsConfig(Section):
     transfer: Seconds = 300.0
     """Seconds to wait for a tensor, or for the other ranks during the run."""
 
-    heartbeat: Seconds = 8.0
-    """Seconds without a sign of life after which a rank counts as lost."""
+    heartbeat: Seconds = 40.0
+    """Seconds without a sign of life after which a rank counts as lost, and in which a broken link
+    ("tcp") can be dialled again. The default outlasts the live migration of a virtual machine. A
+    process that has ended is noticed at once."""
 
 
 class PredictConfig(Section):
@@ -214,6 +216,10 @@ class NodeConfig(Section):
     token: str = ""
     """Secret that every rank must show to join. Left out: that of DPIPE_TOKEN."""
 
+    token_file: str | None = None
+    """File of tokens, one a line: the first is shown, each is accepted. It is read again at each
+    connection, so that a token can be changed while a run goes on. Left out: `token`."""
+
     tls_cert: str | None = None
     """Path of this process's certificate (PEM), for the name "dpipe". Left out: no TLS."""
 
@@ -231,4 +237,6 @@ class NodeConfig(Section):
                 "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
                 "certificate"
             )
+        if self.token and self.token_file:
+            raise ValueError("node.token and node.token_file exclude each other: leave one out")
         return self

@@ -34,6 +34,7 @@ class TokenizerProcess:
         self._process = process
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
+            # Every wait is in `_wait_for`, which has a deadline.
             os.set_blocking(pipe.fileno(), False)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -102,6 +103,7 @@ def tokenizer_process(
     content: bytes, *, special_is_text: bool = False
 ) -> Iterator[TokenizerProcess]:
     """A process that applies the tokenizer.json `content`; it ends with the block."""
+    # -P: a file of the working folder must not stand in for a module.
     argv = [sys.executable, "-P", tokenizer_child.__file__, str(MEMORY_BYTES)]
     process = subprocess.Popen(  # noqa: S603 - this interpreter and a file beside this one
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
@@ -111,6 +113,7 @@ def tokenizer_process(
         opened.ask(_opening(content, (), special_is_text=special_is_text))
         yield opened
     finally:
+        # It may be in a loop that reads no more.
         process.kill()
         process.communicate()
 

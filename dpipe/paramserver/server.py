@@ -377,6 +377,7 @@ class ParameterServer:
 
 def _refuse_large(spec: FlatSpec, session: Session) -> None:
     """Raises `TransferError` for a stage that this machine cannot hold: before any of it is."""
+    # Fp32, whatever the workers compute in.
     needed = _VECTORS * 4 * spec.length
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > has or spec.num_chunks > _MAX_CHUNKS:

@@ -21,6 +21,7 @@ def refuse_more_than_machine(run_plan: RunPlan, ranks: Iterable[int]) -> None:
     if run_plan.model is None or config.pipeline.memory_gb is not None:
         return
     ranks = list(ranks)
+    # What the processes need anyway is not counted, so that nothing is refused that would fit.
     held = sum(_held_bytes(run_plan, rank) for rank in ranks)
     has, what = _machine_bytes(config.node.device)
     if held > has:
@@ -45,6 +46,7 @@ def _machine_bytes(device: str) -> tuple[int, str]:
     """What `device` stands for here, and what it is."""
     if device.startswith("cpu"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memory is"
+    # "cuda" is shared out among all GPUs here; a numbered one is meant alone.
     gpus = range(torch.cuda.device_count()) if device == "cuda" else [torch.device(device)]
     total = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     return total, "GPUs have"

@@ -14,6 +14,7 @@ from dpipe.timeline.span import Lane
 from dpipe.wire.schema import Count, Schema, Text
 
 MAX_RANKS = 1 << 16
+# The end of a step asks for all stages of its rank, once a stage: a square of them.
 _MAX_STAGES_OF_RANK = 256
 # Of one computation: its message there and its gradient's, their receives, and the end of a step.
 _MAX_ACTIONS_OF_COMPUTATION = 16
@@ -79,6 +80,7 @@ class PlanTable(BaseModel):
             reason = f"{self.world_size} ranks are too many: the most is {MAX_RANKS}"
         if reason is not None:
             raise ValueError(reason)
+        # Before the schedule is walked, which goes by micro-batch and stage, not by action.
         num_computations = num_stages * self.num_microbatches
         num_actions = sum(map(len, self.programs))
         if not num_computations <= num_actions <= num_computations * _MAX_ACTIONS_OF_COMPUTATION:

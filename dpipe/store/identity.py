@@ -140,6 +140,7 @@ def claim(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> None:
         owner = owner_of(url)
     if owner is None or owner.id != identity.id:
         raise of_another(url, owner, identity)
+    # The last start wins: a run that was killed must be able to go on.
     if identity.start:
         storage.replace(START_FILE, identity.start.encode())
 

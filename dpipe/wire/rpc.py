@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from dpipe.errors import JoinError
+from dpipe.wire.token import TokenFile
 
 LOG = logging.getLogger("dpipe")
 TLS_NAME = "dpipe"
@@ -34,11 +35,12 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A host that is gone sends no end of its connection: pings find out, within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
+SILENCE_S = 40.0  # until a connection that answers nothing is broken; timeouts.heartbeat's default
+_MOST_MS = (1 << 31) - 1
 # For fewer and larger system calls.
 _BULK_OPTIONS = [
     ("grpc.http2.write_buffer_size", 4 << 20),
@@ -50,23 +52,44 @@ _BULK_OPTIONS = [
 
 @dataclass(frozen=True)
 class Security:
-    """The token and, with TLS, the PEM bytes of certificate, key and authority."""
+    """The token, or the file that it is in, and, with TLS, the PEM bytes of certificate, key and
+    authority.
+    """
 
     token: str = ""
     cert: bytes | None = None
     key: bytes | None = None
     ca: bytes | None = None
+    token_file: TokenFile | None = None  # in place of `token`
 
     @classmethod
-    def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
-        """Read the PEM files. Raises `JoinError` naming one that cannot be read, or does not match
-        the others.
+    def load(
+        cls,
+        token: str,
+        cert: str | None,
+        key: str | None,
+        ca: str | None,
+        token_file: str | None = None,
+    ) -> "Security":
+        """Read the files. Raises `JoinError` naming one that cannot be read, or a PEM that does not
+        match the others.
         """
-        contents = [None if path is None else _read(path) for path in (cert, key, ca)]
-        loaded = cls(token, *contents)
+        pem = [None if path is None else _read(path) for path in (cert, key, ca)]
+        tokens = None if token_file is None else TokenFile(token_file)
+        loaded = cls(token, pem[0], pem[1], pem[2], tokens)
         if cert and key and ca:
             _check(cert, key, ca)
         return loaded
+
+    def tokens(self) -> tuple[str, ...]:
+        """The token to show now, and after it the others to accept; "" where there is none."""
+        return (self.token,) if self.token_file is None else self.token_file.tokens()
+
+    def accepts(self, shown: str) -> bool:
+        """In a time that depends on nothing but lengths, and on how many tokens there are."""
+        # All of them, also behind one that fits: `any` alone would tell which it was.
+        same = [hmac.compare_digest(shown.encode(), token.encode()) for token in self.tokens()]
+        return any(same)
 
     @property
     def tls(self) -> bool:
@@ -128,14 +151,22 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 
 def open_channel(
-    address: str, security: Security, *, own_connection: bool = False, bulk: bool = False
+    address: str,
+    security: Security,
+    *,
+    own_connection: bool = False,
+    bulk: bool = False,
+    silence_s: float = SILENCE_S,
 ) -> grpc.Channel:
     """A channel to `host:port`. Channels to one address share a TCP connection unless
-    `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection.
+    `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection. A
+    connection that answers nothing for `silence_s` is broken.
     """
-    if security.token and not security.tls:
-        _warn_of_clear_token(address.rpartition(":")[0].strip("[]"))
-    options: list[tuple[str, Any]] = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
+    if not security.tls:
+        _warn_of_the_open(
+            address.rpartition(":")[0].strip("[]"), has_token=security.tokens()[0] != ""
+        )
+    options = _options(bulk, silence_s)
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
     if security.tls:
@@ -146,30 +177,38 @@ def open_channel(
 
 
 @functools.cache
-def _warn_of_clear_token(host: str) -> None:
+def _warn_of_the_open(host: str, *, has_token: bool) -> None:
     """Once a host, where others may be on the way to it."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    if not is_loopback:
+    if is_loopback:
+        return
+    if has_token:
         LOG.warning(
             "the token goes in clear to %s, and whoever reads it on the way can join: set "
             "node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
+            host,
+        )
+    else:
+        LOG.warning(
+            "there is no token: whoever reaches %s can join; set the same DPIPE_TOKEN for every "
+            "process, or node.token_file",
             host,
         )
 
 
 def token_metadata(security: Security) -> tuple[tuple[str, str], ...]:
     """The metadata of a client's every call: `stub(..., metadata=token_metadata(security))`."""
-    return ((_TOKEN_KEY, security.token),)
+    return ((_TOKEN_KEY, security.tokens()[0]),)
 
 
 class _CheckToken(grpc.ServerInterceptor):
     """Refuses a call without the run's token before its handler sees a byte."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, security: Security) -> None:
+        self._security = security
         # As a stream: a handler of single requests would wait for a message that may never come.
         self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             _refuse
@@ -177,8 +216,7 @@ class _CheckToken(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         token = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
-        # In a time that does not tell how much of a guess was right.
-        if hmac.compare_digest(str(token).encode(), self._token):
+        if self._security.accepts(str(token)):
             return continuation(handler_call_details)
         return self._refuse
 
@@ -197,20 +235,21 @@ def serve(
     max_workers: int,
     *,
     bulk: bool = False,
+    silence_s: float = SILENCE_S,
 ) -> tuple[grpc.Server, int]:
     """Start a server. Returns it and its port, a free one for 0. Raises `JoinError` where it cannot
     bind.
 
-    A streaming call holds one of `max_workers` threads as long as it lives. `bulk` as in
-    `open_channel`.
+    A streaming call holds one of `max_workers` threads as long as it lives. `bulk` and `silence_s`
+    as in `open_channel`.
     """
-    options = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
+    options = _options(bulk, silence_s)
     # Else two servers could share a port and each get half the calls.
     options.append(("grpc.so_reuseport", 0))
     server = grpc.server(
         ThreadPoolExecutor(max_workers),
         list(handlers),
-        interceptors=[_CheckToken(security.token)],
+        interceptors=[_CheckToken(security)],
         options=options,
     )
     try:
@@ -221,6 +260,13 @@ def serve(
         ) from None
     server.start()
     return server, bound
+
+
+def _options(bulk: bool, silence_s: float) -> list[tuple[str, Any]]:
+    # gRPC makes it TCP_USER_TIMEOUT too.
+    silence_ms = min(round(silence_s * 1e3), _MOST_MS)
+    several = _BULK_OPTIONS if bulk else []
+    return [*_OPTIONS, *several, ("grpc.keepalive_timeout_ms", silence_ms)]
 
 
 def _bind(server: grpc.Server, address: str, security: Security) -> int:

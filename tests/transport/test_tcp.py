@@ -3,6 +3,7 @@ in test_mesh.py.
 """
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ def first(sequence: int = 0) -> bytes:
     return framed(Header(sequence, "x", SCALAR).encode())
 
 
+def frame(payload: bytes) -> bytes:
+    return struct.pack(">IQ", len(payload), 0) + payload
+
+
 @contextmanager
 def dialled(port: int) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
@@ -48,7 +53,7 @@ def soon() -> float:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 2, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 3, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
@@ -62,7 +67,7 @@ def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger, pytest.raises(JoinError, match=reason):
-        greeting.call(stranger, said, "", soon())
+        greeting.call(stranger, said, b"", soon())
     assert_link_works(*ends)
 
 
@@ -161,33 +166,36 @@ def test_stranger_who_drips_bytes_gains_no_time(
 def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reason: str) -> None:
     middle, other = make(1), make(2)
     with dialled(middle.port) as stranger:
-        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), b"", soon()))
         thread.start()
         connect_between(middle, other)
         thread.join(5)
         pending = middle.recv(SCALAR, 0, "x")
-        stranger.sendall(said)
+        stranger.sendall(frame(said))
         with pytest.raises(TransferError, match=reason):
             pending.wait()
     assert_link_works(middle, other)
     assert_link_works(other, middle)
 
 
+BROKE = "the connection broke: it closed the connection, and no other was opened in 0.5 s"
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (b"", "the connection broke: it closed the connection"),
-        (first() + b"12", "the connection broke: it closed the connection"),
-        (bytes(4), "it closed the link"),
+        (b"", BROKE),
+        (frame(first() + b"12"), BROKE),
+        (frame(bytes(4)), "it closed the link"),
     ],
     ids=["nothing", "half a tensor", "a farewell"],
 )
 def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
     make: Make, said: bytes, reason: str
 ) -> None:
-    end = make(1)
+    end = make(1, heartbeat_s=0.5)
     with dialled(end.port) as stranger:
-        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), b"", soon()))
         thread.start()
         end.connect({0: "127.0.0.1:1", 1: address(end)}, [0])
         thread.join(5)
