@@ -22,8 +22,8 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.plan.run_plan import check_device, local_device
 from dpipe.report.metrics import Metrics
+from dpipe.report.utilisation import utilisation
 from dpipe.run.environment import ProcessInfo, environment, process_info
-from dpipe.run.results import utilisation
 from dpipe.store.run_folder import open_folder
 from dpipe.streams import Streams, streams_of
 

@@ -26,18 +26,20 @@ from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
+from dpipe.plan import launcher_costs
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.rows import OnRow
+from dpipe.report.utilisation import utilisation
 from dpipe.run.agreement import attended, data_parallel
 from dpipe.run.environment import ProcessInfo, load_kernels_at_start
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
-from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
+from dpipe.run.results import Outcome, oversubscribed_hosts, show_result
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
 from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
@@ -112,7 +114,8 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
-    return draft(config, choose=without_search, predicts_memory=False)
+    probed = launcher_costs.from_text(config.digest(), process.layer_costs)
+    return draft(config, probed=probed, choose=without_search, predicts_memory=False)
 
 
 def _peers(run_plan: RunPlan, rank: int) -> set[int]:
@@ -137,7 +140,8 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule
+        found = draft(config, layer_s=layer_s, probed=run_plan.probed, predicts_memory=False)
+        schedule = found.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     decided = coordinator.share("plan", decision, config.timeouts.transfer, DECISION)[0]
     if decided is None:
@@ -146,6 +150,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     return draft(
         config,
         layer_s=None if decided_s is None else tuple(decided_s),
+        probed=run_plan.probed,
         choose=lambda *_: from_csv(programs, name),
         predicts_memory=False,
     )

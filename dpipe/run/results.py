@@ -1,4 +1,4 @@
-"""What a run tells of itself: its efficiency step by step, and at its end trace and summary."""
+"""What a run says of itself at its end: trace inputs, summary and sample."""
 
 import logging
 import os
@@ -16,12 +16,10 @@ from dpipe.coordinator.shared import MACHINE
 from dpipe.data.corpus import Corpus
 from dpipe.errors import InputError
 from dpipe.network.link import Host
-from dpipe.plan.costs import layer_flops
 from dpipe.plan.run_plan import RunPlan
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
 from dpipe.run.generate import sample
-from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.store.run_folder import checkpoint_url
 
 LOG = logging.getLogger("dpipe")
@@ -35,19 +33,6 @@ class Outcome:
     stopped: bool  # before train.steps
     num_steps: int  # trained since this process started
     hosts: tuple[Host, ...]  # that had fewer cores than their ranks wanted
-
-
-def utilisation(config: Config, device: torch.device, seconds: float) -> float | None:
-    """MFU of a step that took `seconds`; None for a user's own model, and on a device whose peak is
-    unknown.
-    """
-    if device.type != "cuda" or not config.model.is_transformer:
-        return None
-    peak = peak_of(torch.cuda.get_device_name(device))
-    if peak is None:
-        return None
-    flops = train_flops(layer_flops(config, config.train.batch_size))
-    return mfu(flops, seconds, peak, config.train.precision, config.world_size)
 
 
 def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Host, ...]:

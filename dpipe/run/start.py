@@ -14,10 +14,11 @@ from rich.console import Console
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.launcher_costs import to_text
 from dpipe.plan.run_plan import draft
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
-from dpipe.run.environment import environment, process_info
+from dpipe.run.environment import LAYER_COSTS, environment, process_info
 from dpipe.run.launch import launch
 from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
 
@@ -47,10 +48,32 @@ def launch_ranks(
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
-    draft(config, choose=without_search, predicts_memory=False)
+    probed = draft(config, choose=without_search, predicts_memory=False).probed
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     open_folder(config, resume is not None)
+    argv = _train_command(path, overrides, resume, fallback, change)
+    exit_code = launch(
+        lambda rank: argv,
+        config.world_size,
+        logs=folder / "logs",
+        environ={**environment(), LAYER_COSTS: to_text(config.digest(), probed)},
+        on_line=say,
+        quiet=quiet,
+        on_row=on_row,
+    )
+    if exit_code == InputError.exit_code:
+        take_back(folder, new_folders)
+    return exit_code
+
+
+def _train_command(
+    path: str,
+    overrides: Sequence[str],
+    resume: str | None,
+    fallback: bool,
+    change: Sequence[str],
+) -> list[str]:
     argv = [sys.executable, "-m", "dpipe", "train", path]
     for override in overrides:
         argv += ["-o", override]
@@ -60,17 +83,7 @@ def launch_ranks(
         argv += ["--fallback"]
     for key in change:
         argv += ["--change", key]
-    exit_code = launch(
-        lambda rank: argv,
-        config.world_size,
-        logs=folder / "logs",
-        on_line=say,
-        quiet=quiet,
-        on_row=on_row,
-    )
-    if exit_code == InputError.exit_code:
-        take_back(folder, new_folders)
-    return exit_code
+    return argv
 
 
 def train_rank(

@@ -172,4 +172,4 @@ def test_fused_optimizer_goes_on_where_it_was() -> None:
     optimizer.step(1e-3)
     optimizer.restore(1, {name: value.cpu() for name, value in optimizer.state().items()})
     optimizer.step(1e-3)
-    assert optimizer._adamw.defaults["fused"]
+    assert optimizer._fused
