@@ -8,6 +8,8 @@
         measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json
         measured on a real model
+    scripts/table.py gpt3xl_gpipe_micro_batches --mode sim
+        thirty rows of the same system that nothing is fitted to
     scripts/table.py megatron_memory_time --mode sim
         memory and time of Megatron's strategies
     scripts/table.py gpt3xl_megatron --mode sim
@@ -31,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tables import SIMULATED, replayed
+from tables import SIMULATED, micro_batches, replayed, tcp
 from tables import measured as on_gpus
-from tables.form import as_text
+from tables.form import Parameter, as_text, with_parameters
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
@@ -49,10 +51,10 @@ from dpipe.wire.format import wire_bytes
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("gpt3xl_gpipe_network", *SIMULATED)
 
-# GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row
-# alone.
+# GPT-3 XL in 12 stages, batch 64, micro-batch 1.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
-FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
+FORWARD_US = micro_batches.FORWARD_MS.value * 1e3
+BACKWARD_US = micro_batches.BACKWARD_MS.value * 1e3
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
@@ -69,7 +71,9 @@ WIRES = {
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
 CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
 INNER_STEPS = 100  # of local SGD, between two steps at which replicas agree
-NUM_PARTS = 16  # of a stage, sent one after the other; the published system waits for two of them
+PIECE_BYTES = Parameter("piece that a reduce passes on", 2**22, "bytes", "nominal: NCCL's buffer")
+PARAMETERS = (*micro_batches.PARAMETERS, PIECE_BYTES)
+NUM_PARTS = 16  # of a stage, in dpipe's own exchanges
 
 
 @dataclass(frozen=True)
@@ -145,15 +149,16 @@ def profile_of(row: Row) -> Path:
 
 
 def published_network(row: Row) -> Network:
-    """The network of the published table that a row stands for: one connection a link in the
-    source, as many as needed in ours.
+    """The network of the published table that a row stands for. Systems are compared on the same
+    frames; what was measured in a lab had its own (`measured_network`).
 
-    The source does not give the size of its frames. Messages get the whole rate, in its row and in
-    ours, so that systems are compared on one network. Rows that were measured behind netem had
-    less: see `measured_network`.
+    The published system's messages find its sockets quiet, and these have no window of their own:
+    the window of the profile says as much, deduced from the last row of the table.
     """
     network = load_network(profile_of(row))
-    return network.over(1) if row.engine == "published" else network.over_enough()
+    if row.engine == "published":
+        return network.with_links(lambda link: tcp.after_quiet(link, 4 * MESSAGE_VALUES))
+    return network.with_links(tcp.for_payload).over_enough()
 
 
 def measured_network(line: dict[str, Any]) -> Network:
@@ -208,7 +213,10 @@ def cost_of(wire: str) -> Cost:
 def replicas_of(row: Row) -> Replicas | None:
     if not row.replicated:
         return None
-    kind = {"published": CENTRAL, LOCAL_SGD_ENGINE: LOCAL_SGD}.get(row.engine, ALL_REDUCE)
+    if row.engine == "published":
+        parts = PARAMETER_BYTES[1] // int(PIECE_BYTES.value)
+        return Replicas(exchange(CENTRAL, row.data_parallel, parts))
+    kind = LOCAL_SGD if row.engine == LOCAL_SGD_ENGINE else ALL_REDUCE
     return Replicas(exchange(kind, row.data_parallel, NUM_PARTS))
 
 
@@ -353,17 +361,19 @@ def new_figure() -> Any:
     return Figure(figsize=(9, 5), layout="constrained")
 
 
-def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Path | None) -> str:
-    """A table of the folder `tables`: simulated, or measured if its layouts can be run."""
+def layouts_text(
+    name: str, mode: str, results: Path, form: str | None, png: Path | None, page: Path | None
+) -> str:
+    """A table of `tables`: simulated, or measured where its layouts can be run."""
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
     if mode not in table.MODES:
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
         raise ConfigError(
-            f"{name} has layouts, no systems by network: --compare and --page are of {TABLES[0]} "
-            "alone"
+            f"{name} has layouts, no systems by network: --compare is of {TABLES[0]} alone"
         )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
+    parameters = table.PARAMETERS if mode == "sim" else ()
     match mode:
         case "sim":
             rows = table.simulated(source)
@@ -378,7 +388,9 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
     if png is not None:
         shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)
-    return as_text(rows, form, shown.note(rows))
+    if page is not None:
+        put_between_marks(page, name, mode, with_parameters(shown.note(rows), parameters))
+    return as_text(rows, form, shown.note(rows), parameters)
 
 
 def _cell(value: float | str | None) -> str:
@@ -419,7 +431,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also put the lines of --compare between the marks of this page: docs/results.md.",
+    help="Also put what it comes to between the marks of this page: docs/results.md.",
 )
 def main(
     name: str,
@@ -432,7 +444,7 @@ def main(
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, "compare" if page else form, png))
+            click.echo(layouts_text(name, mode, results, form, png, page))
             return
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:

@@ -9,10 +9,8 @@ from torch.optim.adamw import adamw
 
 from dpipe.dataparallel.base import Layers, Moments, NamedParameter
 
-# torch's names, also in checkpoints
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-# torch's default
-_EPSILON = 1e-8
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names, also in checkpoints
+_EPSILON = 1e-8  # torch's default
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.launcher_costs import to_text
 from dpipe.plan.run_plan import draft
+from dpipe.processes.environment import LAYER_COSTS, environment, process_info
+from dpipe.processes.launch import launch
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
-from dpipe.run.environment import LAYER_COSTS, environment, process_info
-from dpipe.run.launch import launch
 from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
 
 
@@ -48,9 +48,12 @@ def launch_ranks(
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
+    # For its errors, for the cache of the text that it leaves, and for the costs of the layers:
+    # every rank drafts for itself, but counts no layer again.
     probed = draft(config, choose=without_search, predicts_memory=False).probed
     folder = Path(config.run.folder)
     new_folders = absent(folder)
+    # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
     argv = _train_command(path, overrides, resume, fallback, change)
     exit_code = launch(
@@ -74,6 +77,7 @@ def _train_command(
     fallback: bool,
     change: Sequence[str],
 ) -> list[str]:
+    """The same for all ranks: which one a process is, it reads in its environment."""
     argv = [sys.executable, "-m", "dpipe", "train", path]
     for override in overrides:
         argv += ["-o", override]

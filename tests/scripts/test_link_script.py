@@ -111,7 +111,7 @@ def test_program_that_ends_before_it_listens_is_named(link, monkeypatch):
     monkeypatch.setattr(link.sys, "executable", "/bin/false")
     with pytest.raises(
         RunError,
-        match=r"'/bin/false', '-m', 'dpipe.baselines.rate', '1'.* ended before it listened",
+        match=r"'/bin/false', '-m', 'dpipe.bench.rate', '1'.* ended before it listened",
     ):
         link.dpipe(HERE, 1, 0.0, 0.1)
 

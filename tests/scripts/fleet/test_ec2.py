@@ -226,7 +226,8 @@ def test_what_cannot_be_taken_back_is_named(ec2_of):
 
 def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
     with pytest.raises(
-        AwsError, match=r"no SSH on [\d., ]+; does --ssh-from include this machine's public address?"
+        AwsError,
+        match=r"no SSH on [\d., ]+; does --ssh-from include this machine's public address?",
     ):
         launch(aws.Boto(None), [], answers=lambda address: False)
     assert there(ONE) == []
