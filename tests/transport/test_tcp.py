@@ -46,7 +46,7 @@ def soon() -> float:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("hello_sent", "reason"),
     [
         (hello(protocol=9), "speaks dpipe transport 2, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
@@ -57,17 +57,17 @@ def soon() -> float:
     ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
 )
 def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
-    make: Make, said: Hello, reason: str
+    make: Make, hello_sent: Hello, reason: str
 ) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger, pytest.raises(JoinError, match=reason):
-        greeting.call(stranger, said, "", soon())
+        greeting.call(stranger, hello_sent, "", soon())
     assert_link_works(*ends)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"\xff" * 100,
         framed(b"\xff" * 100),
@@ -78,12 +78,12 @@ def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
     ids=["huge", "garbled", "empty", "short challenge", "http"],
 )
 def test_garbage_instead_of_a_greeting_is_hung_up_on_and_links_go_on(
-    make: Make, said: bytes
+    make: Make, data: bytes
 ) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(data)
         with suppress(ConnectionResetError):
             assert stranger.recv(4096) == b""
     assert_link_works(*ends)
@@ -147,7 +147,7 @@ def test_stranger_who_drips_bytes_gains_no_time(
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("data", "reason"),
     [
         (
             b"\xff" * 100,
@@ -158,7 +158,7 @@ def test_stranger_who_drips_bytes_gains_no_time(
     ],
     ids=["huge header", "no header", "wrong number"],
 )
-def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reason: str) -> None:
+def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, data: bytes, reason: str) -> None:
     middle, other = make(1), make(2)
     with dialled(middle.port) as stranger:
         thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
@@ -166,7 +166,7 @@ def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reas
         connect_between(middle, other)
         thread.join(5)
         pending = middle.recv(SCALAR, 0, "x")
-        stranger.sendall(said)
+        stranger.sendall(data)
         with pytest.raises(TransferError, match=reason):
             pending.wait()
     assert_link_works(middle, other)
@@ -174,7 +174,7 @@ def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reas
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("data", "reason"),
     [
         (b"", "the connection broke: it closed the connection"),
         (first() + b"12", "the connection broke: it closed the connection"),
@@ -183,7 +183,7 @@ def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reas
     ids=["nothing", "half a tensor", "a farewell"],
 )
 def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
-    make: Make, said: bytes, reason: str
+    make: Make, data: bytes, reason: str
 ) -> None:
     end = make(1)
     with dialled(end.port) as stranger:
@@ -192,7 +192,7 @@ def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
         end.connect({0: "127.0.0.1:1", 1: address(end)}, [0])
         thread.join(5)
         pending = end.recv(SCALAR, 0, "x")
-        stranger.sendall(said)
+        stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(PeerLost, match=rf"rank 1 lost rank 0 \(127.0.0.1:1\): {reason}$"):
             pending.wait()
