@@ -25,7 +25,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     alphabets     schedule       what runs where in which order
                   wire           bytes: formats, messages
                   network        links and their delays and bandwidths
-    ground        choices  errors  ranks  streams
+    ground        choices  errors  ranks  streams  toml
 
 What `__all__` names is public. To plan and to predict a step takes no torch:
 

@@ -294,6 +294,17 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def note(rows: Sequence[Row]) -> str:
+    """What the errors of the published system's rows come to, but for the fitted one."""
+    _, *others = [row for row in rows if row.engine == "published"]
+    errors = [abs(row.error) for row in others if row.error is not None]
+    mean = sum(errors) / len(errors)
+    return (
+        f"Of the published system's rows the first is fitted; {len(errors)} predicted: mean error "
+        f"{mean:.1f} %, largest {max(errors):.1f} %."
+    )
+
+
 def as_comparison(rows: Sequence[Row]) -> str:
     """One line a network, one column a system: seconds a step, measured, else published, else
     predicted.
@@ -431,7 +442,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also put what it comes to between the marks of this page: docs/results.md.",
+    help="Also put what it comes to, or of a measured table the lines of --compare, between the "
+    "marks of this page: docs/results.md.",
 )
 def main(
     name: str,
@@ -449,16 +461,16 @@ def main(
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
+        below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
         if page is not None:
-            put_between_marks(page, name, mode, as_comparison(rows))
+            put_between_marks(page, name, mode, below or as_comparison(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo(
-        {"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(
-            rows
-        )
-    )
+    forms = {"json": as_json, "csv": as_csv, "compare": as_comparison}
+    click.echo(forms.get(form or "", as_markdown)(rows))
+    if below and form is None:
+        click.echo(f"\n{below}")
 
 
 if __name__ == "__main__":

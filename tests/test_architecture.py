@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUND = {"choices", "errors", "ranks", "streams"}
+GROUND = {"choices", "errors", "ranks", "streams", "toml"}
 ALPHABETS = {"network", "schedule", "wire"}
 SPECIALISTS = {
     "timeline",
@@ -33,9 +33,10 @@ BELOW_TRAINING = BELOW_MEETING | {"data", "store", "plan", "report"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ranks": set(),
+    "toml": set(),
     "choices": {"errors"},
     "streams": {"errors"},
-    "network": {"errors"},
+    "network": {"errors", "toml"},
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
@@ -78,6 +79,7 @@ WITHOUT_TORCH = (
     "memory/",
     "network/",
     "ranks.py",
+    "toml.py",
     "stage/families.py",
     "transport/kinds.py",
     "cli/",

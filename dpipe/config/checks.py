@@ -12,6 +12,7 @@ from dpipe.config.parallel import (
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
 from dpipe.dataparallel.kinds import names_where
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.schedule.size import too_large, too_many_messages
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import FORMATS
 
@@ -65,6 +66,23 @@ def check_batch(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
             f"train.batch_size {train.batch_size} is not divisible by train.num_microbatches "
             f"{train.num_microbatches}{each}"
         )
+
+
+def check_size(
+    pipeline: PipelineConfig, train: TrainConfig, data_parallel: DataParallelConfig
+) -> None:
+    replicas = data_parallel.replicas
+    reason = too_large(pipeline.stages, train.num_microbatches, replicas)
+    if reason is not None:
+        raise ValueError(
+            f"{reason}; lower pipeline.stages, train.num_microbatches or data_parallel.replicas"
+        )
+    if data_parallel.active_kind.pattern is None:
+        return
+    has_server = data_parallel.active_kind.has_server
+    reason = too_many_messages(pipeline.stages, replicas, 1, has_server=has_server)
+    if reason is not None:
+        raise ValueError(f"{reason}; lower data_parallel.replicas or pipeline.stages")
 
 
 def check_servers(

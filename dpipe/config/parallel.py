@@ -46,7 +46,7 @@ class PipelineConfig(Section):
 
     memory_gb: Positive | None = None
     """10^9 bytes that a rank may hold. A run that is predicted to hold more is refused. Left out:
-    no limit."""
+    what this machine has."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention cores, or

@@ -73,8 +73,11 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
+        # The rate is given, not scheduled: it is a function of the step, and a resumed run needs
+        # none of its past.
         if self._settings is None:
             return
+        # torch's class would have two groups of parameters, because the decay is one a call.
         for decays in (True, False):
             with_gradient = [
                 s.values for s in self.slices if s.decays == decays and s.values.grad is not None
@@ -148,6 +151,8 @@ class Optimizer:
     def _state_for_step(self, values: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of `values`, which a step changes; zeros before the first."""
         if values not in self._states:
+            # Not before the first step: a checkpoint of none has no moments, and a resumed run
+            # restores them.
             self._states[values] = {
                 "step": self._step_count(0, values),
                 "exp_avg": torch.zeros_like(values),
@@ -209,9 +214,9 @@ def _adamw(
         list(gradients),
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
-        [],
+        [],  # no AMSGrad
         [state["step"] for state in states],
-        foreach=False,
+        foreach=False,  # as the class has it on a CPU
         fused=fused,
         amsgrad=False,
         beta1=betas[0],

@@ -25,6 +25,7 @@ from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.size import num_messages
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
@@ -35,6 +36,7 @@ from dpipe.wire.format import wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
+_MOST_MESSAGES = 1 << 19
 _FLOAT_BYTES = 4
 
 
@@ -262,7 +264,8 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     if delayed and kind.late_pattern is not None:
         pattern = kind.late_pattern
     most_bytes = max(cost.reduce_bytes) // settings.fragments
-    num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
+    num_chunks = -(-most_bytes // settings.chunk_bytes)
+    num_parts = max(1, min(_MOST_PARTS, num_chunks, _affordable_parts(config)))
     rounds = exchange(
         pattern,
         settings.replicas,
@@ -271,6 +274,14 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
         stale=settings.staleness > 0,
     )
     return Replicas(rounds, server_ranks(config), delayed=delayed)
+
+
+def _affordable_parts(config: Config) -> int:
+    """Parts of which a simulation still takes seconds: 32 for 4 stages of 32 replicas."""
+    replicas = config.data_parallel.replicas
+    has_server = config.data_parallel.active_kind.has_server
+    of_a_part = num_messages(replicas, 1, has_server=has_server)
+    return _MOST_MESSAGES // (of_a_part * config.pipeline.stages)
 
 
 def ballots_over(

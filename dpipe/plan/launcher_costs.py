@@ -29,6 +29,7 @@ def to_text(digest: str, costs: Sequence[LayerCost]) -> str:
 
 def from_text(digest: str, text: str) -> tuple[LayerCost, ...] | None:
     """None if `text` is of another configuration: another launcher's, or none."""
+    # A rank may inherit the variable from a run that started its launcher.
     if not text.startswith(f"{digest} "):
         return None
     tables, indices = json.loads(text.removeprefix(digest))
@@ -37,6 +38,7 @@ def from_text(digest: str, text: str) -> tuple[LayerCost, ...] | None:
 
 
 def _to_json(cost: LayerCost) -> dict[str, Any]:
+    # JSON has no dtype: the name stands for it.
     dtypes = [str(spec.dtype).removeprefix("torch.") for spec in cost.outputs]
     shapes = [spec.shape for spec in cost.outputs]
     return vars(cost) | {"outputs": list(zip(shapes, dtypes, strict=True))}

@@ -49,6 +49,11 @@ class RunPlan:
     probed: tuple[LayerCost, ...] = ()  # none for replay
 
     @property
+    def parameter_bytes(self) -> int:
+        """Of the whole model, in fp32; 0 for replay."""
+        return sum(cost.parameter_bytes for cost in self.probed)
+
+    @property
     def checkpoint_url(self) -> str | None:
         """None for replay: there is nothing to keep."""
         return None if self.model is None else checkpoint_url(self.config)

@@ -28,6 +28,7 @@ from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
 from dpipe.plan import launcher_costs
 from dpipe.plan.forecast import without_search
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.processes.environment import ProcessInfo, load_kernels_at_start
 from dpipe.processes.signals import stop_on_signals
@@ -119,7 +120,9 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
         refuse_folder(config, resume)
     # Every rank drafts, and they are alike; only what takes long is left to rank 0.
     probed = launcher_costs.from_text(config.digest(), process.layer_costs)
-    return draft(config, probed=probed, choose=without_search, predicts_memory=False)
+    run_plan = draft(config, probed=probed, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, [process.rank])
+    return run_plan
 
 
 def _peers(run_plan: RunPlan, rank: int) -> set[int]:

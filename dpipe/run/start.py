@@ -15,6 +15,7 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.launcher_costs import to_text
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import draft
 from dpipe.processes.environment import LAYER_COSTS, environment, process_info
 from dpipe.processes.launch import launch
@@ -50,7 +51,8 @@ def launch_ranks(
         refuse_changes(config, change)
     # For its errors, for the cache of the text that it leaves, and for the costs of the layers:
     # every rank drafts for itself, but counts no layer again.
-    probed = draft(config, choose=without_search, predicts_memory=False).probed
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, range(config.world_size))
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
@@ -60,7 +62,7 @@ def launch_ranks(
         lambda rank: argv,
         config.world_size,
         logs=folder / "logs",
-        environ={**environment(), LAYER_COSTS: to_text(config.digest(), probed)},
+        environ={**environment(), LAYER_COSTS: to_text(config.digest(), run_plan.probed)},
         on_line=say,
         quiet=quiet,
         on_row=on_row,

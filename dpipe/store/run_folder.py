@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,6 +31,18 @@ from dpipe.store.identity import (
 from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
+# In a run's folder. Where checkpoints are is checked as they are written.
+_WRITTEN = (
+    "*.json",
+    "*.jsonl",
+    "*.tmp",
+    "logs",
+    "logs/*",
+    "trace",
+    "trace/*",
+    "tensorboard",
+    "tensorboard/*",
+)
 # The keys that decide which model comes of it; the others decide where, how fast and how long.
 _ANOTHER_RUN = re.compile(
     r"model\..*|data\.(?!cache$).*|train\.(seed|batch_size|learning_rate|min_learning_rate"
@@ -147,11 +160,12 @@ def open_folder(config: Config, resume: bool) -> Path:
     """Make the run's folder, or find it. Nothing is overwritten, and nothing is made if there is no
     run to resume.
 
-    Raises as `refuse_folder` does, and `ConfigError` if the run is under way or the folder cannot
-    be written.
+    Raises as `refuse_folder` and `refuse_links` do, and `ConfigError` if the run is under way or
+    the folder cannot be written.
     """
-    identity = refuse_folder(config, resume)
     folder = Path(config.run.folder)
+    refuse_links(folder)
+    identity = refuse_folder(config, resume)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
@@ -161,6 +175,20 @@ def open_folder(config: Config, resume: bool) -> Path:
             return folder
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises `ConfigError` if anything that a run writes in its folder is a link, or no file: the
+    folder may be a copy of somebody else's, and a link leads anywhere.
+    """
+    for pattern in _WRITTEN:
+        for path in folder.glob(pattern):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ConfigError(
+                    f"{path} is a link, or no regular file: a run writes to it, and would write "
+                    "elsewhere; put a copy in its place"
+                )
 
 
 def _run_held(folder: Path) -> AbstractContextManager[None]:
