@@ -13,6 +13,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   memory         what each rank will hold
                   data           texts, tokens, batches
                   store          checkpoints and the folder of a run
+                  search         schedule "auto": the best order on a network
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
@@ -31,7 +32,7 @@ What `__all__` names is public. To plan and to predict a step takes no torch:
 
     from dpipe import Cost, Network, generate, simulate
 
-    simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).duration_us
+    simulate(generate("1f1b", 4, 8), Cost.uniform(4, 1e4, 2e4, 1_000_000), Network()).step_us
 
 To train takes a configuration, a file or one made here:
 

@@ -42,9 +42,9 @@ from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network, parse_network
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, schedule_names
+from dpipe.search.auto import search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.search import search
 from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
@@ -194,9 +194,9 @@ def with_prediction(row: Row, network: Network | None = None) -> Row:
         )
     else:
         schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
-    seconds = simulate(schedule, cost, network, replicas=replicas).duration_us / 1e6
+    seconds = simulate(schedule, cost, network, replicas=replicas).step_us / 1e6
     if local:
-        apart = simulate(schedule, cost, network).duration_us / 1e6
+        apart = simulate(schedule, cost, network).step_us / 1e6
         seconds = (seconds + (INNER_STEPS - 1) * apart) / INNER_STEPS
     return replace(row, predicted_s=round(seconds, 3))
 

@@ -44,11 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
+    "search": BELOW_CONFIG | {"timeline"},
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
     "memory": BELOW_MEETING | {"data"},
-    "plan": BELOW_MEETING | {"data", "store", "memory"},
+    "plan": BELOW_MEETING | {"data", "store", "memory", "search"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "processes": {"errors", "report"},
@@ -84,6 +85,7 @@ WITHOUT_TORCH = (
     "transport/kinds.py",
     "cli/",
     "schedule/",
+    "search/",
     "timeline/",
     "wire/format.py",
 )

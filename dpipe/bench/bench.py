@@ -163,7 +163,7 @@ def _replay(schedule: str, transport: str, machine: "Loopback") -> _Run:
         here = [machine.host(range(4), computes=False)]
         network = Network("loopback", machine.link)
         simulated = forecast(build(table), network=network, hosts=here)
-    return _Run(machine, simulated.timeline.duration_us / 1e6, measured)
+    return _Run(machine, simulated.step_us / 1e6, measured)
 
 
 def run_quietly(table: Mapping[str, Mapping[str, Any]], folder: Path) -> list[float]:

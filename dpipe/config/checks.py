@@ -101,6 +101,22 @@ def check_servers(
         )
 
 
+def check_reject(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
+    """Ranks must hear of each other before the step, and an overflow of fp16 is everybody's."""
+    if data_parallel.reject is None:
+        return
+    if train.precision == "fp16":
+        raise ValueError(
+            'data_parallel.reject does not go with train.precision = "fp16", where an overflow '
+            'lowers the loss scale of all replicas; set train.precision = "bf16" or "fp32"'
+        )
+    if train.clip_norm == 0:
+        raise ValueError(
+            "data_parallel.reject waits before each step until all ranks have said that they are "
+            "well, which they do for clipping: set train.clip_norm above 0"
+        )
+
+
 def check_tied_embedding(model: ModelConfig, data_parallel: DataParallelConfig) -> None:
     """First and last stage each hold a copy of a tied embedding, which must stay equal."""
     replicas = data_parallel.replicas

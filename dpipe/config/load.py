@@ -28,6 +28,7 @@ from dpipe.config.run import (
     TransportConfig,
 )
 from dpipe.config.section import Section
+from dpipe.config.trust import refuse_untrusted
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
 from dpipe.toml import parse_toml, read_text
@@ -65,6 +66,7 @@ class Config(Section):
         checks.check_compile(self.train, self.pipeline)
         checks.check_sample(self.model, self.run)
         checks.check_batch(self.train, self.data_parallel)
+        checks.check_reject(self.train, self.data_parallel)
         checks.check_servers(self.data_parallel, self.pipeline, self.train)
         checks.check_tied_embedding(self.model, self.data_parallel)
         checks.check_shape(self.transport, self.data_parallel)
@@ -133,16 +135,28 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides.
+def load(
+    path: Config | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> Config:
+    """Read a TOML file, or take a configuration, and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
-    cannot be read, and for every mistake in it.
+    cannot be read, for every mistake in it, and, without `trust_code`, where it names code that is
+    neither the user's nor declared (`trust.py`).
     """
-    table = read_table(path)
+    table = path.model_dump(exclude_unset=True) if isinstance(path, Config) else read_table(path)
     for text in overrides:
         override(table, text)
-    return build(table)
+    checked = build(table)
+    refuse_untrusted(checked.model.layers, trust_code=trust_code)
+    return checked
+
+
+def in_folder(overrides: Sequence[str], resume: str | Path | None) -> tuple[str, ...]:
+    """`overrides` for the run in the folder `resume`, if that is given."""
+    if resume is None:
+        return tuple(overrides)
+    return (*overrides, f"run.folder={json.dumps(str(resume))}")
 
 
 def read_table(path: str | Path) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class ModelConfig(Section):
         str, Name(FAMILIES, pattern="package.module:function", matches=_is_function)
     ] = "gpt"
     """A model of dpipe's own, "replay" (stages that wait instead of computing, see [replay]), or
-    "package.module:function": your function that returns (layers, loss)."""
+    "package.module:function": your function that returns (layers, loss); outside the working folder
+    it may need --trust-code."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for your function. dpipe's own models take none."""

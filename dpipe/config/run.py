@@ -214,6 +214,10 @@ class NodeConfig(Section):
     token: str = ""
     """Secret that every rank must show to join. Left out: that of DPIPE_TOKEN."""
 
+    token_file: str | None = None
+    """File of tokens, one a line: the first is shown, each is accepted. It is read again at each
+    connection, so that a token can be changed while a run goes on. Left out: `token`."""
+
     tls_cert: str | None = None
     """Path of this process's certificate (PEM), for the name "dpipe". Left out: no TLS."""
 
@@ -231,4 +235,6 @@ class NodeConfig(Section):
                 "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
                 "certificate"
             )
+        if self.token and self.token_file:
+            raise ValueError("node.token and node.token_file exclude each other: leave one out")
         return self

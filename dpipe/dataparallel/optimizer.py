@@ -138,6 +138,7 @@ class Optimizer:
         if not (num_updates and self.learns):
             return
         for s in self.slices:
+            # Copies: the caller's moments are a whole checkpoint's, which is freed.
             state = {"step": self._step_count(num_updates, s.values)}
             for key in _MOMENTS:
                 moment = s.cut(moments[f"{s.name}.{key}"])
@@ -191,6 +192,7 @@ def adamw_step(
     """Step `values` and their moments in place, to the last bit as torch.optim.AdamW steps a whole
     parameter.
     """
+    # torch's function, not its class, which keeps the moments itself: here they are the caller's.
     state = {
         "step": torch.tensor(num_updates),
         "exp_avg": exp_avg,

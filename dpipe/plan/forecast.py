@@ -13,7 +13,13 @@ from typing import Any
 from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
-from dpipe.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
+from dpipe.memory.fit import (
+    check_fits,
+    held_by_rank,
+    in_run,
+    most_held,
+    refuse_memory_of_replay,
+)
 from dpipe.memory.layers import Stages
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
@@ -26,10 +32,10 @@ from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.schedule.size import num_messages
+from dpipe.search.auto import first_fit, search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
-from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
 from dpipe.wire.format import wire_bytes
@@ -49,10 +55,10 @@ class Forecast:
     eval_schedule: Schedule  # forward only
     cost: Cost  # by stage and hop
     network: Network  # that the prediction assumes
-    timeline: Timeline  # of a step at which replicas exchange something, if they ever do
+    timeline: Timeline  # a steady step; replicas exchange something in it, if they ever do
     replicas: Replicas | None  # how they exchange at such a step; None without replicas
     agreeing_share: float  # of the steps that are such steps
-    step_us: float  # mean over all steps
+    step_us: float  # the step time, a mean over all steps
     memory: tuple[RankMemory, ...] = ()  # by rank; empty for replay stages, and where not asked for
 
     @property
@@ -64,7 +70,9 @@ class Forecast:
 
 
 # Returns a schedule of computations alone.
-ScheduleChoice = Callable[[Config, Cost, Network, Replicas | None, Stages], Schedule]
+ScheduleChoice = Callable[
+    [Config, Cost, Network, Replicas | None, Stages, Network | None], Schedule
+]
 
 
 def choose_schedule(
@@ -73,6 +81,7 @@ def choose_schedule(
     network: Network,
     replicas: Replicas | None = None,
     stages: Stages = (),
+    ballots: Network | None = None,
 ) -> Schedule:
     """The configured schedule; "auto" searches for the fastest."""
     pipeline = config.pipeline
@@ -80,9 +89,10 @@ def choose_schedule(
     if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
-            limits["held_bytes"] = partial(most_held, stages=stages)
+            limits["held_bytes"] = partial(held_by_rank, stages=stages)
             limits["most_bytes"] = pipeline.memory_gb * 1e9
-        return search(pipeline.stages, microbatches, cost, network, replicas=replicas, **limits)
+        limits |= {"replicas": replicas, "ballots": ballots}
+        return search(pipeline.stages, microbatches, cost, network, **limits)
     return generate(
         pipeline.schedule,
         pipeline.stages,
@@ -99,12 +109,13 @@ def without_search(
     network: Network,
     replicas: Replicas | None = None,
     stages: Stages = (),
+    ballots: Network | None = None,
 ) -> Schedule:
     """As `choose_schedule`, but "auto" gives its first candidate, which places the stages alike: a
     search takes seconds.
     """
     if config.pipeline.schedule != AUTO:
-        return choose_schedule(config, cost, network, replicas, stages)
+        return choose_schedule(config, cost, network, replicas, stages, ballots)
     return first_fit(config.pipeline.stages, config.train.num_microbatches, **_auto_limits(config))
 
 
@@ -140,10 +151,10 @@ def forecast(
         cut, cost, stages = _cut_replay(config, network)
     replicas = replicas_of(config, cost)
     cost = with_exchange(config, cost)
-    order = choose(config, cost, network, replicas, stages)
+    ballots = ballots_over(config, network, shaped)
+    order = choose(config, cost, network, replicas, stages, ballots)
     schedule = _lowered(order, cost, replicas)
     memory = _checked_memory(config, schedule, stages, searched=choose is not without_search)
-    ballots = ballots_over(config, network, shaped)
     a_step = partial(simulate, schedule, cost, network, hosts, ballots=ballots)
     timeline = a_step(replicas=replicas)
     return Forecast(
@@ -186,9 +197,9 @@ def _mean_step_us(
     """
     share = agreeing_share(config)
     if replicas is None or share == 1:
-        return timeline.duration_us
+        return timeline.step_us
     apart = a_step(replicas=Replicas(silent(replicas.count)))
-    return share * timeline.duration_us + (1 - share) * apart.duration_us
+    return share * timeline.step_us + (1 - share) * apart.step_us
 
 
 def _cut_model(config: Config, whole: LayerCosts) -> tuple[tuple[int, ...], Cost, Stages]:

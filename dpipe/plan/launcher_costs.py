@@ -22,6 +22,7 @@ def to_text(digest: str, costs: Sequence[LayerCost]) -> str:
     """Of the configuration with that digest. Layers that are alike are written once: Linux takes
     128 KiB a variable.
     """
+    # The blocks of a model are alike, so that few costs stand for all its layers.
     distinct = list(dict.fromkeys(costs))
     indices = [distinct.index(cost) for cost in costs]
     return f"{digest} {json.dumps([[_to_json(cost) for cost in distinct], indices])}"

@@ -17,9 +17,11 @@ def forecast_text(
     overrides: tuple[str, ...],
     network: str | None,
     as_json: bool,
+    *,
+    trust_code: bool = False,
 ) -> str:
     """For the configuration in `path`, on the network profile `network` instead of its own."""
-    config = load(path, overrides)
+    config = load(path, overrides, trust_code=trust_code)
     assumed = configured_network(config, network) if network else None
     if config.model.is_transformer or not config.model.family.computes:
         predicted = forecast(config, None, assumed)
@@ -33,7 +35,7 @@ def forecast_text(
 
 def as_row(predicted: Forecast) -> dict[str, Any]:
     """One value a key, as `--json` prints them. Raises `ConfigError` for a step of no length."""
-    if predicted.timeline.duration_us <= 0:
+    if predicted.timeline.step_us <= 0:
         raise ConfigError(
             "no time passes in such a step: set replay.forward_ms, or a lower predict.gflops"
         )

@@ -157,7 +157,7 @@ def _against_bigram(held_out: float, scale: TextScale) -> str:
 
 
 def _prediction(trace: Trace) -> str:
-    predicted = trace.predicted.duration_us / 1e3
+    predicted = trace.predicted.step_us / 1e3
     measured = trace.measured_us / 1e3
     return (
         f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, "

@@ -345,6 +345,7 @@ def _make_update(
         here=resources.here,
         # A rank that is so many steps behind has not voted yet, and is not to be waited for.
         lag=max(1, config.data_parallel.staleness),
+        rejects=config.data_parallel.reject is not None,
         timed=resources.recorder.part,
     )
 

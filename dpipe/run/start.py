@@ -4,14 +4,13 @@ launch_ranks   check everything, then one process a rank on this machine
 train_rank     which rank this process is, then train it
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from dpipe.config.load import Config, load
+from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.launcher_costs import to_text
@@ -35,6 +34,7 @@ def launch_ranks(
     quiet: bool = False,
     on_row: OnRow | None = None,
     change: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. Mistakes in the configuration
     are found before any process starts.
@@ -42,9 +42,9 @@ def launch_ranks(
     `num_ranks` overrides pipeline.stages; `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
-        overrides = (*overrides, _stages_override(load(path, overrides), num_ranks))
-    of_folder = () if resume is None else (f"run.folder={json.dumps(resume)}",)
-    config = load(path, (*overrides, *of_folder))
+        checked = load(path, overrides, trust_code=trust_code)
+        overrides = (*overrides, _stages_override(checked, num_ranks))
+    config = load(path, in_folder(overrides, resume), trust_code=trust_code)
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
     if resume is not None:
@@ -57,7 +57,7 @@ def launch_ranks(
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
-    argv = _train_command(path, overrides, resume, fallback, change)
+    argv = _train_command(path, overrides, resume, fallback, change, trust_code)
     exit_code = launch(
         lambda rank: argv,
         config.world_size,
@@ -78,6 +78,7 @@ def _train_command(
     resume: str | None,
     fallback: bool,
     change: Sequence[str],
+    trust_code: bool,
 ) -> list[str]:
     """The same for all ranks: which one a process is, it reads in its environment."""
     argv = [sys.executable, "-m", "dpipe", "train", path]
@@ -85,10 +86,13 @@ def _train_command(
         argv += ["-o", override]
     if resume:
         argv += ["--resume", resume]
-    if fallback:
-        argv += ["--fallback"]
     for key in change:
         argv += ["--change", key]
+    if fallback:
+        argv += ["--fallback"]
+    # Each rank asks for itself: what one is told by another proves nothing.
+    if trust_code:
+        argv += ["--trust-code"]
     return argv
 
 

@@ -53,7 +53,7 @@ def generate(
 
     `None` is the generator's own default. Raises `ScheduleError` for an unknown name, for a
     parameter that the generator does not take, and for a step that is `too_large`. `AUTO` is not
-    here: it needs the simulator (`dpipe.timeline.search`).
+    here: it needs the simulator (`dpipe.search`).
     """
     if name not in GENERATORS:
         known = ", ".join(GENERATORS)
@@ -210,8 +210,8 @@ def zero_bubble(
 ) -> Schedule:
     """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
 
-    Greedy in unit time by the rule of `SplitProgram`; `timeline.greedy` follows it on a network's
-    clock. `in_flight` limits the forwards whose input gradient is not done, as in `one_f_one_b`;
+    Greedy in unit time by the rule of `SplitProgram`; `search.greedy` follows the clock of a
+    network. `in_flight` limits the forwards whose input gradient is not done, as in `one_f_one_b`;
     `memory_limit` the micro-batches a rank holds, forward done and weight gradient not (default:
     all).
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from dpipe.config.load import Config, build
+from dpipe.config.trust import refuse_untrusted
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
 from dpipe.store.checkpoint import latest, saved_configuration
@@ -98,7 +99,8 @@ def _has_written(config: Config) -> bool:
     folder = Path(config.run.folder)
     if not (folder / "config.json").exists():
         return False
-    of_folder = load_configuration(folder).shared()
+    # compared, and none of its code run
+    of_folder = load_configuration(folder, trust_code=True).shared()
     saved = saved_configuration(config.run.checkpoint_url)
     keys = []
     for key in saved.keys() & of_folder.keys():
@@ -290,17 +292,21 @@ def save_configuration(folder: Path, config: Config) -> None:
         os.replace(temporary, path)
 
 
-def load_configuration(folder: Path) -> Config:
-    """Raises `ConfigError` if `folder` is not the folder of a run."""
+def load_configuration(folder: Path, *, trust_code: bool = False) -> Config:
+    """Raises `ConfigError` if `folder` is not the folder of a run, or of one that names code which
+    is not trusted (`config/trust.py`).
+    """
     try:
         path = folder / "config.json"
         table = parsed_json(regular_bytes(path, folder), str(path))
     except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from None
     try:
-        return build(table)
+        config = build(table)
     except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json is not what a run writes: {error}") from None
+    refuse_untrusted(config.model.layers, trust_code=trust_code)
+    return config
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:

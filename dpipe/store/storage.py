@@ -225,16 +225,16 @@ def regular_size(path: Path, root: Path) -> int:
     return status.st_size
 
 
-def regular_bytes(path: Path, root: Path, most: int = MAX_JSON_BYTES) -> bytes:
+def regular_bytes(path: Path, root: Path, most: int | None = None) -> bytes:
     """The content of a small file below `root`. Raises as `regular_size` does, and for one of more
-    than `most` bytes.
+    than `most` bytes, by default `MAX_JSON_BYTES`.
     """
     _refuse_large(path, regular_size(path, root), most)
     return path.read_bytes()
 
 
-def _refuse_large(path: str | Path, size: int, most: int = MAX_JSON_BYTES) -> None:
-    if size > most:
+def _refuse_large(path: str | Path, size: int, most: int | None = None) -> None:
+    if size > (most or MAX_JSON_BYTES):
         raise CheckpointError(f"{path} has {size} bytes: a run writes no such file")
 
 

@@ -12,7 +12,7 @@ to the replica k further on it gets, at the same moment, from the one k before.
 `tests/timeline/test_replicas.py` holds it against the simulation of all.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +106,7 @@ class Replicas:
 class _Leg:
     """What one end of a stage's exchange sends in one go, and what it waits for meanwhile."""
 
+    step: int  # whose gradients, or parameters, these are
     stage: int
     end: int  # a replica, or behind them the server
     rank: int  # where that end is
@@ -118,8 +119,9 @@ class _Leg:
 
 
 class StageExchanges:
-    """The exchanges of all stages while a schedule unfolds. With `mirrored` replica 0 alone is
-    simulated. `over(rank, stage)` is called when a rank has all that it steps by.
+    """The exchanges of all stages while a schedule unfolds, step after step. With `mirrored`
+    replica 0 alone is simulated. `over(rank, stage)` is called when a rank has all that it steps
+    by, and `settled(rank, stage)` when it has all that the next step computes with.
 
     A rank's exchanges go one after another, in the order in which they began; each lets what its
     rank has sent to the pipeline's neighbours leave first: they wait for it, whereas the gradients
@@ -133,6 +135,7 @@ class StageExchanges:
         cost: Cost,
         replicas: Replicas,
         over: Callable[[int, int], None],
+        settled: Callable[[int, int], None],
         *,
         mirrored: bool,
     ) -> None:
@@ -141,78 +144,103 @@ class StageExchanges:
         self._cost = cost
         self._replicas = replicas
         self._over = over
+        self._settled = settled
         self._mirrored = mirrored
         self._simulated = 1 if mirrored else replicas.count
         self._exchange = replicas.exchange
-        self._arrived: dict[tuple[int, int], set[Message]] = {}  # by stage and end
-        self._queues: dict[int, deque[_Leg]] = {}
+        # By step, stage and end.
+        self._arrived: defaultdict[tuple[int, int, int], set[Message]] = defaultdict(set)
+        self._queues: defaultdict[int, deque[_Leg]] = defaultdict(deque)
         # What must have left, then which rank's stage may begin.
-        self._held: list[tuple[set[Action], int, int]] = []
-        self._serving: dict[int, _Leg] = {}
-        self._reduced: Counter[tuple[int, int]] = Counter()  # by rank and stage
-        stages = range(schedule.num_stages)
-        self._dry = len(stages) * self._simulated  # stages that are still at work on the step
-        for stage, end in product(stages, range(len(self._exchange.programs))):
-            self._arrived[stage, end] = set()
-        for stage in stages if replicas.servers else ():
-            self._serving[stage] = self._leg(
-                stage, self._exchange.num_replicas, replicas.servers[stage], set(Role)
-            )
-            self._start(self._serving[stage])
+        self._held: list[tuple[set[tuple[int, Action]], int, int]] = []
+        self._serving: dict[tuple[int, int], _Leg] = {}  # by step and stage
+        self._reduced: Counter[tuple[int, int, int]] = Counter()  # by step, rank and stage
+        self._final: Counter[int] = Counter()  # by step, the stages whose gradients are
 
     @property
     def delayed(self) -> bool:
         return self._replicas.delayed
 
-    def begin_step(self) -> None:
-        """The gradients of the step before may go, with a delay."""
+    @property
+    def after_step(self) -> bool:
+        """Whether something is exchanged between the optimizer's step and the next forward."""
+        return bool(self._exchange.after_step)
+
+    def begin_step(self, rank: int) -> None:
+        """`rank` begins a step. The gradients of the step before may go, with a delay."""
+        step = self._machines.step[rank]
+        if self._replicas.servers and (step, 0) not in self._serving:
+            self._serve(step)
         if not self._replicas.delayed:
             return
-        for rank, program in enumerate(self._schedule.programs * self._simulated):
-            for action in program:
-                if action.op is Op.REDUCE_GRAD:
-                    self._begin(rank, action.stage)
+        for action in self._schedule.programs[rank % self._schedule.num_ranks]:
+            if action.op is Op.REDUCE_GRAD:
+                self._begin(rank, action.stage)
+
+    def _serve(self, step: int) -> None:
+        server = self._exchange.num_replicas
+        for stage, rank in enumerate(self._replicas.servers):
+            leg = self._leg(step, stage, server, rank, set(Role))
+            self._serving[step, stage] = leg
+            self._start(leg)
 
     def reduce(self, rank: int, stage: int) -> None:
         """The gradient of `stage` is final on `rank`."""
         if self._replicas.delayed:
-            self._half_done(rank, stage)
+            self._half_done(self._machines.step[rank], rank, stage)
             return
         self._held.append((set(self._machines.sending[rank]), rank, stage))
-        self._dry -= 1
+        self._final[self._machines.step[rank]] += 1
         self._release()
 
-    def sent(self, rank: int, action: Action) -> None:
+    def sent(self, rank: int, step: int, action: Action) -> None:
         """A message to a neighbour in the pipeline has left."""
         for sending, holder, _ in self._held:
             if holder == rank:
-                sending.discard(action)
+                sending.discard((step, action))
         self._release()
 
     def stepped(self, rank: int, stage: int) -> None:
         """The optimizer's step is done: parameters may go."""
-        if self._exchange.after_step:
-            self._enqueue(self._leg(stage, self._end(rank), rank, self._exchange.after_step))
+        if not self.after_step:
+            return
+        step = self._machines.step[rank]
+        over = partial(self._settled, rank, stage)
+        end = self._end(rank)
+        self._enqueue(self._leg(step, stage, end, rank, self._exchange.after_step, over))
 
     def _release(self) -> None:
-        if self._dry and not self._exchange.overlapped:
-            return
-        free = [(rank, stage) for sending, rank, stage in self._held if not sending]
-        self._held = [held for held in self._held if held[0]]
+        held = []
+        free = []
+        for sending, rank, stage in self._held:
+            if sending or not self._may_begin(self._machines.step[rank]):
+                held.append((sending, rank, stage))
+            else:
+                free.append((rank, stage))
+        self._held = held
         for rank, stage in free:
             self._begin(rank, stage)
 
-    def _begin(self, rank: int, stage: int) -> None:
-        roles = set(Role) - self._exchange.after_step
-        done = partial(self._half_done if self._replicas.delayed else self._over, rank, stage)
-        self._enqueue(self._leg(stage, self._end(rank), rank, roles, done))
+    def _may_begin(self, step: int) -> bool:
+        """Where nothing is overlapped, all pipelines run dry first."""
+        return self._exchange.overlapped or self._final[step] == (
+            self._schedule.num_stages * self._simulated
+        )
 
-    def _half_done(self, rank: int, stage: int) -> None:
+    def _begin(self, rank: int, stage: int) -> None:
+        step = self._machines.step[rank]
+        roles = set(Role) - self._exchange.after_step
+        done = partial(self._over, rank, stage)
+        if self._replicas.delayed:
+            done = partial(self._half_done, step, rank, stage)
+        self._enqueue(self._leg(step, stage, self._end(rank), rank, roles, done))
+
+    def _half_done(self, step: int, rank: int, stage: int) -> None:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
-        self._reduced[rank, stage] += 1
-        if self._reduced[rank, stage] == 2:
+        self._reduced[step, rank, stage] += 1
+        if self._reduced[step, rank, stage] == 2:
             self._over(rank, stage)
 
     def _end(self, rank: int) -> int:
@@ -220,6 +248,7 @@ class StageExchanges:
 
     def _leg(
         self,
+        step: int,
         stage: int,
         end: int,
         rank: int,
@@ -227,6 +256,7 @@ class StageExchanges:
         over: Callable[[], None] = lambda: None,
     ) -> _Leg:
         return _Leg(
+            step,
             stage,
             end,
             rank,
@@ -236,14 +266,15 @@ class StageExchanges:
         )
 
     def _enqueue(self, leg: _Leg) -> None:
-        queue = self._queues.setdefault(leg.rank, deque())
+        queue = self._queues[leg.rank]
         queue.append(leg)
         if len(queue) == 1:
             self._start(leg)
 
     def _start(self, leg: _Leg) -> None:
         comes = (m for m in self._exchange.arrivals[leg.end] if m.role in leg.roles)
-        leg.missing = {m for m in comes if m not in self._arrived[leg.stage, leg.end]}
+        arrived = self._arrived[leg.step, leg.stage, leg.end]
+        leg.missing = {m for m in comes if m not in arrived}
         self._advance(leg)
 
     def _advance(self, leg: _Leg) -> None:
@@ -259,13 +290,13 @@ class StageExchanges:
         """Which message goes next: they keep their order, but a stale server answers each replica
         by itself.
         """
-        arrived = self._arrived[leg.stage, leg.end]
+        arrived = self._arrived[leg.step, leg.stage, leg.end]
         waits = self._exchange.waits
         left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
         return next((index for index in left if arrived >= waits[leg.messages[index]]), None)
 
     def _close(self, leg: _Leg) -> None:
-        queue = self._queues.get(leg.rank)
+        queue = self._queues[leg.rank]
         if queue and queue[0] is leg:
             queue.popleft()
             leg.over()
@@ -276,7 +307,7 @@ class StageExchanges:
         target = self._rank_of(leg.stage, message.target)
         if target == leg.rank:  # a server within the rank
             clock = self._machines.clock
-            clock.at(clock.now_us, lambda: self._arrive(leg.stage, message))
+            clock.at(clock.now_us, lambda: self._arrive(leg, message))
             return
         leg.leaving += 1
         size = self._num_bytes(leg.stage, message)
@@ -285,12 +316,17 @@ class StageExchanges:
             action = Action(leg.stage, Op.REDUCE_GRAD)
             end_us = self._machines.clock.now_us
             span = Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
-            self._machines.spans.append(span)
+            self._note(leg, span)
             leg.leaving -= 1
             self._advance(leg)
 
-        arrived: Since = lambda _: self._arrive(leg.stage, message)  # noqa: E731
+        arrived: Since = lambda _: self._arrive(leg, message)  # noqa: E731
         self._machines.sender(leg.rank).send(target, size, left, arrived)
+
+    def _note(self, leg: _Leg, span: Span) -> None:
+        """As a run does, which reads at the end of a step what has been exchanged in it."""
+        at = self._machines.step
+        self._machines.note(span, at[leg.rank] if leg.rank < len(at) else leg.step)
 
     def sent_bytes(self, rank: int, stage: int) -> int:
         """What the exchange of `stage` puts on the egress of `rank`."""
@@ -308,18 +344,20 @@ class StageExchanges:
             return self._replicas.servers[stage]
         return end * self._schedule.num_ranks + self._schedule.rank_of_stage[stage]
 
-    def _arrive(self, stage: int, message: Message) -> None:
+    def _arrive(self, sender: _Leg, message: Message) -> None:
         if self._mirrored:
             message = self._exchange.rotated(message, -message.target)
-        self._arrived[stage, message.target].add(message)
-        leg = self._leg_of(stage, message.target)
+        self._arrived[sender.step, sender.stage, message.target].add(message)
+        leg = self._leg_of(sender.step, sender.stage, message.target)
         if leg is not None:
             leg.missing.discard(message)
             self._advance(leg)
 
-    def _leg_of(self, stage: int, end: int) -> _Leg | None:
+    def _leg_of(self, step: int, stage: int, end: int) -> _Leg | None:
         """What the end is at; None where its rank is at another stage, or has not begun."""
         if end == self._exchange.num_replicas:
-            return self._serving[stage]
-        queue = self._queues.get(self._rank_of(stage, end))
-        return queue[0] if queue and queue[0].stage == stage else None
+            return self._serving.get((step, stage))
+        queue = self._queues[self._rank_of(stage, end)]
+        if queue and queue[0].step == step and queue[0].stage == stage:
+            return queue[0]
+        return None

@@ -16,10 +16,11 @@ Since = Callable[[float], None]  # is told when that which is over began, micros
 
 
 class Clock:
-    """Calls what is due, in order of time, and of request among equals."""
+    """Calls what is due, in order of time, and of request among equals, until it is stopped."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
+        self.stopped = False
         self._events: list[tuple[float, int, Call]] = []
         self._requests = count()
 
@@ -27,7 +28,7 @@ class Clock:
         heapq.heappush(self._events, (time_us, next(self._requests), call))
 
     def run(self) -> None:
-        while self._events:
+        while self._events and not self.stopped:
             self.now_us, _, call = heapq.heappop(self._events)
             call()
 
@@ -178,17 +179,22 @@ class Sender:
 class Machines:
     """All that the ranks of a simulation share, and what has happened so far."""
 
-    def __init__(self, network: Network, hosts: Sequence[Host] = ()) -> None:
+    def __init__(self, network: Network, num_ranks: int, hosts: Sequence[Host] = ()) -> None:
         self.clock = Clock()
         self.network = network
-        self.spans: list[Span] = []
+        self.step = [0] * num_ranks  # by rank, which step it is at
+        self.spans: defaultdict[int, list[Span]] = defaultdict(list)  # by step
         self.cores: dict[int, Cores] = {}  # by rank, of those that share a host's
         for host in hosts:
             cores = Cores(self.clock, host)
             self.cores |= dict.fromkeys(host.ranks, cores)
-        # By rank, the messages to its neighbours in the pipeline that have not left.
-        self.sending: defaultdict[int, set[Action]] = defaultdict(set)
+        # By rank, its messages to neighbours in the pipeline that have not left, with their step.
+        self.sending: defaultdict[int, set[tuple[int, Action]]] = defaultdict(set)
         self._senders: dict[int, Sender] = {}
+
+    def note(self, span: Span, step: int) -> None:
+        """`span` is over; it belongs to `step`."""
+        self.spans[step].append(span)
 
     def sender(self, rank: int) -> Sender:
         if rank not in self._senders:

@@ -1,46 +1,49 @@
 """When a schedule would happen on a given network: the same timeline that a run writes, before
 there is a run.
 
-The model, event by event:
+The *step time* is the steady period between steps. Steps follow each other as in a run: a rank
+begins the next one when it has ended its own, so that steps may overlap (`B`, below, is a rank that
+ends late and is not waited for), and the step time may be less than a step takes alone.
 
-- A rank runs its program in order, one compute action at a time; it waits where
-  `Schedule.requires()` is not met.
-- Sends and receives do not hold it up. The messages of one directed link go one after another, in
-  program order.
-- A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are
-  full duplex.
-- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface
-  (`Egress`).
-- A message does not wait for its receive to be posted. It costs neither end anything, unless their
-  host says so.
-- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
-  with messages.
-- Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
-  (`exchanges.py`).
-- At VOTE a rank waits for the ballots of all ranks, where the update needs them (`votes.py`).
+    rank 0  [ step 0      ][ step 1      ][ step 2
+    rank 1    [ step 0    B  ][ step 1    B  ][ step 2
+            |--- alone -------|--- step time ---|
 
-    rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
-            send         [0SEND_F0]                 recv        :[1RECV_F0]
-                                                                 ^ the link's delay after the send
-                                                                 began
+How many steps it takes to know the period, and why it is exact: the simulation is deterministic and
+does not know what time it is, so if it comes to a state in which it has been before, all repeats.
+
+- Where a rank begins a step with nothing under way (it votes when all that it sent has left), the
+  state is when each rank begins. A step repeats if every rank begins the next one exactly so much
+  later as every other; a rank that waits for its first work may as well have begun any time before
+  it came. Most schedules are known after one step (the ranks have run dry before rank 0 begins the
+  next), those that overlap after two or three.
+- Where all ranks wait for a vote, each begins a step when the verdict reaches it. The simulation
+  starts so, and one step tells.
+- Servers that still send, and cores that are shared, carry more over: there two steps in a row must
+  agree in every span. An event of a step depends on that step, the one before and what the same
+  ranks do meanwhile, so that these two determine the third.
+
+Ranks whose own cycles are almost as long as the pipeline's drift for many steps. After `MOST_STEPS`
+the simulation is given up, and the slowest rank's mean over the second half of them stands for the
+period: it is off by at most what the ranks drift apart in a step.
 """
 
+import math
 from collections.abc import Sequence
-from functools import partial
-from typing import assert_never
+from dataclasses import replace
 
-from dpipe.errors import ScheduleError
 from dpipe.network.link import Host, Network
-from dpipe.schedule.action import RECVS, Action, Op
-from dpipe.schedule.check import check
-from dpipe.schedule.links import counterpart
+from dpipe.schedule.action import Action, Op
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas, StageExchanges
-from dpipe.timeline.machine import Machines
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.timeline.votes import Votes
+from dpipe.timeline.votes import COORDINATOR, delay_us
+
+MOST_STEPS = 24
+_SAME = 1e-9  # of a time: rounding
 
 
 def simulate(
@@ -51,7 +54,8 @@ def simulate(
     replicas: Replicas | None = None,
     ballots: Network | None = None,
 ) -> Timeline:
-    """When everything in `schedule` happens; one that is not lowered is lowered first.
+    """A steady step of `schedule`, and as `step_us` the step time; one that is not lowered is
+    lowered first, and one without a backward pass is simulated alone.
 
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
@@ -59,12 +63,57 @@ def simulate(
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    lowered = schedule if schedule.lowered else lower(schedule, reduce=replicas is not None)
-    return Simulation(lowered, cost, network, hosts, replicas, ballots).run()
+    if not schedule.trains:
+        return simulate_alone(schedule, cost, network, hosts, replicas, ballots)
+    steady = Steady(_lowered(schedule, replicas), cost, network, hosts, replicas, ballots)
+    return steady.steady_step()
 
 
-class Simulation:
-    """The ranks and their links while a schedule unfolds; makes the spans."""
+def simulate_alone(
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host] = (),
+    replicas: Replicas | None = None,
+    ballots: Network | None = None,
+) -> Timeline:
+    """A single step, which all ranks begin at once and which nothing follows. It takes at least the
+    step time. Arguments and errors as of `simulate`.
+    """
+    lowered = _lowered(schedule, replicas)
+    alone = Simulation(lowered, cost, network, hosts, replicas, ballots)
+    alone.run()
+    return alone.timeline(0)
+
+
+def period(
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    hosts: Sequence[Host] = (),
+    replicas: Replicas | None = None,
+    ballots: Network | None = None,
+    *,
+    most_us: float = math.inf,
+) -> float:
+    """The step time in microseconds: what `auto` looks for the least of. Infinite as soon as it is
+    certain to be above `most_us`, which saves most of the time of a search. Arguments and errors as
+    of `simulate`.
+    """
+    lowered = _lowered(schedule, replicas)
+    steady = Steady(lowered, cost, network, hosts, replicas, ballots, most_us)
+    try:
+        return steady.period()
+    except _LateError:
+        return math.inf
+
+
+def _lowered(schedule: Schedule, replicas: Replicas | None) -> Schedule:
+    return schedule if schedule.lowered else lower(schedule, reduce=replicas is not None)
+
+
+class Steady(Simulation):
+    """A simulation of as many steps as it takes until they repeat."""
 
     def __init__(
         self,
@@ -74,177 +123,138 @@ class Simulation:
         hosts: Sequence[Host] = (),
         replicas: Replicas | None = None,
         ballots: Network | None = None,
+        most_us: float = math.inf,
     ) -> None:
-        if schedule.num_stages != cost.num_stages:
-            raise ScheduleError(
-                f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
+        super().__init__(schedule, cost, network, hosts, replicas, ballots, MOST_STEPS)
+        self.most_us = most_us
+        self.steady = MOST_STEPS - 1  # the step that repeats
+        self.period_us: float | None = None
+        # By rank: what it has still to compute of the first step, what of that is the optimizer's.
+        self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
+        self.update_us = [self._of_updates_us(program) for program in self.programs]
+        self.tail_us = [self._of_exchange_us(rank) for rank in range(len(self.programs))]
+
+    def steady_step(self) -> Timeline:
+        period_us = self.period()
+        timeline = self.timeline(self.steady)
+        began_us = timeline.began_us
+        spans = tuple(span.later(-began_us) for span in timeline.spans)
+        return replace(timeline, spans=spans, period_us=period_us)
+
+    def period(self) -> float:
+        """Raises `_LateError` as soon as it is certain to be above `most_us`."""
+        if max(self.left_us) > self._certain_us:
+            raise _LateError
+        self.run(self._verdicts_us() if self.ballots is not None else ())
+        if self.period_us is None:
+            half = MOST_STEPS // 2
+            self.period_us = max(
+                (starts_us[-1] - starts_us[half]) / (MOST_STEPS - half)
+                for starts_us in self.starts_us
             )
-        self.schedule = schedule
-        self.cost = cost
-        self.network = network
-        self.machines = Machines(network, hosts)
-        self.clock = self.machines.clock
-        self.spans = self.machines.spans
-        self.replicas = replicas
-        self.mirrored = ballots is None and not hosts and self._replicas_are_alike
-        simulated = 1
-        if replicas is not None and not self.mirrored:
-            simulated = replicas.count
-        self.programs = schedule.programs * simulated
-        # By replica, then by rank of all that are simulated.
-        self.done: list[set[Action]] = [set() for _ in range(simulated)]
-        self.position = [0 for _ in self.programs]
-        # When the rank ran out of work; None while it computes.
-        self.idle_since: list[float | None] = [0.0 for _ in self.programs]
-        # What the rank's next action still lacks.
-        self.awaited: list[set[Action]] = [set() for _ in self.programs]
-        self.exchanges = self._stage_exchanges()
-        self.votes: Votes | None = None
-        if ballots is not None:
-            self.votes = Votes(self.clock, ballots, len(self.programs), self._voted)
+        return self.period_us
+
+    def _verdicts_us(self) -> list[float]:
+        """When each rank begins a step, after the moment when a vote is counted."""
+        assert self.ballots is not None
+        starts_us = []
+        for rank in range(len(self.programs)):
+            starts_us.append(delay_us(self.ballots, COORDINATOR, rank) + self.update_us[rank])
+        return starts_us
+
+    def ended(self, step: int) -> None:
+        if self._carries_more:
+            # The spans of `step` itself may not all be over.
+            steady = step > 2 and self._same_spans(step - 2, step - 1)
+            step -= 1
+        else:
+            steady = self._begins_alike(step)
+        if steady:
+            self.steady = step
+            self.period_us = self.starts_us[0][step + 1] - self.starts_us[0][step]
+            self.clock.stopped = True
 
     @property
-    def _replicas_are_alike(self) -> bool:
-        """Then one of them is simulated, and stands for all."""
-        return self.replicas is not None and self.replicas.alike(
-            self.network, self.schedule.num_ranks
-        )
+    def _carries_more(self) -> bool:
+        """Whether more lasts from step to step than when each rank begins."""
+        votes = any(action.op is Op.VOTE for action in self.programs[0])
+        serves = self.replicas is not None and bool(self.replicas.servers)
+        return bool(self.machines.cores) or serves or not votes
 
-    def _stage_exchanges(self) -> StageExchanges | None:
-        if self.replicas is None:
-            return None
-        return StageExchanges(
-            self.machines,
-            self.schedule,
-            self.cost,
-            self.replicas,
-            self._reduced,
-            mirrored=self.mirrored,
-        )
+    def _begins_alike(self, step: int) -> bool:
+        """Whether each rank begins the step after `step` as it began `step`, equally much later."""
+        exchanges = self.exchanges
+        if exchanges is not None and exchanges.after_step and step == 0:
+            return False  # nothing came before it
+        # What is exchanged from the beginning of a step begins with it.
+        waits = exchanges is None or not (exchanges.after_step or exchanges.delayed)
+        first_us = self._first_us(step) if waits else {}
+        later_us = self.starts_us[0][step + 1] - self.starts_us[0][step]
+        for rank, starts_us in enumerate(self.starts_us):
+            begins_us = starts_us[step + 1] - later_us
+            same = math.isclose(begins_us, starts_us[step], rel_tol=_SAME, abs_tol=_SAME)
+            if not same and not begins_us <= first_us.get(rank, -math.inf):
+                return False
+        return True
 
-    def run(self) -> Timeline:
-        if self.exchanges is not None:
-            self.exchanges.begin_step()
-        for rank in range(len(self.programs)):
-            self.advance(rank)
-        self.clock.run()
-        if any(len(done) < len(self.schedule.index) for done in self.done):
-            check(self.schedule)  # says which action on which rank waits for what
-        per_replica = self.schedule.num_ranks
-        if self.replicas is None:
-            return Timeline(per_replica, tuple(self.spans))
-        spans = self.spans
-        if self.mirrored:
-            spans = self.replicas.everyone(spans, per_replica)
-        num_replicas = self.replicas.count
-        return Timeline(per_replica * num_replicas, tuple(spans), num_replicas)
+    def _first_us(self, step: int) -> dict[int, float]:
+        """By rank that began `step` with a wait, until when it waited."""
+        waits = (span for span in self.machines.spans[step] if span.lane is Lane.WAIT)
+        return {s.rank: s.end_us for s in waits if s.start_us == self.starts_us[s.rank][step]}
 
-    def finish(self, rank: int, lane: Lane, action: Action, start_us: float) -> None:
-        """`action` is over; its rank may have waited for it."""
-        num_bytes = self.cost.num_bytes(action)
-        self.spans.append(Span(rank, lane, action, start_us, self.clock.now_us, num_bytes))
-        self.complete(rank, action)
-
-    def complete(self, rank: int, action: Action) -> None:
-        self.done[rank // self.schedule.num_ranks].add(action)
-        self.awaited[rank].discard(action)
-        if self.idle_since[rank] is not None and not self.awaited[rank]:
-            self.advance(rank)
-
-    def advance(self, rank: int) -> None:
-        """Go on with the program of an idle rank until it computes or has to wait."""
-        program = self.programs[rank]
-        done = self.done[rank // self.schedule.num_ranks]
-        while self.idle_since[rank] is not None and self.position[rank] < len(program):
-            action = program[self.position[rank]]
-            if action.op not in RECVS:
-                needs = self.schedule.requires(action)
-                self.awaited[rank] = {need for need in needs if need not in done}
-                if self.awaited[rank]:
-                    return
-            self.position[rank] += 1
-            self.start(rank, action)
-
-    def start(self, rank: int, action: Action) -> None:
-        match action.op:
-            case Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
-                pass  # it is done when its message arrives
-            case Op.SEND_F | Op.SEND_B | Op.SEND_TIED:
-                self._send(rank, action)
-            case Op.F | Op.B | Op.I | Op.W | Op.STEP:
-                self.compute(rank, action)
-            case Op.COMPLETE | Op.AGREE:
-                self._waited(rank, action)
-                self.complete(rank, action)
-            case Op.REDUCE_GRAD:
-                if self.exchanges is None:
-                    self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
-                else:
-                    self.exchanges.reduce(rank, action.stage)
-            case Op.VOTE:
-                self._waited(rank, action)
-                if self.cost.duration_us(action):
-                    self.compute(rank, action)
-                else:
-                    self._vote(rank, action)
-            case _:
-                assert_never(action.op)
+    def _same_spans(self, step: int, other: int) -> bool:
+        """Whether all that happened in `step` happened in `other`, equally much later."""
+        later_us = self.starts_us[0][other] - self.starts_us[0][step]
+        before = [span.later(later_us) for span in sorted(self.machines.spans[step], key=_place)]
+        after = sorted(self.machines.spans[other], key=_place)
+        return len(before) == len(after) and all(map(_same, before, after))
 
     def compute(self, rank: int, action: Action) -> None:
-        """Keep an idle rank for as long as `action` takes."""
-        start = self.clock.now_us
-        self._waited(rank, action)
-        self.idle_since[rank] = None
-        cores = self.machines.cores.get(rank)
-        over = partial(self._computed, rank, action, start)
-        if cores is not None and cores.host.computes:
-            cores.run(rank, self.cost.duration_us(action), over)
-        else:
-            self.clock.at(start + self.cost.duration_us(action), over)
+        if self.machines.step[rank] == 0 and self._least_us(rank, action) > self._certain_us:
+            raise _LateError
+        self.left_us[rank] -= self.cost.duration_us(action)
+        super().compute(rank, action)
 
-    def _computed(self, rank: int, action: Action, start_us: float) -> None:
-        self.idle_since[rank] = self.clock.now_us
-        if action.op is Op.VOTE:
-            self.spans.append(Span(rank, Lane.UPDATE, action, start_us, self.clock.now_us))
-            self._vote(rank, action)
-            return
-        if action.op is Op.STEP and self.exchanges is not None:
-            self.exchanges.stepped(rank, action.stage)
-        lane = Lane.UPDATE if action.op is Op.STEP else Lane.COMPUTE
-        self.finish(rank, lane, action, start_us)
+    @property
+    def _certain_us(self) -> float:
+        return self.most_us * (1 + _SAME)
 
-    def _waited(self, rank: int, action: Action) -> None:
-        """An idle rank goes on with `action`."""
-        since = self.idle_since[rank]
-        if since is not None and since < self.clock.now_us:
-            self.spans.append(Span(rank, Lane.WAIT, action, since, self.clock.now_us))
-            self.idle_since[rank] = self.clock.now_us
+    def _least_us(self, rank: int, action: Action) -> float:
+        """A lower bound of the period: that `rank` waits no more before the end of the first step.
 
-    def _send(self, rank: int, action: Action) -> None:
-        receive = counterpart(action, self.schedule.num_stages)
-        first_of_replica = rank - rank % self.schedule.num_ranks
-        target = first_of_replica + self.schedule.rank_of_stage[receive.stage]
-        self.machines.sending[rank].add(action)
+        Without a vote it is rank 0's alone. Its steps do not get shorter, because what is left of
+        the step before only ever delays the next one; other ranks begin the first one early, and
+        wait.
+        """
+        tail_us = 0.0 if action.op in (Op.VOTE, Op.STEP) else self.tail_us[rank]
+        end_us = self.clock.now_us + self.left_us[rank] + tail_us
+        if self.ballots is None:
+            return end_us if rank == 0 else 0.0
+        return end_us - self.update_us[rank] + delay_us(self.ballots, rank, COORDINATOR)
 
-        def left(start_us: float) -> None:
-            self.machines.sending[rank].remove(action)
-            if self.exchanges is not None:
-                self.exchanges.sent(rank, action)
-            self.finish(rank, Lane.SEND, action, start_us)
+    def _of_updates_us(self, program: Sequence[Action]) -> float:
+        return sum(self.cost.duration_us(action) for action in program if action.op is Op.STEP)
 
-        arrived = partial(self.finish, target, Lane.RECV, receive)
-        self.machines.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
+    def _of_exchange_us(self, rank: int) -> float:
+        """How long the gradient of a rank's stage is on its way at least. Several stages hide each
+        other's exchange.
+        """
+        stages = {action.stage for action in self.programs[rank]}
+        if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
+            return 0.0
+        sent_bytes = self.exchanges.sent_bytes(rank, *stages)
+        return sent_bytes * 8 / (self.network.egress_gbps(rank) * 1e3)
 
-    def _reduced(self, rank: int, stage: int) -> None:
-        self.complete(rank, Action(stage, Op.REDUCE_GRAD))
 
-    def _vote(self, rank: int, action: Action) -> None:
-        if self.votes is None:
-            self.complete(rank, action)
-        else:
-            self.votes.cast(rank)
+class _LateError(Exception):
+    pass
 
-    def _voted(self, rank: int) -> None:
-        vote = self.schedule.of_rank(rank % self.schedule.num_ranks, Op.VOTE)
-        self._waited(rank, vote)
-        self.complete(rank, vote)
+
+def _place(span: Span) -> tuple[int, str, str, str, float]:
+    return span.rank, span.lane, str(span.action), str(span.peer), span.start_us
+
+
+def _same(span: Span, other: Span) -> bool:
+    times = (span.start_us, other.start_us), (span.end_us, other.end_us)
+    alike = span.rank == other.rank and span.lane == other.lane and span.action == other.action
+    return alike and all(math.isclose(*pair, rel_tol=_SAME, abs_tol=1e-3) for pair in times)

@@ -51,17 +51,32 @@ class Span(NamedTuple):
 class Timeline:
     """The spans of one step on all ranks, of every replica of the pipeline, in no particular order.
 
-    A server that is not in a rank has spans behind the last rank, and is not counted.
+    `period_us` is the steady time between such steps where it is known; it may be less than
+    `duration_us` where steps overlap. A server that is not in a rank has spans behind the last
+    rank, and is not counted.
     """
 
     num_ranks: int
     spans: tuple[Span, ...]
     num_replicas: int = 1
     tensor_size: int = 1  # ranks of a tensor-parallel group, numbered consecutively
+    period_us: float | None = None
+
+    @property
+    def step_us(self) -> float:
+        """The step time; of a step alone, how long it takes."""
+        return self.duration_us if self.period_us is None else self.period_us
+
+    @property
+    def began_us(self) -> float:
+        return min((span.start_us for span in self.spans), default=0.0)
 
     @property
     def duration_us(self) -> float:
-        first_us = min((span.start_us for span in self.spans), default=0.0)
+        """From the first work of any rank to the last. A rank that has nothing to do before the
+        step reaches it has not begun.
+        """
+        first_us = min((s.start_us for s in self.spans if s.lane is not Lane.WAIT), default=0.0)
         last_us = max((span.end_us for span in self.spans), default=0.0)
         return last_us - first_us
 

@@ -18,11 +18,11 @@ Ends = tuple[int, int | str]  # (from rank, to rank), or to a parameter server b
 class Summary:
     """One step in numbers; tuples have one value a rank.
 
-    `bubble` is the share of the step in which a rank neither computes nor updates, `waiting` the
-    share in which it waits for a peer. `overlap` is the share of a rank's sending time in which it
-    also computes: what the plan hides of the network; a rank that sends nothing has nothing to
-    hide, and has 1. Sending is to neighbours in the pipeline and to other replicas; `reduce_bytes`
-    are the latter alone. `peak_in_flight` comes from the schedule.
+    `step_us` is the step time. `bubble` is the share of it in which a rank neither computes nor
+    updates, `waiting` the share in which it waits for a peer. `overlap` is the share of a rank's
+    sending time in which it also computes: what the plan hides of the network; a rank that sends
+    nothing has nothing to hide, and has 1. Sending is to neighbours in the pipeline and to other
+    replicas; `reduce_bytes` are the latter alone. `peak_in_flight` comes from the schedule.
     """
 
     step_us: float
@@ -74,16 +74,17 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time
     passes.
     """
-    if timeline.duration_us <= 0:
+    step_us = timeline.step_us
+    if step_us <= 0:
         raise ValueError(
             "a timeline in which no time passes has no summary; was anything recorded?"
         )
     ranks = range(timeline.num_ranks)
     lanes = [_lanes(timeline, rank) for rank in ranks]
     return Summary(
-        step_us=timeline.duration_us,
-        bubble=tuple(1 - _length(_busy(lane)) / timeline.duration_us for lane in lanes),
-        waiting=tuple(_length(_union(lane[Lane.WAIT])) / timeline.duration_us for lane in lanes),
+        step_us=step_us,
+        bubble=tuple(1 - _length(_busy(lane)) / step_us for lane in lanes),
+        waiting=tuple(_length(_union(lane[Lane.WAIT])) / step_us for lane in lanes),
         overlap=tuple(_overlap(lane) for lane in lanes),
         sent_bytes=tuple(_num_bytes(lane[Lane.SEND] + _sent(lane[Lane.REDUCE])) for lane in lanes),
         reduce_bytes=tuple(_num_bytes(_sent(lane[Lane.REDUCE])) for lane in lanes),

@@ -17,6 +17,11 @@ from dpipe.timeline.machine import Clock
 COORDINATOR = 0  # the rank on whose host it is
 
 
+def delay_us(network: Network, source: int, target: int) -> float:
+    """Of a ballot or a verdict; ranks `source` and `target` may be the same."""
+    return 0.0 if source == target else network.link(source, target).delay_us
+
+
 class Votes:
     """One vote of `num_ranks` over `network`; `over(rank)` is called when a rank has the
     verdict.
@@ -32,14 +37,12 @@ class Votes:
         self._missing = num_ranks
 
     def cast(self, rank: int) -> None:
-        self._clock.at(self._clock.now_us + self._delay_us(rank, COORDINATOR), self._arrive)
+        due_us = self._clock.now_us + delay_us(self._network, rank, COORDINATOR)
+        self._clock.at(due_us, self._arrive)
 
     def _arrive(self) -> None:
         self._missing -= 1
         if self._missing == 0:
             for rank in range(self._num_ranks):
-                due_us = self._clock.now_us + self._delay_us(COORDINATOR, rank)
+                due_us = self._clock.now_us + delay_us(self._network, COORDINATOR, rank)
                 self._clock.at(due_us, partial(self._over, rank))
-
-    def _delay_us(self, source: int, target: int) -> float:
-        return 0.0 if source == target else self._network.link(source, target).delay_us

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.greedy import greedy
 
 from dpipe.network.link import Link
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import simulate
 
 NAME = "gpt3xl_gpipe_network"

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Verbosity, given, settings
+from hypothesis import strategies as st
 from security.decoders import DECODERS, OWN, Decoder, broken, complaint_of
 
 import dpipe
+from dpipe.wire.codec import codec
+from dpipe.wire.format import FORMATS, Format
+from dpipe.wire.spec import TensorSpec
 
 EXAMPLES = 120  # of each decoder, half a minute for all of them
 # What turns bytes into values.
@@ -51,6 +56,19 @@ def test_broken_input_is_refused_in_the_words_of_its_room(decoder: Decoder) -> N
         assert complaint is None, f"{complaint} at {data!r:.300}"
 
     attack()
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+@given(values=st.lists(st.floats(-60_000, 60_000, width=32), min_size=1, max_size=600))
+def test_what_a_format_decodes_is_near_what_it_encoded(form: Format, values: list[float]) -> None:
+    """The bound that every format keeps; `wire/codec.py` has that of each."""
+    sent = torch.tensor(values)
+    used = codec(form.name)
+    wire = used.encode(sent)
+    assert TensorSpec.of(wire) == used.wire_spec(TensorSpec.of(sent))
+    error = (used.decode(wire, TensorSpec.of(sent)) - sent).abs().max()
+    most = sent.abs().max() / 250 + 1e-7
+    assert float(error) <= (float(most) if form.lossy else 0.0)
 
 
 def test_names_of_decoders_are_unique() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpipe.run.environment import ProcessInfo
 from support.bounds import quickly
 
 from dpipe.config.load import Config, build, load
@@ -16,6 +15,7 @@ from dpipe.errors import ConfigError, DpipeError, ProfileError
 from dpipe.network.profile import load_network
 from dpipe.plan.forecast import forecast
 from dpipe.plan.run_plan import draft
+from dpipe.processes.environment import ProcessInfo
 from dpipe.run.build import run_rank
 from dpipe.run.start import launch_ranks
 from dpipe.toml import MAX_BYTES

@@ -7,10 +7,10 @@ from dpipe.schedule.generate import gpipe
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.simulate import simulate
+from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 
-STEP = simulate(
+STEP = simulate_alone(
     gpipe(2, 1),
     Cost.uniform(2, 10, 20, message_bytes=500, update_us=5),
     Network(default=Link(0.001, 1.0)),
@@ -71,7 +71,7 @@ def test_trace_of_a_prediction_alone_survives_json():
 
 def test_trace_draws_arrows_within_each_replica():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 1000))
-    step = simulate(
+    step = simulate_alone(
         gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2))
     )
     trace = chrome_trace([(0.0, step)])
@@ -82,7 +82,7 @@ def test_trace_draws_arrows_within_each_replica():
 
 def test_trace_says_to_which_replica_a_part_went():
     cost = replace(Cost.uniform(1, 10, 20, message_bytes=0), reduce_bytes=(1000,))
-    step = simulate(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2)))
+    step = simulate_alone(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2)))
     parts = [
         e["args"] for e in events(chrome_trace([(0.0, step)]), "X") if e["cat"] == "REDUCE_GRAD"
     ]

@@ -1,0 +1,315 @@
+"""The model of what happens when ranks run a schedule on a network, step after step.
+
+The model, event by event:
+
+- A rank runs its program in order, one compute action at a time; it waits where
+  `Schedule.requires()` is not met.
+- Sends and receives do not hold it up. The messages of one directed link go one after another, in
+  program order.
+- A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are
+  full duplex.
+- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface
+  (`Egress`).
+- A message does not wait for its receive to be posted. It costs neither end anything, unless their
+  host says so.
+- Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
+  with messages.
+- Replicas of the pipeline run the same schedule; what their stages exchange shares the same egress
+  (`exchanges.py`).
+- At VOTE a rank waits for the ballots of all ranks, where the update needs them (`votes.py`).
+- A rank votes when all that it sent in the step has left: so does a run, to show a step's error in
+  that step.
+- It begins a step when it has ended the one before. A stage's F waits for its parameters where
+  replicas exchange them after the optimizer's step.
+
+    rank 0  compute [0F0][0F1]              rank 1  compute     :  :wait[1F0]
+            send         [0SEND_F0]                 recv        :[1RECV_F0]
+                                                                 ^ the link's delay after the send
+                                                                 began
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import assert_never
+
+from dpipe.errors import ScheduleError
+from dpipe.network.link import Host, Network
+from dpipe.schedule.action import RECVS, Action, Op
+from dpipe.schedule.check import check
+from dpipe.schedule.links import counterpart
+from dpipe.schedule.schedule import Schedule
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas, StageExchanges
+from dpipe.timeline.machine import Machines
+from dpipe.timeline.span import Lane, Span, Timeline
+from dpipe.timeline.votes import Votes
+
+
+class Simulation:
+    """The ranks and their links while a schedule unfolds, `num_steps` times at most; makes the
+    spans.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        network: Network,
+        hosts: Sequence[Host] = (),
+        replicas: Replicas | None = None,
+        ballots: Network | None = None,
+        num_steps: int = 1,
+    ) -> None:
+        if schedule.num_stages != cost.num_stages:
+            raise ScheduleError(
+                f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
+            )
+        self.schedule = schedule
+        self.cost = cost
+        self.network = network
+        self.replicas = replicas
+        self.mirrored = ballots is None and not hosts and self._replicas_are_alike
+        self.programs = schedule.programs * self._num_simulated
+        self.num_steps = num_steps
+        self.machines = Machines(network, len(self.programs), hosts)
+        self.clock = self.machines.clock
+        # By rank, when it began each step, and in the end when it would have begun one more.
+        self.starts_us: list[list[float]] = [[] for _ in self.programs]
+        # By step and replica.
+        self.done: defaultdict[tuple[int, int], set[Action]] = defaultdict(set)
+        self.position = [0 for _ in self.programs]
+        # When the rank ran out of work; None while it computes.
+        self.idle_since: list[float | None] = [None for _ in self.programs]
+        # What the rank's next action still lacks.
+        self.awaited: list[set[Action]] = [set() for _ in self.programs]
+        # By rank, the STEPs after which parameters are still exchanged.
+        self.unsettled: list[set[Action]] = [set() for _ in self.programs]
+        self.exchanges = self._stage_exchanges()
+        self.ballots = ballots
+        self.votes: dict[int, Votes] = {}  # by step
+
+    @property
+    def _num_simulated(self) -> int:
+        """Replicas."""
+        if self.replicas is None or self.mirrored:
+            return 1
+        return self.replicas.count
+
+    @property
+    def _replicas_are_alike(self) -> bool:
+        """Then one of them is simulated, and stands for all."""
+        return self.replicas is not None and self.replicas.alike(
+            self.network, self.schedule.num_ranks
+        )
+
+    def _stage_exchanges(self) -> StageExchanges | None:
+        if self.replicas is None:
+            return None
+        return StageExchanges(
+            self.machines,
+            self.schedule,
+            self.cost,
+            self.replicas,
+            self._reduced,
+            self._settled,
+            mirrored=self.mirrored,
+        )
+
+    def run(self, starts_us: Sequence[float] = ()) -> None:
+        """Run all steps. `starts_us` is when each rank begins; by default all do at once."""
+        for rank, start_us in enumerate(starts_us or [0.0 for _ in self.programs]):
+            self.clock.at(start_us, partial(self._begin, rank))
+        self.clock.run()
+        places = zip(self.position, self.programs, strict=True)
+        if not self.clock.stopped and any(at < len(program) for at, program in places):
+            check(self.schedule)  # says which action on which rank waits for what
+
+    def timeline(self, step: int) -> Timeline:
+        """The spans of one step."""
+        per_replica = self.schedule.num_ranks
+        spans = self.machines.spans[step]
+        if self.replicas is None:
+            return Timeline(per_replica, tuple(spans))
+        if self.mirrored:
+            spans = self.replicas.everyone(spans, per_replica)
+        num_replicas = self.replicas.count
+        return Timeline(per_replica * num_replicas, tuple(spans), num_replicas)
+
+    def _begin(self, rank: int) -> None:
+        self.idle_since[rank] = self.clock.now_us
+        self.begin_step(rank)
+        self.advance(rank)
+
+    def begin_step(self, rank: int) -> None:
+        """`rank` begins the step that it is at."""
+        self.starts_us[rank].append(self.clock.now_us)
+        if self.exchanges is not None:
+            self.exchanges.begin_step(rank)
+
+    def _is_over(self, step: int) -> bool:
+        """Whether all ranks have ended it."""
+        return all(len(starts_us) > step + 1 for starts_us in self.starts_us)
+
+    def _end_step(self, rank: int) -> None:
+        """The program of `rank` has ended: it begins the next step, if there is one."""
+        step = self.machines.step[rank]
+        if step + 1 < self.num_steps:
+            self.machines.step[rank] += 1
+            self.position[rank] = 0
+            self.begin_step(rank)
+        else:
+            self.starts_us[rank].append(self.clock.now_us)
+            self.idle_since[rank] = None
+        if self._is_over(step):
+            self.ended(step)
+
+    def ended(self, step: int) -> None:
+        """All ranks have ended `step`."""
+
+    def finish(
+        self, rank: int, lane: Lane, action: Action, start_us: float, step: int | None = None
+    ) -> None:
+        """`action` is over, of the step that its rank is at unless given; its rank may have waited
+        for it.
+        """
+        if step is None:
+            step = self.machines.step[rank]
+        num_bytes = self.cost.num_bytes(action)
+        self.machines.note(Span(rank, lane, action, start_us, self.clock.now_us, num_bytes), step)
+        self.complete(rank, action, step)
+
+    def complete(self, rank: int, action: Action, step: int) -> None:
+        self.done[step, rank // self.schedule.num_ranks].add(action)
+        if step == self.machines.step[rank]:
+            self._arrived(rank, action)
+
+    def _arrived(self, rank: int, action: Action) -> None:
+        """What an idle rank may have waited for."""
+        self.awaited[rank].discard(action)
+        if self.idle_since[rank] is not None and not self.awaited[rank]:
+            self.advance(rank)
+
+    def advance(self, rank: int) -> None:
+        """Go on with the programs of an idle rank until it computes or has to wait."""
+        program = self.programs[rank]
+        while self.idle_since[rank] is not None:
+            if self.position[rank] == len(program):
+                self._end_step(rank)
+                continue
+            action = program[self.position[rank]]
+            if action.op not in RECVS:
+                self.awaited[rank] = self._lacking(rank, action)
+                if self.awaited[rank]:
+                    return
+            self.position[rank] += 1
+            self.start(rank, action)
+
+    def _lacking(self, rank: int, action: Action) -> set[Action]:
+        done = self.done[self.machines.step[rank], rank // self.schedule.num_ranks]
+        lacking = {need for need in self.schedule.requires(action) if need not in done}
+        if action.op is Op.F and self.unsettled[rank]:
+            lacking |= self.unsettled[rank] & {Action(action.stage, Op.STEP)}
+        if action.op is Op.VOTE:
+            lacking |= {sent for _, sent in self.machines.sending[rank]}
+        return lacking
+
+    def start(self, rank: int, action: Action) -> None:
+        match action.op:
+            case Op.RECV_F | Op.RECV_B | Op.RECV_TIED:
+                pass  # it is done when its message arrives
+            case Op.SEND_F | Op.SEND_B | Op.SEND_TIED:
+                self._send(rank, action)
+            case Op.F | Op.B | Op.I | Op.W | Op.STEP:
+                self.compute(rank, action)
+            case Op.COMPLETE | Op.AGREE:
+                self._waited(rank, action)
+                self.complete(rank, action, self.machines.step[rank])
+            case Op.REDUCE_GRAD:
+                if self.exchanges is None:
+                    self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
+                else:
+                    self.exchanges.reduce(rank, action.stage)
+            case Op.VOTE:
+                self._waited(rank, action)
+                if self.cost.duration_us(action):
+                    self.compute(rank, action)
+                else:
+                    self._vote(rank, action)
+            case _:
+                assert_never(action.op)
+
+    def compute(self, rank: int, action: Action) -> None:
+        """Keep an idle rank for as long as `action` takes."""
+        start = self.clock.now_us
+        self._waited(rank, action)
+        self.idle_since[rank] = None
+        cores = self.machines.cores.get(rank)
+        over = partial(self._computed, rank, action, start)
+        if cores is not None and cores.host.computes:
+            cores.run(rank, self.cost.duration_us(action), over)
+        else:
+            self.clock.at(start + self.cost.duration_us(action), over)
+
+    def _computed(self, rank: int, action: Action, start_us: float) -> None:
+        self.idle_since[rank] = self.clock.now_us
+        if action.op is Op.VOTE:
+            span = Span(rank, Lane.UPDATE, action, start_us, self.clock.now_us)
+            self.machines.note(span, self.machines.step[rank])
+            self._vote(rank, action)
+            return
+        if action.op is Op.STEP and self.exchanges is not None:
+            if self.exchanges.after_step:
+                self.unsettled[rank].add(action)
+            self.exchanges.stepped(rank, action.stage)
+        lane = Lane.UPDATE if action.op is Op.STEP else Lane.COMPUTE
+        self.finish(rank, lane, action, start_us)
+
+    def _waited(self, rank: int, action: Action) -> None:
+        """An idle rank goes on with `action`."""
+        since = self.idle_since[rank]
+        if since is not None and since < self.clock.now_us:
+            span = Span(rank, Lane.WAIT, action, since, self.clock.now_us)
+            self.machines.note(span, self.machines.step[rank])
+            self.idle_since[rank] = self.clock.now_us
+
+    def _send(self, rank: int, action: Action) -> None:
+        receive = counterpart(action, self.schedule.num_stages)
+        first_of_replica = rank - rank % self.schedule.num_ranks
+        target = first_of_replica + self.schedule.rank_of_stage[receive.stage]
+        step = self.machines.step[rank]
+        self.machines.sending[rank].add((step, action))
+
+        def left(start_us: float) -> None:
+            self.machines.sending[rank].remove((step, action))
+            if self.exchanges is not None:
+                self.exchanges.sent(rank, step, action)
+            self.finish(rank, Lane.SEND, action, start_us, step)
+
+        arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
+        self.machines.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
+
+    def _reduced(self, rank: int, stage: int) -> None:
+        self.complete(rank, Action(stage, Op.REDUCE_GRAD), self.machines.step[rank])
+
+    def _settled(self, rank: int, stage: int) -> None:
+        """The parameters of the step before are there."""
+        step = Action(stage, Op.STEP)
+        self.unsettled[rank].discard(step)
+        if step in self.awaited[rank]:
+            self._arrived(rank, step)
+
+    def _vote(self, rank: int, action: Action) -> None:
+        step = self.machines.step[rank]
+        if self.ballots is None:
+            self.complete(rank, action, step)
+            return
+        if step not in self.votes:
+            num_ranks = len(self.programs)
+            self.votes[step] = Votes(self.clock, self.ballots, num_ranks, self._voted)
+        self.votes[step].cast(rank)
+
+    def _voted(self, rank: int) -> None:
+        vote = self.schedule.of_rank(rank % self.schedule.num_ranks, Op.VOTE)
+        self._waited(rank, vote)
+        self.complete(rank, vote, self.machines.step[rank])
