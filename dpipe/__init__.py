@@ -17,7 +17,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
-                  session        the connection that carries it
+                  session        the bytes that carry it, over connections that break
                   dataparallel   how replicas agree
                   paramworker    how they agree through a server
                   paramserver    that server

@@ -170,8 +170,10 @@ class TimeoutsConfig(Section):
     transfer: Seconds = 300.0
     """Seconds to wait for a tensor, or for the other ranks during the run."""
 
-    heartbeat: Seconds = 8.0
-    """Seconds without a sign of life after which a rank counts as lost."""
+    heartbeat: Seconds = 40.0
+    """Seconds without a sign of life after which a rank counts as lost, and in which a broken link
+    ("tcp") can be dialled again. The default outlasts the live migration of a virtual machine. A
+    process that has ended is noticed at once."""
 
 
 class PredictConfig(Section):

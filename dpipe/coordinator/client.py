@@ -81,7 +81,9 @@ class Coordinator(Coordination):
         self._open(address, security)
 
     def _open(self, address: str, security: Security) -> None:
-        self._channel = open_channel(address, security, own_connection=True)
+        self._channel = open_channel(
+            address, security, own_connection=True, silence_s=self._heartbeat_s
+        )
         dial: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             METHOD, request_serializer=None, response_deserializer=None
         )
@@ -102,7 +104,7 @@ class Coordinator(Coordination):
         advertised: str | None = None,
         security: Security = _NO_SECURITY,
         join_s: float = 120.0,
-        heartbeat_s: float = 8.0,
+        heartbeat_s: float = 40.0,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> "Coordinator":
         """Wait for the coordinator at `address` (`host:port`) to come up, then for all ranks.

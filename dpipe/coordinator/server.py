@@ -46,7 +46,7 @@ class CoordinatorServer:
         bind: str = "127.0.0.1",
         port: int = 0,
         security: Security = _NO_SECURITY,
-        heartbeat_s: float = 8.0,
+        heartbeat_s: float = 40.0,
         join_s: float = 120.0,
         on_upload: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
@@ -71,7 +71,12 @@ class CoordinatorServer:
         service, _, method = METHOD.removeprefix("/").partition("/")
         handlers = [grpc.method_handlers_generic_handler(service, {method: handler})]
         self._server, self.port = serve(
-            handlers, bind, port, security, max_workers=world_size + _STRANGERS
+            handlers,
+            bind,
+            port,
+            security,
+            max_workers=world_size + _STRANGERS,
+            silence_s=heartbeat_s,
         )
         # Behind `serve`: where that cannot bind, there is no thread to end.
         self._clock.start()

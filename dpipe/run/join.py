@@ -88,6 +88,7 @@ def _links(config: Config, process: ProcessInfo, security: Security, streams: St
         buffer_bytes=settings.buffer_bytes,
         transfer_timeout_s=config.timeouts.transfer,
         connect_timeout_s=config.timeouts.connect,
+        heartbeat_s=config.timeouts.heartbeat,
         streams=streams,
     )
     return links

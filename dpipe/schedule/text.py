@@ -10,9 +10,11 @@ from dpipe.errors import ScheduleError
 from dpipe.schedule.action import COMPUTE, Action, parse_action
 from dpipe.schedule.links import compute_needs
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.size import too_large
 
 Slots = list[Action | None]
 
+_PLACES_SHOWN = 20  # of the stages of a CSV that do not fit each other
 _AROUND = 6  # slots shown on each side of a mark: the grid of a real run is wider than a screen
 
 
@@ -81,14 +83,15 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read what `to_csv` or torch writes; empty cells are idle slots and are dropped.
 
-    Placement and sizes follow from the cells. Raises `ScheduleError` for a cell that is no compute
-    action and for stages that have no rank or two; whether the schedule is complete and can run is
+    Placement and sizes follow from the cells. Raises `ScheduleError` for text that is no CSV, for a
+    cell that is no compute action, for stages that have no rank or two, and for more micro-batches
+    than a step has; whether the schedule is complete and can run is
     for `check()` to say.
     """
     programs = []
     placed: set[tuple[int, int]] = set()
     num_microbatches = 1
-    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+    for rank, row in enumerate(_rows(text)):
         program = []
         for column, cell in enumerate(row):
             if not cell.strip():
@@ -102,10 +105,20 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     if not stages or stages != list(range(len(stages))):
         raise ScheduleError(
             "the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) "
-            f"{sorted(placed)}"
+            f"{sorted(placed)[:_PLACES_SHOWN]}"
         )
+    reason = too_large(len(stages), num_microbatches)
+    if reason is not None:
+        raise ScheduleError(f"a schedule in CSV: {reason}")
     rank_of_stage = tuple(rank for _, rank in sorted(placed))
     return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
+
+
+def _rows(text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:  # such as a carriage return within a line
+        raise ScheduleError(f"a schedule in CSV cannot be read: {error}") from None
 
 
 def _parse_cell(cell: str, rank: int, column: int) -> Action:

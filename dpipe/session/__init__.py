@@ -1,8 +1,11 @@
-"""One stream of bytes each way between two ranks.
+"""One stream of bytes each way between two ranks, over connections that break.
 
+session.py   `LinkSession`, a state machine: what a connection has left undone, the next one does
+frames.py    what is written on a connection: bytes of the session, and which of the other's arrived
 stream.py    the bytes of one TCP or TLS connection
-greeting.py  how the two ends of a connection prove that they know the token
+dial.py      opening a connection, in smaller segments where large ones were lost
+greeting.py  how the two ends of a connection prove who they are
 
-To change what is said first: greeting.py and transport.proto say it together, and `PROTOCOL` of
-transport/mesh.py counts up.
+To change what is written on a connection: frames.py, greeting.py and transport.proto say it
+together, and `PROTOCOL` of transport/mesh.py counts up.
 """

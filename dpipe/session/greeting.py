@@ -1,20 +1,28 @@
-"""How the two ends of a TCP connection prove that they know the token, before anything else.
+"""How the two ends of a TCP connection prove that they know a secret, before anything else.
 
     rank 1 (dials)                                     rank 2
-    hello, challenge 1  ---------------------------->
-                        <----------------------------  challenge 2
-    HMAC(token, "dials" | challenges | hello)  ----->  right? and is this rank waited for?
-    right?              <----------------------------  HMAC(token, "answers" | challenges | hello),
-                                                       or why not
+    hello, challenge 1  ----------------------------->
+                        <-----------------------------  challenge 2
+    HMAC(secret, "dials" | challenges | hello)  ----->  right? and is this rank waited for?
+    right?              <-----------------------------  state, HMAC(secret, "answers" | challenges |
+                                                        hello | state), or why not
 
-The token is never sent; a proof holds for one connection. The dialler proves itself first: a
-stranger learns nothing. Without TLS, somebody on the path can still change bytes afterwards.
+The secret of a first connection is the token. It gives the two ends a new one, HMAC(token, "again"
+| challenges | hello), which every later connection of the same session must prove: whoever knows
+the token, another rank of the run, cannot take a link over, and nobody can take it into another
+run. The state is what the dialled end has received; the dialler's is in its hello.
+
+No secret is ever sent, and a proof holds for one connection only. The dialler proves itself first,
+so that a stranger learns nothing. Without TLS this keeps strangers out, but not somebody on the
+path who changes bytes afterwards.
 """
 
 import hmac
 import secrets
 import socket
+import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -26,62 +34,95 @@ from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
 _CHALLENGE_BYTES = 32  # random: no proof fits a second connection
 _REFUSED = "wrong token: node.token must be the same on every rank"
+_NOT_THE_SAME = "this is not the end that opened this link, or not the same run"
+_NEW = Greeting()
+
+
+@dataclass(frozen=True)
+class Greeted:
+    """Who is at the other end; it has proved it. `secret` is for the next connection."""
+
+    hello: Hello
+    secret: bytes
+    received: int = 0  # bytes that have arrived at the dialled end
+    stalled: bool = False
 
 
 @dataclass(frozen=True)
 class Dialler:
-    """Who dialled; it has proved that it knows the token. `proof` is what it waits for."""
+    """Who dialled; it has proved it, and waits to be let in."""
 
     hello: Hello
-    proof: bytes
+    secret: bytes
+    challenges: bytes
+
+    def is_proved_by(self, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, _proof(self.secret, "dials", self.challenges, self.hello))
+
+    @property
+    def next_secret(self) -> bytes:
+        return _proof(self.secret, "again", self.challenges, self.hello)
 
 
-def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None:
+def call(sock: socket.socket, hello: Hello, secret: bytes, deadline: float) -> Greeted:
     """Greet as the end that dialled. Raises `JoinError` where the other end refuses, and
     `TransferError` where it is not dpipe.
     """
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
     _send(sock, Greeting(hello=hello, challenge=ours), deadline)
-    theirs = _challenge(_receive(sock, deadline))
-    _send(sock, Greeting(proof=_proof(token, "dials", ours, theirs, hello)), deadline)
+    dialler = Dialler(hello, secret, ours + _challenge(_receive(sock, deadline)))
+    proof = _proof(secret, "dials", dialler.challenges, hello)
+    _send(sock, Greeting(proof=proof), deadline)
     answer = _receive(sock, deadline)
     if answer.refusal:
         raise JoinError(visible(answer.refusal))
-    if not hmac.compare_digest(answer.proof, _proof(token, "answers", ours, theirs, hello)):
+    if not hmac.compare_digest(answer.proof, _answer_proof(dialler, answer)):
         raise TransferError("its proof that it knows the token is wrong")
+    return Greeted(hello, dialler.next_secret, answer.received, answer.stalled)
 
 
-def answer(sock: socket.socket, tokens: tuple[str, ...], deadline: float) -> Dialler:
-    """Greet as the end that was dialled. Each of `tokens` is tried, so that the time tells nothing.
+def answer(
+    sock: socket.socket, secrets_for: Callable[[Hello], tuple[bytes, ...]], deadline: float
+) -> Dialler:
+    """Greet as the end that was dialled. Each secret is tried, so that the time tells nothing.
     Raises `TransferError` for a stranger, after telling it so if it greets at all.
     """
     greeting = _receive(sock, deadline)
     hello = greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
-    said = _challenge(greeting), ours, hello
+    theirs = _challenge(greeting)
     _send(sock, Greeting(challenge=ours), deadline)
     shown = _receive(sock, deadline).proof
-    fitting = [t for t in tokens if hmac.compare_digest(shown, _proof(t, "dials", *said))]
+    diallers = [Dialler(hello, secret, theirs + ours) for secret in secrets_for(hello)]
+    fitting = [dialler for dialler in diallers if dialler.is_proved_by(shown)]
     if not fitting:
-        refuse(sock, _REFUSED, deadline)
-        raise TransferError(_REFUSED)
-    return Dialler(hello, _proof(fitting[0], "answers", *said))
+        refusal = _NOT_THE_SAME if hello.resumes else _REFUSED
+        refuse(sock, refusal, deadline)
+        raise TransferError(refusal)
+    return fitting[0]
 
 
-def welcome(sock: socket.socket, dialler: Dialler, deadline: float) -> None:
-    _send(sock, Greeting(proof=dialler.proof), deadline)
+def welcome(sock: socket.socket, dialler: Dialler, deadline: float, state: Greeting = _NEW) -> None:
+    """Let the dialler in. `state` says what has arrived here."""
+    proof = _answer_proof(dialler, state)
+    _send(sock, Greeting(proof=proof, received=state.received, stalled=state.stalled), deadline)
 
 
 def refuse(sock: socket.socket, reason: str, deadline: float) -> None:
     _send(sock, Greeting(refusal=reason), deadline)
 
 
-def _proof(token: str, role: str, first: bytes, second: bytes, hello: Hello) -> bytes:
-    """`first` is the challenge of the end that dialled."""
+def _answer_proof(dialler: Dialler, state: Greeting) -> bytes:
+    said = struct.pack(">Q?", state.received, state.stalled)
+    return _proof(dialler.secret, "answers", dialler.challenges + said, dialler.hello)
+
+
+def _proof(secret: bytes, role: str, fixed: bytes, hello: Hello) -> bytes:
+    """`fixed` begins with the challenges, the dialler's first; its length follows from `role`."""
     said = hello.SerializeToString(deterministic=True)
     # Unambiguous: `role` fixes the lengths of all parts but the last.
-    message = b"|".join((b"dpipe", role.encode(), first + second, said))
-    return hmac.digest(token.encode(), message, "sha256")
+    message = b"|".join((b"dpipe", role.encode(), fixed, said))
+    return hmac.digest(secret, message, "sha256")
 
 
 def _challenge(greeting: Greeting) -> bytes:

@@ -3,7 +3,7 @@
 import select
 import socket
 import ssl
-from collections.abc import Callable
+import struct
 from contextlib import suppress
 from tempfile import NamedTemporaryFile
 from threading import Lock
@@ -18,8 +18,9 @@ _WAKE_BYTES = 512 << 10
 _FEW_BYTES = 64 << 10  # up to here a thread is woken for the first byte, without a system call
 _MORE = getattr(socket, "MSG_MORE", 0)  # more follows: do not send a packet for this alone
 _WAKE_MS = 5_000  # poll interval of waits without a deadline of their own
-# Seconds, seconds, probes; the same as gRPC's keep-alive.
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+_MOST_PROBE_S = 32767  # that the kernel takes, as
+_MOST_MS = (1 << 31) - 1
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: close with a reset
 
 
 class Stream:
@@ -27,33 +28,45 @@ class Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        # `shut` ends every wait, and keep-alive notices a host that is gone.
+        # `shut` ends every wait.
         sock.settimeout(None)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._wakes_at = 1
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Give all `parts` to the kernel, in order and without a copy before its own."""
-        *leads, left = [memoryview(part) for part in parts if len(part)]
-        for lead in leads:
-            self._socket.sendall(lead, _MORE)
-        while left:
+        """Give all `parts` to the kernel, in order. Only the last, if large, is not copied."""
+        large = len(parts[-1]) > _FEW_BYTES
+        few = b"".join(parts[:-1] if large else parts)
+        self._socket.sendall(few, _MORE if large else 0)
+        left = memoryview(parts[-1])
+        while large and left:
             written = self._socket.send(left[:_WRITE_BYTES])
             left = left[written:]
 
-    def read(self, view: memoryview) -> None:
-        """Fill `view`."""
-        filled = 0
-        while filled < len(view):
-            filled += self._read_some(view[filled:])
+    def can_write(self) -> bool:
+        """Whether a few bytes can be written without waiting."""
+        return _ready(self._socket, select.POLLOUT, 0)
 
-    def skip(self) -> None:
-        """Read and drop bytes until the peer ends."""
-        scratch = memoryview(bytearray(1 << 16))
-        with suppress(OSError):
-            while True:
-                self._read_some(scratch)
+    def await_bytes(self, num_bytes: int) -> None:
+        """Wait until there is something to receive: at best `num_bytes`, which will come. Returns
+        after `_WAKE_MS` at the latest.
+        """
+        wake_bytes = 1
+        if num_bytes > _FEW_BYTES:
+            wake_bytes = min(num_bytes, _WAKE_BYTES)
+        self._wake_at(wake_bytes)
+        self._readable.poll(_WAKE_MS)
+
+    def receive(self, view: memoryview, behind: memoryview) -> int:
+        """Fill `view`, then `behind`, with what is there. Returns how many bytes were."""
+        # Without waiting: a recv that waits would wait for `_wakes_at` again.
+        try:
+            if not view or not behind:
+                return _not_ended(self._socket.recv_into(view or behind, 0, socket.MSG_DONTWAIT))
+            return _not_ended(self._socket.recvmsg_into([view, behind], 0, socket.MSG_DONTWAIT)[0])
+        except BlockingIOError:
+            return 0
 
     def end(self) -> None:
         """Write no more; the peer reads what was written, then the end."""
@@ -63,21 +76,15 @@ class Stream:
         """End both directions at once and wake threads at either end. From any thread."""
         shut(self._socket)
 
+    def give_up(self) -> None:
+        """Shut, so that `close` tells the peer at once, past bytes that it never gets."""
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.shut()
+
     def close(self) -> None:
         """Close the socket, once no thread uses it."""
         self._socket.close()
-
-    def _read_some(self, view: memoryview) -> int:
-        wake_bytes = 1
-        if len(view) > _FEW_BYTES:
-            wake_bytes = min(len(view), _WAKE_BYTES)
-        self._wake_at(wake_bytes)
-        self._readable.poll(_WAKE_MS)
-        # Without waiting: a recv that waits would wait for `wake_bytes` again.
-        try:
-            return _not_ended(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return 0
 
     def _wake_at(self, num_bytes: int) -> None:
         """Let `poll` return for no less; the kernel makes its buffer large enough."""
@@ -96,30 +103,40 @@ class TlsStream(Stream):
         sock.setblocking(False)
         self._tls = sock
         self._inside = Lock()
+        self._reading_awaits = 0  # the event without which `receive` gets nothing
 
     def write(self, *parts: bytes | memoryview) -> None:
         for part in parts:
             left = memoryview(part)
             while left:
-                rest = left
-                written = self._when_ready(lambda: self._tls.send(rest))  # noqa: B023 - called at once
+                written = self._write_some(left)
                 left = left[written:]
 
-    def _read_some(self, view: memoryview) -> int:
-        return _not_ended(self._when_ready(lambda: self._tls.recv_into(view)))
+    def await_bytes(self, num_bytes: int) -> None:
+        if self._reading_awaits:
+            _ready(self._socket, self._reading_awaits, _WAKE_MS)
 
-    def _when_ready(self, attempt: Callable[[], int]) -> int:
+    def receive(self, view: memoryview, behind: memoryview) -> int:
+        self._reading_awaits = 0
+        try:
+            with self._inside:
+                return _not_ended(self._tls.recv_into(view or behind))
+        except ssl.SSLWantReadError:
+            self._reading_awaits = select.POLLIN
+        except ssl.SSLWantWriteError:
+            self._reading_awaits = select.POLLOUT
+        return 0
+
+    def _write_some(self, view: memoryview) -> int:
         while True:
             try:
                 with self._inside:
-                    return attempt()
+                    return self._tls.send(view)
             except ssl.SSLWantReadError:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
                 event = select.POLLOUT
-            waiter = select.poll()
-            waiter.register(self._tls, event)
-            waiter.poll(_WAKE_MS)
+            _ready(self._socket, event, _WAKE_MS)
 
 
 class Tls:
@@ -145,11 +162,20 @@ def stream_over(sock: socket.socket) -> Stream:
     return Stream(sock)
 
 
-def tune(sock: socket.socket) -> None:
-    """Send small messages at once and notice a host that is gone; the kernel sizes buffers."""
+def tune(sock: socket.socket, silence_s: float, unacknowledged_s: float) -> None:
+    """Send small messages at once, and have the kernel notice a host that is gone: one that answers
+    nothing for `silence_s`, or takes nothing for `unacknowledged_s`. The kernel sizes buffers.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    probe_s = min(max(1, round(silence_s / 4)), _MOST_PROBE_S)
+    options = {
+        "TCP_KEEPIDLE": probe_s,
+        "TCP_KEEPINTVL": probe_s,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": min(round(unacknowledged_s * 1e3), _MOST_MS),
+    }
+    for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -157,6 +183,12 @@ def tune(sock: socket.socket) -> None:
 def shut(sock: socket.socket) -> None:
     """Wake threads that wait on `sock`, here and at the other end; it is not closed yet."""
     _shutdown(sock, socket.SHUT_RDWR)
+
+
+def _ready(sock: socket.socket, event: int, timeout_ms: int) -> bool:
+    waiter = select.poll()
+    waiter.register(sock, event)
+    return bool(waiter.poll(timeout_ms))
 
 
 def _shutdown(sock: socket.socket, how: int) -> None:

@@ -136,13 +136,17 @@ class GrpcTransport(Mesh[GrpcConnection]):
         )
         handlers = [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: accept})]
         max_streams = MAX_LINKS * self._num_connections
-        self._server, port = serve(handlers, bind, port, security, max_streams, bulk=True)
+        self._server, port = serve(
+            handlers, bind, port, security, max_streams, bulk=True, silence_s=self._heartbeat_s
+        )
         return port
 
     def _dial(
         self, connection: GrpcConnection, address: str, hello: Hello, deadline: float
     ) -> None:
-        channel = open_channel(address, self._security, own_connection=True, bulk=True)
+        channel = open_channel(
+            address, self._security, own_connection=True, bulk=True, silence_s=self._heartbeat_s
+        )
         self._channels.append(channel)
         greeting = hello.SerializeToString()
         # In the metadata: the other end decides about a stream before it reads from it.

@@ -16,6 +16,7 @@ from threading import Condition
 import torch
 
 from dpipe.errors import PeerLost, TransferError, TransferTimeout
+from dpipe.session.session import Kept
 from dpipe.streams import HOST, Mark, Streams
 from dpipe.transport.staging import Staging
 from dpipe.wire.message import Header, byte_view
@@ -59,7 +60,7 @@ class _StripedTransfer:
 
 class Sending(_StripedTransfer):
     """A tensor on its way out, in host memory once `ready` has passed; held until its last byte is
-    handed over to the connection.
+    handed over to the connection. What may have to be sent again is `kept` until it has arrived.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Sending(_StripedTransfer):
         self.view: memoryview | None = None
         self.tensor: torch.Tensor | None = tensor
         self._ready = ready
+        self._kept: list[Kept] = []
 
     def begin(self) -> None:
         """Wait until the device has copied the bytes to the host."""
@@ -82,9 +84,17 @@ class Sending(_StripedTransfer):
                 self.view = byte_view(self.tensor)
 
     def wait(self) -> None:
+        self.settle()
+        # From here on the caller may change the tensor.
+        while self._kept:
+            self._kept.pop().own()
+
+    def settle(self) -> None:
         self.end.wait(self, f"to hand over {self.header.tag} to")
 
-    settle = wait
+    def keep(self, kept: Kept | None) -> None:
+        if kept is not None:
+            self._kept.append(kept)
 
     def end_stripe(self) -> None:
         with self.end.changed:

@@ -26,7 +26,7 @@ from dpipe.wire.rpc import Security
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.transport_pb2 import Hello
 
-PROTOCOL = 2  # of transport.proto; ranks of another are refused
+PROTOCOL = 3  # of transport.proto; ranks of another are refused
 MAX_LINKS = 64  # that may dial a rank at once
 CHECK = (
     "check that it runs, that its node.advertise and node.port are right, that no firewall blocks "
@@ -164,15 +164,19 @@ class Mesh(ABC, Generic[ConnectionT]):
         buffer_bytes: int = 256 << 20,
         transfer_timeout_s: float = 300.0,
         connect_timeout_s: float = 20.0,
+        heartbeat_s: float = 40.0,
         streams: Streams = HOST,
     ) -> None:
         """Listen; raises `JoinError` where it cannot. A link holds at most `buffer_bytes` that no
-        receive has asked for.
+        receive has asked for. A peer that cannot be reached for `heartbeat_s` is lost, where
+        nobody has heard of its end before.
         """
         self.rank = rank
         self._num_connections = connections
         self._chunk_bytes = chunk_bytes
         self._connect_timeout_s = connect_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._heartbeat_s = heartbeat_s
         self._end_options: dict[str, Any] = {
             "num_stripes": connections,
             "buffer_bytes": buffer_bytes,
@@ -230,10 +234,11 @@ class Mesh(ABC, Generic[ConnectionT]):
     def _new_link(self, peer: int, address: str | None) -> MeshLink[ConnectionT]:
         end = LinkEnd(self.rank, peer, address, **self._end_options)
         count = self._num_connections
-        connections = [
-            self.connection_type(end, index, count, self._chunk_bytes) for index in range(count)
-        ]
+        connections = [self._new_connection(end, index) for index in range(count)]
         return MeshLink(end, connections)
+
+    def _new_connection(self, end: LinkEnd, index: int) -> ConnectionT:
+        return self.connection_type(end, index, self._num_connections, self._chunk_bytes)
 
     def prepare(self, directory: Directory, peers: Collection[int]) -> None:
         self.connect(directory.addresses, peers)
@@ -290,14 +295,17 @@ class Mesh(ABC, Generic[ConnectionT]):
         assert address is not None
         for connection in self._links[peer].connections:
             connection.claimed = True
-            hello = Hello(
-                protocol=PROTOCOL,
-                from_rank=self.rank,
-                to_rank=peer,
-                connection=connection.index,
-                num_connections=self._num_connections,
-            )
-            self._dial(connection, address, hello, deadline)
+            self._dial(connection, address, self.hello(connection), deadline)
+
+    def hello(self, connection: ConnectionT) -> Hello:
+        """What this rank says as it dials."""
+        return Hello(
+            protocol=PROTOCOL,
+            from_rank=self.rank,
+            to_rank=connection.end.peer,
+            connection=connection.index,
+            num_connections=self._num_connections,
+        )
 
     def _close(self, deadline: float) -> None:
         def left() -> float:

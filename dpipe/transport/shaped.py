@@ -190,6 +190,11 @@ class _Held:
         self._tensor = None
 
     def wait(self) -> None:
+        self.settle()
+        assert self.inner is not None
+        self.inner.wait()
+
+    def settle(self) -> None:
         shaper = self._shaper
         with shaper.changed:
             in_time = shaper.changed.wait_for(
@@ -210,8 +215,6 @@ class _Held:
         assert self.inner is not None
         with shaper.watching(self.peer):
             self.inner.settle()
-
-    settle = wait
 
     def done(self) -> bool:
         return self.inner is not None and self.inner.done()

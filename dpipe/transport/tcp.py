@@ -6,10 +6,12 @@
     recv <-- both readers <-------- both sockets <== both writers <-- both queues <-- send
 
 Bytes go from the tensor's memory into the kernel, and from there into the memory of the tensor that
-`recv` gives; Python copies none. Each connection has two threads, and one while it is opened.
+`recv` gives; Python copies none. Each connection has two threads, and one while it is opened. One
+that breaks is dialled again by the end that dialled it: see session/session.py.
 """
 
 import itertools
+import logging
 import socket
 import ssl
 import time
@@ -20,95 +22,106 @@ from threading import BoundedSemaphore, Event, Lock, Thread
 
 from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
 from dpipe.session import greeting
-from dpipe.session.stream import Stream, Tls, shut, stream_over, tune
+from dpipe.session.dial import dial, smaller
+from dpipe.session.frames import Frames
+from dpipe.session.session import LinkSession, reason_of
+from dpipe.session.stream import Tls, shut, stream_over, tune
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, WAKE_S, Connection, Mesh
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
-from dpipe.wire.v1.transport_pb2 import Hello
+from dpipe.wire.v1.transport_pb2 import Greeting, Hello
 
+LOG = logging.getLogger("dpipe")
 _GREETING_S = 5.0  # for a dialler to say who it is
 _ACCEPT_S = 1.0  # poll interval of the thread that accepts
+_FIRST_PAUSE_S = 0.02  # between attempts to dial again
+_PAUSE_S = 1.0
+_WATCHES = 160  # looks at each connection in `heartbeat_s`, in which it is to be heard 32 times
 _END = bytes(PREFIX_BYTES)  # a header of no bytes: no more tensors
 
 
 class TcpConnection(Connection):
-    """A TCP or TLS stream with a thread that writes and one that reads."""
+    """A session over TCP or TLS, with a thread that writes and one that reads."""
 
-    def __init__(self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, end: LinkEnd, index: int, num_connections: int, chunk_bytes: int, heartbeat_s: float
+    ) -> None:
         super().__init__(end, index, num_connections, chunk_bytes)
-        self._stream: Stream | None = None
+        self.session = LinkSession(
+            heartbeat_s, may_resume=self._may_resume, on_break=lambda: self.on_break()
+        )
+        self.on_break: Callable[[], None] = lambda: None  # of the end that dials
+        self.segment: int | None = None  # bytes; None for what the path takes
         self._threads: list[Thread] = []
 
-    def start(self, stream: Stream) -> None:
-        self._stream = stream
+    def start(self, frames: Frames) -> None:
+        self.session.attach(frames, 0, 0)
         for verb, run in (("read", self._read), ("write", self._write)):
-            thread = Thread(
-                target=run, args=(stream,), name=f"dpipe-{verb}-{self.name}", daemon=True
-            )
+            thread = Thread(target=run, name=f"dpipe-{verb}-{self.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
         self.open()
-        # An error before `_stream` was set found nothing to cancel.
-        if self.end.error is not None:
-            self.cancel()
 
     def cancel(self) -> None:
         self.enqueue(None)
-        if self._stream is not None:
-            self._stream.shut()
+        self.session.close()
 
     def join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._stream is not None and not any(thread.is_alive() for thread in self._threads):
-            self._stream.close()
+        if not any(thread.is_alive() for thread in self._threads):
+            self.session.release()
 
-    def _write(self, stream: Stream) -> None:
+    def _may_resume(self) -> bool:
+        return self.end.error is None and not self.end.closing
+
+    def _write(self) -> None:
         try:
             while (sending := self.next_sending()) is not None:
                 sending.begin()
                 lead = framed(sending.header.encode())
                 for chunk in self.chunks(sending):
-                    stream.write(lead, chunk)
+                    sending.keep(self.session.write(lead, chunk))
                     lead = b""
                 sending.end_stripe()
             # Said, because the kernel ends the stream of a process that dies as well.
-            stream.write(_END)
-            stream.end()
+            self.session.write(_END, memoryview(b""))
+            self.session.end()
         except OSError as error:
-            self.end.lose(f"the connection broke: {_reason(error)}")
+            self.end.lose(f"the connection broke: {reason_of(error)}")
         except TransferTimeout:
             pass  # the device never gave the bytes; `begin` has broken the link
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self) -> None:
+        session = self.session
         try:
             for sequence in itertools.count():
-                header = self._read_header(stream)
+                header = self._read_header()
                 if header is None:
                     return self.end.end_stream()
                 arrived = None if self.end.closing else self.arrive(header, sequence)
                 if arrived is None:
                     # To the peer's end of the stream: a socket that is closed with bytes unread
                     # resets the connection, and the peer loses what it was sent last.
-                    stream.skip()
+                    session.skip()
                     return self.end.end_stream()
                 receiving, stripe = arrived
-                stream.read(stripe)
+                session.read(stripe)
                 receiving.end_stripe()
         except OSError as error:
-            self.end.lose(f"the connection broke: {_reason(error)}")
+            self.end.lose(f"the connection broke: {reason_of(error)}")
         except Exception as error:  # this end found it wrong: wait() raises it
             self.end.break_off(error)
 
-    def _read_header(self, stream: Stream) -> Header | None:
+    def _read_header(self) -> Header | None:
         prefix = bytearray(PREFIX_BYTES)
-        stream.read(memoryview(prefix))
+        self.session.read(memoryview(prefix))
         if prefix == _END:
             return None
         message = bytearray(framed_size(bytes(prefix)))
-        stream.read(memoryview(message))
+        self.session.read(memoryview(message))
         return Header.decode(bytes(message))
 
 
@@ -155,6 +168,10 @@ class TcpTransport(Mesh[TcpConnection]):
 
     connection_type = TcpConnection
 
+    def _new_connection(self, end: LinkEnd, index: int) -> TcpConnection:
+        count = self._num_connections
+        return TcpConnection(end, index, count, self._chunk_bytes, self._heartbeat_s)
+
     def _listen(self, bind: str, port: int, security: Security) -> int:
         self._security = security
         self._tls = Tls(security) if security.tls else None
@@ -163,32 +180,85 @@ class TcpTransport(Mesh[TcpConnection]):
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
         self._stopping = Event()
         self._listener = _open_listener(bind, port)
-        self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
-        self._acceptor.start()
+        self._threads = [
+            Thread(target=run, name=f"dpipe-{verb}-{self.rank}", daemon=True)
+            for verb, run in (("accept", self._accept), ("watch", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
         return int(self._listener.getsockname()[1])
+
+    # Dialling
 
     def _dial(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
         call = partial(self._call, connection, address, hello, deadline)
-        self._lobby.spawn(call, f"dpipe-dial-{connection.name}")
+        again = partial(self._dial_again, connection, address)
+        name = f"dpipe-dial-{connection.name}"
+        connection.on_break = lambda: self._lobby.spawn(again, name)
+        self._lobby.spawn(call, name)
 
     def _call(self, connection: TcpConnection, address: str, hello: Hello, deadline: float) -> None:
         """Open a connection to `address` and greet whoever is there."""
         end = connection.end
-        host, _, port = address.rpartition(":")
-        left_s = max(0.001, deadline - time.monotonic())  # 0 would not wait, but fail at once
         try:
-            raw = socket.create_connection((host.strip("[]"), int(port)), left_s)
+            raw = dial(address, max(0.001, deadline - time.monotonic()))
             with self._secured(raw, deadline, server=False) as sock:
-                greeting.call(sock, hello, self._security.tokens()[0], deadline)
-                connection.start(stream_over(sock))
+                token = self._security.tokens()[0].encode()
+                greeted = greeting.call(sock, hello, token, deadline)
+                connection.session.secret = greeted.secret
+                connection.start(Frames(stream_over(sock)))
         except TimeoutError:
             pass  # `connect`, which has the same deadline, says what to check
         except (OSError, ValueError) as error:
-            end.lose(f"{_reason(error)}; {CHECK}")
+            end.lose(f"{reason_of(error)}; {CHECK}")
         except JoinError as refusal:
             end.lose(str(refusal))
         except TransferError as error:
             end.break_off(TransferError(f"{end.peer_name} is no dpipe transport: {error}"))
+
+    def _dial_again(self, connection: TcpConnection, address: str) -> None:
+        """Try until a connection has taken the place of the broken one, or it is too late."""
+        session = connection.session
+        broke_at = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        made_smaller = session.stalled
+        if made_smaller:
+            connection.segment = smaller(connection.segment)
+        while session.awaits_another() and not self._stopping.is_set():
+            try:
+                resumed = self._resume(connection, address, may_stall=made_smaller)
+            except (OSError, ValueError) as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                if refused and time.monotonic() - broke_at > session.silence_s / 2:
+                    session.close(f"{session.why}, and nothing listens there any more")
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S)
+            except DpipeError as refusal:
+                session.close(f"{session.why}; dialled again, it says: {refusal}")
+            else:
+                if resumed:
+                    _log_resumed(connection, broke_at)
+                    return session.send_again()
+                made_smaller = True
+                connection.segment = smaller(connection.segment)
+
+    def _resume(self, connection: TcpConnection, address: str, *, may_stall: bool) -> bool:
+        """Go on with the session on a new connection, unless it would stall as the last one."""
+        session = connection.session
+        deadline = time.monotonic() + _GREETING_S
+        hello = self.hello(connection)
+        hello.resumes = True
+        hello.received = session.received
+        raw = dial(address, _GREETING_S, connection.segment)
+        with self._secured(raw, deadline, server=False) as sock:
+            greeted = greeting.call(sock, hello, session.secret, deadline)
+            if greeted.stalled and not may_stall:
+                sock.close()
+                return False
+            session.attach(Frames(stream_over(sock)), greeted.received, hello.received)
+        return True
+
+    # Being dialled
 
     def _accept(self) -> None:
         """Greet whoever dials, each in a thread with a deadline."""
@@ -208,21 +278,79 @@ class TcpTransport(Mesh[TcpConnection]):
         deadline = time.monotonic() + _GREETING_S
         try:
             with self._secured(raw, deadline, server=True) as sock:
-                self._admit(sock, greeting.answer(sock, self._security.tokens(), deadline))
+                dialler = greeting.answer(sock, self._secrets_for, deadline)
+                if dialler.hello.resumes:
+                    session = self._admit_again(sock, dialler)
+                else:
+                    session = self._admit(sock, dialler)
+            session.send_again()
         except (OSError, ValueError, DpipeError):
             pass  # a stranger, told so if it greeted; links go on
         finally:
             self._strangers.release()
 
-    def _admit(self, sock: socket.socket, dialler: greeting.Dialler) -> None:
+    def _secrets_for(self, hello: Hello) -> tuple[bytes, ...]:
+        """Of which the dialler has to prove one; none for a link that is not there."""
+        if not hello.resumes:
+            return tuple(token.encode() for token in self._security.tokens())
+        connection = self._connection_of(hello)
+        if connection is None or not connection.session.secret:
+            return ()
+        return (connection.session.secret,)
+
+    def _connection_of(self, hello: Hello) -> TcpConnection | None:
+        link = self._links.get(hello.from_rank)
+        if link is None or hello.connection >= len(link.connections):
+            return None
+        return link.connections[hello.connection]
+
+    def _admit(self, sock: socket.socket, dialler: greeting.Dialler) -> LinkSession:
         try:
             connection = self.claim(dialler.hello)
         except JoinError as refusal:
             greeting.refuse(sock, str(refusal), time.monotonic() + _GREETING_S)
             raise
+        connection.session.secret = dialler.next_secret
         with suppress(OSError):  # the connection's reader finds out
             greeting.welcome(sock, dialler, time.monotonic() + _GREETING_S)
-        connection.start(stream_over(sock))
+        connection.start(Frames(stream_over(sock)))
+        return connection.session
+
+    def _admit_again(self, sock: socket.socket, dialler: greeting.Dialler) -> LinkSession:
+        """Go on with a session whose other end has dialled again."""
+        hello = dialler.hello
+        deadline = time.monotonic() + _GREETING_S
+        connection = self._connection_of(hello)
+        assert connection is not None, "its secret was proved"
+        session = connection.session
+        broke_at = time.monotonic()
+        try:
+            if connection.end.error is not None or connection.end.closing:
+                raise JoinError(
+                    f"rank {self.rank} has given up its link with rank {hello.from_rank}"
+                )
+            session.check_arrived(hello.received)
+        except DpipeError as refusal:
+            greeting.refuse(sock, str(refusal), deadline)
+            raise
+        state = Greeting(received=session.detach(), stalled=session.stalled)
+        greeting.welcome(sock, dialler, deadline, state)
+        session.attach(Frames(stream_over(sock)), hello.received, state.received)
+        _log_resumed(connection, broke_at)
+        return session
+
+    def _watch(self) -> None:
+        """Notice connections that have fallen silent, and keep this end's from being so."""
+        interval_s = self._heartbeat_s / _WATCHES
+        watched_at = stopped_until = time.monotonic()
+        while not self._stopping.wait(interval_s):
+            now = time.monotonic()
+            if now - watched_at > 2 * interval_s:
+                stopped_until = now
+            watched_at = now
+            for link in tuple(self._links.values()):
+                for connection in link.connections:
+                    connection.session.watch(now, stopped_until)
 
     @contextmanager
     def _secured(
@@ -231,7 +359,7 @@ class TcpTransport(Mesh[TcpConnection]):
         """`raw`, with TLS where it is on; closed where the block raises."""
         sock = raw
         try:
-            tune(raw)
+            tune(raw, self._heartbeat_s, self._transfer_timeout_s)
             if self._tls is not None:
                 sock = self._tls.wrap(raw, server=server)
             with self._lobby.watching(sock):
@@ -246,7 +374,8 @@ class TcpTransport(Mesh[TcpConnection]):
     def _stop(self, deadline: float) -> None:
         self._stopping.set()
         shut(self._listener)  # wakes the thread in `accept`; a close would not
-        self._acceptor.join(max(0.0, deadline - time.monotonic()) + 2 * _ACCEPT_S)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()) + 2 * _ACCEPT_S)
         self._listener.close()
         self._lobby.close(deadline + 1.0)
 
@@ -268,6 +397,13 @@ def _open_listener(bind: str, port: int) -> socket.socket:
     return listener
 
 
-def _reason(error: Exception) -> str:
-    """The error text without errno, which differs between systems."""
-    return getattr(error, "strerror", None) or str(error)
+def _log_resumed(connection: TcpConnection, broke_at: float) -> None:
+    end = connection.end
+    LOG.warning(
+        "rank %d: connection %d with %s broke (%s); it was dialled again and goes on, after %.1f s",
+        end.rank,
+        connection.index,
+        end.peer_name,
+        connection.session.why,
+        time.monotonic() - broke_at,
+    )

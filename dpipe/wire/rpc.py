@@ -35,11 +35,12 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A host that is gone sends no end of its connection: pings find out, within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
+SILENCE_S = 40.0  # until a connection that answers nothing is broken; timeouts.heartbeat's default
+_MOST_MS = (1 << 31) - 1
 # For fewer and larger system calls.
 _BULK_OPTIONS = [
     ("grpc.http2.write_buffer_size", 4 << 20),
@@ -150,16 +151,22 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 
 def open_channel(
-    address: str, security: Security, *, own_connection: bool = False, bulk: bool = False
+    address: str,
+    security: Security,
+    *,
+    own_connection: bool = False,
+    bulk: bool = False,
+    silence_s: float = SILENCE_S,
 ) -> grpc.Channel:
     """A channel to `host:port`. Channels to one address share a TCP connection unless
-    `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection.
+    `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection. A
+    connection that answers nothing for `silence_s` is broken.
     """
     if not security.tls:
         _warn_of_the_open(
             address.rpartition(":")[0].strip("[]"), has_token=security.tokens()[0] != ""
         )
-    options: list[tuple[str, Any]] = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
+    options = _options(bulk, silence_s)
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
     if security.tls:
@@ -228,14 +235,15 @@ def serve(
     max_workers: int,
     *,
     bulk: bool = False,
+    silence_s: float = SILENCE_S,
 ) -> tuple[grpc.Server, int]:
     """Start a server. Returns it and its port, a free one for 0. Raises `JoinError` where it cannot
     bind.
 
-    A streaming call holds one of `max_workers` threads as long as it lives. `bulk` as in
-    `open_channel`.
+    A streaming call holds one of `max_workers` threads as long as it lives. `bulk` and `silence_s`
+    as in `open_channel`.
     """
-    options = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
+    options = _options(bulk, silence_s)
     # Else two servers could share a port and each get half the calls.
     options.append(("grpc.so_reuseport", 0))
     server = grpc.server(
@@ -252,6 +260,13 @@ def serve(
         ) from None
     server.start()
     return server, bound
+
+
+def _options(bulk: bool, silence_s: float) -> list[tuple[str, Any]]:
+    # gRPC makes it TCP_USER_TIMEOUT too.
+    silence_ms = min(round(silence_s * 1e3), _MOST_MS)
+    several = _BULK_OPTIONS if bulk else []
+    return [*_OPTIONS, *several, ("grpc.keepalive_timeout_ms", silence_ms)]
 
 
 def _bind(server: grpc.Server, address: str, security: Security) -> int:

@@ -25,12 +25,14 @@ class Pending(Protocol[T_co]):
     """A transfer under way. It holds its buffers until it is done."""
 
     def wait(self) -> T_co:
-        """Block until the result can be used on the caller's current stream; raises `PeerLost` or
-        `TransferTimeout`.
+        """Block until the result can be used on the caller's current stream, or what was sent may
+        change; raises `PeerLost` or `TransferTimeout`.
         """
 
     def settle(self) -> None:
-        """Block the host until the transfer is done; raises as `wait`."""
+        """Block the host until the transfer is done; raises as `wait`. What was sent may have to be
+        sent again: it must still not change, but where it is never to be, this costs no copy.
+        """
 
     def done(self) -> bool: ...
 
@@ -43,8 +45,8 @@ class Links(Protocol):
     """The links of one rank with its peers. Each directed link is first in, first out."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Pending[None]:
-        """Queue `tensor` for `peer` and return at once. It must not change until the send is
-        done.
+        """Queue `tensor` for `peer` and return at once. It must not change until `wait` of the
+        send has returned.
         """
 
     def recv(

@@ -82,3 +82,18 @@ def test_torch_reads_and_lowers_our_csv(schedule):
     )
     ours = {str(action) for action in lower(schedule, step=False).index}
     assert {str(action) for row in lowered.values() for action in row} == ours
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\r0F0,0B0", "cannot be read: new-line character"),
+        ("0" * 200_000, "cannot be read: field larger"),
+        ("0F999999999,0B0", "1000000000 micro-batches .* too many"),
+    ],
+    ids=["carriage return", "long", "micro-batches"],
+)
+def test_csv_that_no_step_has_is_refused(text: str, words: str) -> None:
+    """Fuzzing found the first; a rank that joins gets its schedule from rank 0."""
+    with pytest.raises(ScheduleError, match=words):
+        from_csv(text)

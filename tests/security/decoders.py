@@ -8,6 +8,7 @@ function of dpipe that parses and is in nobody's `covers`.
 
 import json
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,9 @@ from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
 from dpipe.session import greeting
+from dpipe.session.frames import Frames
+from dpipe.session.session import LinkSession
+from dpipe.session.stream import Stream
 from dpipe.store import checkpoint, identity
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.run_folder import load_configuration
@@ -294,7 +298,7 @@ def _greet(data: bytes) -> object:
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        return greeting.answer(ours, "token", time.monotonic() + 5)
+        return greeting.answer(ours, lambda _: (b"token",), time.monotonic() + 5)
 
 
 def _greetings() -> list[bytes]:
@@ -302,6 +306,25 @@ def _greetings() -> list[bytes]:
     first = message.framed(Greeting(hello=hello, challenge=bytes(32)).SerializeToString())
     second = message.framed(Greeting(proof=bytes(32)).SerializeToString())
     return [first, first + second]
+
+
+def _resumable(data: bytes) -> object:
+    """What the other end of a link writes."""
+    ours, theirs = socket.socketpair()
+    session = LinkSession(8.0, may_resume=lambda: False)
+    session.attach(Frames(Stream(ours)), 0, 0)
+    into = bytearray(64)
+    with ours, theirs:
+        theirs.sendall(data[:60_000])
+        theirs.shutdown(socket.SHUT_WR)
+        session.read(memoryview(into))
+    return into
+
+
+def _session_frames() -> list[bytes]:
+    whole = struct.pack(">IQ", 64, 0) + bytes(64)
+    pieces = struct.pack(">IQ", 60, 0) + bytes(60) + struct.pack(">IQ", 0, 0) + whole
+    return [whole, pieces]
 
 
 def _schema(name: str, schema: Schema[Any], *values: Any) -> Decoder:
@@ -366,6 +389,12 @@ WIRE = [
         partial(_frames, coordinator_pb2.FromCoordinator, limits.FROM_COORDINATOR),
         (DecodeError,),
         _from_coordinator,
+    ),
+    Decoder(
+        "frames of a link",
+        _resumable,
+        (TransferError, ConnectionError),
+        _session_frames,
     ),
     Decoder(
         "greeting of a transport",

@@ -183,14 +183,14 @@ def test_refusal_of_a_greeting_commands_no_terminal() -> None:
 
     def answer() -> None:
         with contextlib.suppress(TransferError):
-            greeting.answer(there, ("another token",), deadline)
+            greeting.answer(there, lambda _: (b"another token",), deadline)
 
     with here, there, pytest.MonkeyPatch.context() as patch:
         patch.setattr(greeting, "_REFUSED", ESCAPES)
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(JoinError) as raised:
-            greeting.call(here, Hello(), "token", deadline)
+            greeting.call(here, Hello(), b"token", deadline)
         thread.join(10)
     assert str(raised.value) == SHOWN
 

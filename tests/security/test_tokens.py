@@ -97,15 +97,15 @@ def test_links_open_with_either_token(tmp_path: Path, kind: type) -> None:
 
 
 def test_answer_over_tcp_is_a_proof_of_the_token_that_was_shown() -> None:
-    tokens = ("one", "two", "three")
-    for token in (*tokens, "four"):
+    tokens = (b"one", b"two", b"three")
+    for token in (*tokens, b"four"):
         here, there = socket.socketpair()
         raised: list[Exception] = []
 
         def answer(there: socket.socket = there, raised: list[Exception] = raised) -> None:
             deadline = time.monotonic() + 5
             try:
-                dialler = greeting.answer(there, tokens, deadline)
+                dialler = greeting.answer(there, lambda _: tokens, deadline)
                 greeting.welcome(there, dialler, deadline)
             except TransferError as error:
                 raised.append(error)

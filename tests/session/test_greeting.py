@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +18,10 @@ def hello(from_rank: int = 0) -> Hello:
 
 def soon() -> float:
     return time.monotonic() + 5
+
+
+def knows(*secrets: bytes) -> Callable[[Hello], tuple[bytes, ...]]:
+    return lambda _: secrets
 
 
 class Tap:
@@ -36,12 +41,12 @@ def test_token_does_not_cross_the_wire() -> None:
     here, there = map(Tap, socket.socketpair())
 
     def answer() -> None:
-        greeting.welcome(there, greeting.answer(there, ("secret",), soon()), soon())
+        greeting.welcome(there, greeting.answer(there, knows(b"secret"), soon()), soon())
 
     with here.sock, there.sock:
         thread = threading.Thread(target=answer)
         thread.start()
-        greeting.call(here, hello(), "secret", soon())
+        greeting.call(here, hello(), b"secret", soon())
         thread.join(5)
     assert (len(here.sent), len(there.sent)) == (2, 2)
     assert not any(b"secret" in data for data in here.sent + there.sent)
@@ -50,12 +55,12 @@ def test_token_does_not_cross_the_wire() -> None:
 def test_proof_cannot_be_used_for_another_hello_or_role() -> None:
     challenges = bytes(32), bytes(range(32))
     proofs = {
-        greeting._proof("token", role, first, second, said)
-        for role in ("dials", "answers")
+        greeting._proof(b"token", role, first + second, said)
+        for role in ("dials", "answers", "again")
         for first, second in (challenges, challenges[::-1])
         for said in (hello(), hello(from_rank=2))
     }
-    assert len(proofs) == 8
+    assert len(proofs) == 12
 
 
 def test_caller_with_another_token_is_told_and_not_let_in() -> None:
@@ -64,7 +69,7 @@ def test_caller_with_another_token_is_told_and_not_let_in() -> None:
 
     def answer() -> None:
         try:
-            greeting.answer(there, ("secret",), soon())
+            greeting.answer(there, knows(b"secret"), soon())
         except TransferError as error:
             raised.append(str(error))
 
@@ -72,7 +77,7 @@ def test_caller_with_another_token_is_told_and_not_let_in() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(JoinError, match="wrong token: node.token must be the same"):
-            greeting.call(here, hello(), "guess", soon())
+            greeting.call(here, hello(), b"guess", soon())
         thread.join(5)
     assert raised == ["wrong token: node.token must be the same on every rank"]
 
@@ -80,4 +85,4 @@ def test_caller_with_another_token_is_told_and_not_let_in() -> None:
 def test_deadline_that_has_passed_raises_timeout() -> None:
     here, there = socket.socketpair()
     with here, there, pytest.raises(TimeoutError):
-        greeting.answer(here, ("",), time.monotonic() - 1)
+        greeting.answer(here, knows(b""), time.monotonic() - 1)

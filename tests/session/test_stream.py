@@ -11,6 +11,15 @@ from dpipe.session.stream import Stream, tune
 Streams = tuple[Stream, Stream]
 
 
+def read(stream: Stream, view: memoryview) -> None:
+    """Fill `view`, and let each `receive` fill what is behind its first half."""
+    filled = 0
+    while filled < len(view):
+        stream.await_bytes(len(view) - filled)
+        half = (len(view) - filled + 1) // 2
+        filled += stream.receive(view[filled:][:half], view[filled:][half:])
+
+
 @pytest.fixture
 def streams() -> Iterator[Streams]:
     here, there = map(Stream, socket.socketpair())
@@ -24,7 +33,7 @@ def test_parts_arrive_in_order_whatever_the_kernel_takes_at_a_time(streams: Stre
     arrived = bytearray(sum(map(len, parts)))
     writer = threading.Thread(target=streams[0].write, args=parts)
     writer.start()
-    streams[1].read(memoryview(arrived))
+    read(streams[1], memoryview(arrived))
     writer.join(5)
     assert arrived == b"".join(parts)
 
@@ -33,13 +42,7 @@ def test_read_beyond_the_end_raises(streams: Streams) -> None:
     streams[0].write(b"12")
     streams[0].end()
     with pytest.raises(ConnectionError, match="it closed the connection"):
-        streams[1].read(memoryview(bytearray(3)))
-
-
-def test_skip_returns_when_the_peer_ends(streams: Streams) -> None:
-    streams[0].write(bytes(100_000))
-    streams[0].end()
-    streams[1].skip()
+        read(streams[1], memoryview(bytearray(3)))
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
     over_tcp: Streams, pause_after: int
 ) -> None:
     sent, arrived = bytes(range(250)) * 8_000, bytearray(2_000_000)
-    reader = threading.Thread(target=over_tcp[1].read, args=[memoryview(arrived)])
+    reader = threading.Thread(target=read, args=[over_tcp[1], memoryview(arrived)])
     reader.start()
     over_tcp[0].write(sent[:pause_after])
     reader.join(0.05)
@@ -70,14 +73,14 @@ def test_reader_that_waits_for_many_bytes_hears_of_the_end(over_tcp: Streams) ->
     over_tcp[0].write(bytes(1_000))
     over_tcp[0].end()
     with pytest.raises(ConnectionError, match="it closed the connection"):
-        over_tcp[1].read(memoryview(bytearray(1 << 20)))
+        read(over_tcp[1], memoryview(bytearray(1 << 20)))
 
 
 def test_shut_wakes_a_reader_here_and_fails_a_writer_there(streams: Streams) -> None:
-    reader = threading.Thread(target=streams[0].skip)
+    reader = threading.Thread(target=streams[0].await_bytes, args=[1])
     reader.start()
     streams[0].shut()
-    reader.join(5)
+    reader.join(3)  # sooner than it looks around by itself
     assert not reader.is_alive()
     with pytest.raises(BrokenPipeError):
         streams[1].write(b"x")
@@ -85,6 +88,23 @@ def test_shut_wakes_a_reader_here_and_fails_a_writer_there(streams: Streams) -> 
 
 def test_tuned_socket_sends_at_once_and_notices_a_host_that_is_gone() -> None:
     with socket.socket() as sock:
-        tune(sock)
+        tune(sock, silence_s=40, unacknowledged_s=300)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
+
+
+def test_sockets_take_the_longest_timeouts_of_a_configuration() -> None:
+    with socket.socket() as sock:
+        tune(sock, silence_s=1e9, unacknowledged_s=1e9)
+
+
+def test_stream_that_is_given_up_is_reset_past_what_it_has_not_sent(over_tcp: Streams) -> None:
+    """The end of a stream stands behind bytes that a peer does not take, or a path swallows."""
+    while over_tcp[0].can_write():
+        over_tcp[0].write(bytes(10_000))
+    over_tcp[0].give_up()
+    over_tcp[0].close()
+    with pytest.raises(ConnectionResetError):
+        read(over_tcp[1], memoryview(bytearray(100 << 20)))

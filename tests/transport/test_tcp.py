@@ -3,6 +3,7 @@ in test_mesh.py.
 """
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ def first(sequence: int = 0) -> bytes:
     return framed(Header(sequence, "x", SCALAR).encode())
 
 
+def frame(payload: bytes) -> bytes:
+    return struct.pack(">IQ", len(payload), 0) + payload
+
+
 @contextmanager
 def dialled(port: int) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
@@ -46,9 +51,9 @@ def soon() -> float:
 
 
 @pytest.mark.parametrize(
-    ("hello_sent", "reason"),
+    ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 2, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 3, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
@@ -57,17 +62,17 @@ def soon() -> float:
     ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
 )
 def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
-    make: Make, hello_sent: Hello, reason: str
+    make: Make, said: Hello, reason: str
 ) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger, pytest.raises(JoinError, match=reason):
-        greeting.call(stranger, hello_sent, "", soon())
+        greeting.call(stranger, said, b"", soon())
     assert_link_works(*ends)
 
 
 @pytest.mark.parametrize(
-    "data",
+    "said",
     [
         b"\xff" * 100,
         framed(b"\xff" * 100),
@@ -78,12 +83,12 @@ def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
     ids=["huge", "garbled", "empty", "short challenge", "http"],
 )
 def test_garbage_instead_of_a_greeting_is_hung_up_on_and_links_go_on(
-    make: Make, data: bytes
+    make: Make, said: bytes
 ) -> None:
     ends = make(0), make(1)
     connect(*ends)
     with dialled(ends[1].port) as stranger:
-        stranger.sendall(data)
+        stranger.sendall(said)
         with suppress(ConnectionResetError):
             assert stranger.recv(4096) == b""
     assert_link_works(*ends)
@@ -147,7 +152,7 @@ def test_stranger_who_drips_bytes_gains_no_time(
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("said", "reason"),
     [
         (
             b"\xff" * 100,
@@ -158,41 +163,44 @@ def test_stranger_who_drips_bytes_gains_no_time(
     ],
     ids=["huge header", "no header", "wrong number"],
 )
-def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, data: bytes, reason: str) -> None:
+def test_nonsense_on_a_link_breaks_that_link_alone(make: Make, said: bytes, reason: str) -> None:
     middle, other = make(1), make(2)
     with dialled(middle.port) as stranger:
-        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), b"", soon()))
         thread.start()
         connect_between(middle, other)
         thread.join(5)
         pending = middle.recv(SCALAR, 0, "x")
-        stranger.sendall(data)
+        stranger.sendall(frame(said))
         with pytest.raises(TransferError, match=reason):
             pending.wait()
     assert_link_works(middle, other)
     assert_link_works(other, middle)
 
 
+BROKE = "the connection broke: it closed the connection, and no other was opened in 0.5 s"
+
+
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("said", "reason"),
     [
-        (b"", "the connection broke: it closed the connection"),
-        (first() + b"12", "the connection broke: it closed the connection"),
-        (bytes(4), "it closed the link"),
+        (b"", BROKE),
+        (frame(first() + b"12"), BROKE),
+        (frame(bytes(4)), "it closed the link"),
     ],
     ids=["nothing", "half a tensor", "a farewell"],
 )
 def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
-    make: Make, data: bytes, reason: str
+    make: Make, said: bytes, reason: str
 ) -> None:
-    end = make(1)
+    end = make(1, heartbeat_s=0.5)
     with dialled(end.port) as stranger:
-        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), "", soon()))
+        thread = threading.Thread(target=greeting.call, args=(stranger, hello(), b"", soon()))
         thread.start()
         end.connect({0: "127.0.0.1:1", 1: address(end)}, [0])
         thread.join(5)
         pending = end.recv(SCALAR, 0, "x")
-        stranger.sendall(data)
+        stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(PeerLost, match=rf"rank 1 lost rank 0 \(127.0.0.1:1\): {reason}$"):
             pending.wait()

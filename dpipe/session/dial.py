@@ -1,0 +1,40 @@
+"""Opening a TCP connection, in smaller segments where large ones were lost.
+
+A path may swallow large packets without a word: its MTU fell, and what says so (ICMP) is blocked.
+Small packets pass, so the connection opens and then moves nothing. Linux finds the size that passes
+with `net.ipv4.tcp_mtu_probing = 1`, which is for the administrator to set; a process can make its
+segments smaller, before it dials.
+"""
+
+import socket
+
+# Bytes of a segment: the path's own; what an IPv6 path must carry; what an IPv4 host must take.
+SEGMENTS = (None, 1200, 536)
+
+
+def smaller(segment: int | None) -> int | None:
+    """The next smaller of `SEGMENTS`; the smallest stays."""
+    return SEGMENTS[min(SEGMENTS.index(segment) + 1, len(SEGMENTS) - 1)]
+
+
+def dial(address: str, timeout_s: float, segment: int | None = None) -> socket.socket:
+    """A connection to `host:port`, whose both ends send segments of at most `segment` bytes. Raises
+    `OSError`, and `ValueError` where there is no port.
+    """
+    host, _, port = address.rpartition(":")
+    failure = OSError(f"{address} has no address")
+    for family, kind, protocol, _, target in socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    ):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            if segment is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
+            sock.settimeout(timeout_s)
+            sock.connect(target)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure

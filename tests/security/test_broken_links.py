@@ -1,0 +1,254 @@
+"""A link that stumbles does not end a run: connections between two ranks are cut, reset, swallowed
+and delayed by a proxy, and every byte arrives once and in order.
+"""
+
+import os
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fakes.broken_path import BrokenPath
+
+from dpipe.errors import JoinError, PeerLost, TransferError
+from dpipe.session import greeting
+from dpipe.session.frames import Frames
+from dpipe.session.session import LinkSession
+from dpipe.session.stream import Stream
+from dpipe.transport.mesh import PROTOCOL
+from dpipe.transport.tcp import TcpTransport
+from dpipe.wire.rpc import Security
+from dpipe.wire.spec import TensorSpec
+from dpipe.wire.v1.transport_pb2 import Hello
+
+LARGE = TensorSpec((1_000_000,), torch.int64)
+
+
+@contextmanager
+def linked(
+    *, reset_after: float = float("inf"), seed: int = 0, **options: Any
+) -> Iterator[tuple[TcpTransport, TcpTransport, BrokenPath]]:
+    """Rank 0 dials rank 1 through a path that can break."""
+    ends = [TcpTransport(rank, **{"heartbeat_s": 8.0, **options}) for rank in (0, 1)]
+    with BrokenPath(ends[1].port, reset_after=reset_after, seed=seed) as path:
+        addresses = {0: None, 1: path.address}
+        other = threading.Thread(target=ends[1].connect, args=(addresses, [0]))
+        other.start()
+        try:
+            ends[0].connect(addresses, [1])
+            other.join()
+            yield ends[0], ends[1], path
+        finally:
+            closing = [threading.Thread(target=end.close) for end in ends]
+            for thread in closing:
+                thread.start()
+            for thread in closing:
+                thread.join()
+
+
+def numbered(number: int, size: int = LARGE.shape[0]) -> torch.Tensor:
+    return torch.arange(number, number + size)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_link_goes_on_after_a_reset_amid_a_message(connections: int) -> None:
+    with linked(connections=connections) as (first, second, path):
+        path.delay_s = 0.001
+        sends = [first.send(numbered(i), 1, str(i)) for i in range(10)]
+        for i in range(10):
+            assert torch.equal(second.recv(LARGE, 0, str(i)).wait(), numbered(i))
+            if i in (2, 5):
+                path.reset()
+        for send in sends:
+            send.wait()
+        assert path.num_connections >= 2 * connections
+
+
+def sizes_of(number: int) -> int:
+    """From nothing to some megabytes."""
+    return random.Random(number).choice([0, 1, 7, 1000, 100_000, 500_000])
+
+
+def stream_both_ways(first: TcpTransport, second: TcpTransport, count: int) -> None:
+    """Each end sends `count` tensors, changes each as soon as it may, and checks what comes."""
+
+    def run(end: TcpTransport, peer: int) -> None:
+        leaving = deque()
+        for number in range(count):
+            size = sizes_of(number)
+            tensor = numbered(number + 1000 * end.rank, size)
+            leaving.append((tensor, end.send(tensor, peer, str(number))))
+            if len(leaving) > 5:
+                oldest, send = leaving.popleft()
+                send.wait()
+                oldest.fill_(-1)
+            like = TensorSpec((size,), torch.int64)
+            arrived = end.recv(like, peer, str(number)).wait()
+            assert torch.equal(arrived, numbered(number + 1000 * peer, size)), number
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, first, 1), pool.submit(run, second, 0)]:
+            done.result(timeout=100)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("connections", [1, 3])
+def test_bytes_arrive_once_and_in_order_whatever_is_reset(seed: int, connections: int) -> None:
+    with linked(connections=connections, reset_after=3e6, seed=seed) as (first, second, path):
+        stream_both_ways(first, second, 60)
+        path.heal()
+        assert path.num_resets > 2
+
+
+def test_resets_leave_no_thread_and_no_descriptor() -> None:
+    threads = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with linked(connections=2, reset_after=1e6) as (first, second, path):
+        stream_both_ways(first, second, 30)
+        path.heal()
+        num_threads = len(set(threading.enumerate()) - threads)
+        assert num_threads < 40, "threads that dialled are still there"
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - threads == set()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_path_that_swallows_what_it_acknowledges_is_left_for_another() -> None:
+    """It was waited for until timeouts.transfer."""
+    with linked(heartbeat_s=4.0) as (first, second, path):
+        stream_both_ways(first, second, 3)
+        path.swallow()
+        start = time.monotonic()
+        stream_both_ways(first, second, 10)
+        assert 0.4 < time.monotonic() - start < 4.0
+        assert path.num_connections == 2
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_path_that_loses_large_packets_is_dialled_in_smaller_segments(sender: int) -> None:
+    """The path MTU fell in mid-run: 300 s of silence, until timeouts.transfer."""
+    with linked(heartbeat_s=4.0) as (*ends, path):
+        stream_both_ways(*ends, 3)
+        path.mtu = 1300
+        ends[sender].send(numbered(7), 1 - sender, "x")
+        assert torch.equal(ends[1 - sender].recv(LARGE, sender, "x").wait(), numbered(7))
+        assert ends[0]._links[1].connections[0].segment == 1200
+
+
+def test_cut_of_more_than_a_silence_is_waited_out() -> None:
+    with linked(heartbeat_s=8.0) as (first, second, path):
+        pending = second.recv(LARGE, 0, "x")
+        path.cut()
+        first.send(numbered(5), 1, "x")
+        threading.Timer(3.0, path.restore).start()
+        assert torch.equal(pending.wait(), numbered(5))
+
+
+def test_cut_of_more_than_a_heartbeat_loses_the_peer_and_says_for_how_long() -> None:
+    with linked(heartbeat_s=1.0) as (first, second, path):
+        pending = [first.recv(LARGE, 1, "x"), second.recv(LARGE, 0, "x")]
+        path.cut()
+        for end, peer in ((0, 1), (1, 0)):
+            why = (
+                rf"rank {end} lost rank {peer}.*: the connection broke: nothing came for 0.125 s, "
+            )
+            with pytest.raises(PeerLost, match=why + "and no other was opened in 1 s"):
+                pending[end].wait()
+
+
+def test_end_that_is_held_back_for_long_is_not_dialled_again() -> None:
+    with linked(heartbeat_s=1.0, buffer_bytes=1000) as (first, second, path):
+        sends = [first.send(numbered(i), 1, str(i)) for i in range(8)]
+        time.sleep(1.5)
+        for i, send in enumerate(sends):
+            assert torch.equal(second.recv(LARGE, 0, str(i)).wait(), numbered(i))
+            send.wait()
+        assert path.num_connections == 1
+
+
+# Who may go on with a link
+
+
+def intruder(path: BrokenPath, secret: bytes, *, received: int = 0) -> str:
+    """Why one who says that it is rank 0, which dials again, is refused."""
+    hello = Hello(
+        protocol=PROTOCOL,
+        from_rank=0,
+        to_rank=1,
+        num_connections=1,
+        resumes=True,
+        received=received,
+    )
+    host, port = path.address.split(":")
+    with (
+        socket.create_connection((host, int(port)), 5) as sock,
+        pytest.raises(JoinError) as refusal,
+    ):
+        greeting.call(sock, hello, secret, time.monotonic() + 5)
+    return str(refusal.value)
+
+
+def test_another_rank_of_the_run_cannot_take_a_link_over() -> None:
+    with linked(security=Security("token")) as (first, second, path):
+        stream_both_ways(first, second, 3)
+        assert intruder(path, b"token") == (
+            "this is not the end that opened this link, or not the same run"
+        )
+        stream_both_ways(first, second, 3)
+        assert path.num_connections == 2  # the link's own, and the intruder's
+
+
+@pytest.mark.parametrize(("received", "said"), [(0, "0"), (10**15, "1000000000000000")])
+def test_forged_count_of_what_arrived_is_refused(received: int, said: str) -> None:
+    with linked() as (first, second, path):
+        stream_both_ways(first, second, 6)
+        time.sleep(0.1)
+        secret = first._links[1].connections[0].session.secret
+        refusal = intruder(path, secret, received=received)
+        assert re.fullmatch(
+            rf"it says that {said} bytes have arrived, of \d+ that were sent and \d+ that it had "
+            "acknowledged",
+            refusal,
+        )
+        stream_both_ways(first, second, 3)
+
+
+def test_end_that_has_given_up_a_link_says_so() -> None:
+    with linked() as (first, second, path):
+        secret = first._links[1].connections[0].session.secret
+        first.fail(PeerLost("enough"))
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="it broke off the link"):
+            second.recv(LARGE, 0, "x").wait()
+        assert time.monotonic() - start < 5  # and not the 8 s in which it could dial again
+        assert intruder(path, secret) == "rank 1 has given up its link with rank 0"
+
+
+def test_link_with_certificates_goes_on_after_resets(authority) -> None:
+    one = authority()
+    with linked(security=one.security("token"), reset_after=3e6) as (first, second, path):
+        stream_both_ways(first, second, 40)
+        path.heal()
+        assert path.num_resets > 1
+
+
+def test_acknowledgement_of_what_was_not_sent_breaks_the_link() -> None:
+    here, there = socket.socketpair()
+    session = LinkSession(8.0)
+    session.attach(Frames(Stream(here)), 0, 0)
+    there.sendall(struct.pack(">IQ", 1, 5) + b"x")
+    with there, pytest.raises(TransferError, match="it says that 5 bytes have arrived, of 0"):
+        session.read(memoryview(bytearray(1)))
+    session.close()
+    session.release()

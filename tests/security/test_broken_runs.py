@@ -1,0 +1,174 @@
+"""Runs whose links and processes stumble: losses are equal to the last bit, or words say who is
+gone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from fakes.broken_path import BrokenPath
+
+from dpipe.config.load import Config, load
+from dpipe.processes.launch import free_port
+from dpipe.report.metrics import read_rows
+from dpipe.transport.tcp import TcpTransport
+
+Make = Callable[..., Config]
+Losses = Callable[..., list[float]]
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BrokenPath]]:
+    """Every rank dials every other through a path that resets connections."""
+    made: list[BrokenPath] = []
+    connect = TcpTransport.connect
+    with ExitStack() as stack:
+
+        def connect_through_paths(
+            end: TcpTransport, addresses: Mapping[int, str | None], peers: Collection[int]
+        ) -> None:
+            through: dict[int, str | None] = {}
+            for rank, address in addresses.items():
+                assert address is not None
+                port = int(address.rpartition(":")[2])
+                path = BrokenPath(port, reset_after=50_000, seed=len(made))
+                made.append(stack.enter_context(path))
+                through[rank] = path.address
+            connect(end, through, peers)
+
+        monkeypatch.setattr(TcpTransport, "connect", connect_through_paths)
+        yield made
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"pipeline__stages": 4},
+        {"pipeline__stages": 2, "transport__connections": 3},
+        {
+            "pipeline__stages": 2,
+            "data_parallel__replicas": 2,
+            "data_parallel__kind": "all-reduce",
+        },
+    ],
+    ids=["four stages", "three connections", "replicas"],
+)
+def test_losses_are_the_same_bit_for_bit_through_resets(
+    cut: dict[str, object], tiny: Make, losses: Losses, paths: list[BrokenPath], tmp_path: Path
+) -> None:
+    changes = {"train__steps": 10, **cut}
+    undisturbed = losses(tiny(run__folder=str(tmp_path / "one"), **changes))
+    reset = losses(tiny(transport__kind="tcp", run__folder=str(tmp_path / "cut"), **changes))
+    assert reset == undisturbed
+    assert sum(path.num_resets for path in paths) > 3
+
+
+CONFIG = """
+[model]
+num_layers = 2
+width = 16
+num_heads = 2
+context = 16
+[data]
+files = ["text.txt"]
+held_out = 0.1
+[train]
+batch_size = 8
+num_microbatches = 4
+steps = {steps}
+[pipeline]
+stages = 2
+[transport]
+kind = "{kind}"
+[run]
+folder = "{folder}"
+tensorboard = false
+[timeouts]
+join = 60
+transfer = 60
+heartbeat = {heartbeat}
+"""
+Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts both ranks of a run in `tmp_path`, as processes."""
+    (tmp_path / "text.txt").write_text("All that is known of the fox is that it is quick. " * 100)
+    started: list[subprocess.Popen[str]] = []
+
+    def run(kind: str, folder: str, *, steps: int, heartbeat: float) -> list[subprocess.Popen[str]]:
+        job = tmp_path / f"{folder}.toml"
+        job.write_text(CONFIG.format(kind=kind, folder=folder, steps=steps, heartbeat=heartbeat))
+        where = f"127.0.0.1:{free_port()}"
+        for rank in range(2):
+            words = [sys.executable, "-m", "dpipe", "train", job.name, "--rank", str(rank)]
+            words += ["--world-size", "2", "--coordinator", where]
+            started.append(
+                subprocess.Popen(
+                    words,
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**os.environ, "DPIPE_TOKEN": "secret"},
+                )
+            )
+        return started[-2:]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def await_steps(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(read_rows(folder)) > count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} has no {count} steps")
+
+
+def finish(ranks: list[subprocess.Popen[str]]) -> None:
+    for process in ranks:
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, said
+
+
+@pytest.mark.parametrize("kind", ["tcp", "grpc"])
+def test_process_that_is_stopped_for_a_while_is_waited_for(
+    kind: str, start: Start, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live migration stops a virtual machine for as long as 30 s; 8 s ended the run."""
+    ranks = start(kind, "run", steps=100, heartbeat=16.0)
+    await_steps(tmp_path / "run", 5)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(5.0)
+    assert all(process.poll() is None for process in ranks)
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    finish(ranks)
+    stopped = [row["loss"] for row in read_rows(tmp_path / "run") if "loss" in row]
+    monkeypatch.chdir(tmp_path)
+    assert stopped == losses(load("run.toml", ("run.folder=undisturbed",)))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_process_that_is_gone_is_known_at_once(killed: int, start: Start, tmp_path: Path) -> None:
+    """Whatever timeouts.heartbeat says: its connections are closed by its kernel."""
+    ranks = start("tcp", "run", steps=100_000, heartbeat=40.0)
+    await_steps(tmp_path / "run", 5)
+    os.kill(ranks[killed].pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    other = ranks[1 - killed]
+    said, _ = other.communicate(timeout=30)
+    assert time.monotonic() - start_s < 10  # to save and to exit; and not 40
+    assert other.returncode == 1
+    assert ["lost the coordinator", "lost rank 1"][killed] in " ".join(said.split())

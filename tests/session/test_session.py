@@ -1,0 +1,97 @@
+"""A session over pairs of sockets, each of which stands for a connection."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dpipe.session.dial import smaller
+from dpipe.session.frames import Frames
+from dpipe.session.session import LinkSession
+from dpipe.session.stream import Stream
+
+Ends = tuple[LinkSession, LinkSession]
+
+
+def attach(ends: Ends) -> None:
+    """A new connection; each end is told what the other one has received."""
+    received = [end.detach() for end in ends]
+    for end, sock, arrived, told in zip(
+        ends, socket.socketpair(), reversed(received), received, strict=True
+    ):
+        end.attach(Frames(Stream(sock)), arrived, told)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    here, there = LinkSession(8.0), LinkSession(8.0)
+    yield here, there
+    for end in (here, there):
+        end.close()
+        end.release()
+
+
+def received(end: LinkSession, num_bytes: int) -> bytes:
+    into = bytearray(num_bytes)
+    end.read(memoryview(into))
+    return bytes(into)
+
+
+def test_bytes_that_had_not_arrived_are_sent_again_as_they_were(ends: Ends) -> None:
+    attach(ends)
+    memory = bytearray(b"x" * 10_000)
+    kept = ends[0].write(b"head", memoryview(memory))
+    assert received(ends[1], 4) == b"head"
+    assert kept is not None
+    kept.own()
+    memory[:] = bytes(10_000)
+    attach(ends)
+    ends[0].send_again()
+    assert received(ends[1], 10_000) == b"x" * 10_000
+
+
+def test_what_was_kept_is_let_go_when_it_has_arrived(ends: Ends) -> None:
+    attach(ends)
+    kept = ends[0].write(b"", memoryview(bytearray(10_000)))
+    received(ends[1], 10_000)
+    ends[1].write(b"and", memoryview(b"back"))
+    received(ends[0], 7)
+    assert kept is not None
+    assert kept.view is None
+
+
+def test_connection_whose_greeting_is_out_of_date_is_not_taken(ends: Ends) -> None:
+    """It was told of fewer bytes than have come: they would come twice."""
+    attach(ends)
+    ends[0].write(b"12345", memoryview(b""))
+    received(ends[1], 5)
+    here, there = socket.socketpair()
+    with here, there, pytest.raises(ConnectionError, match="another connection was quicker"):
+        ends[1].attach(Frames(Stream(here)), 0, 0)
+
+
+def test_session_that_is_over_takes_no_connection_and_wakes_its_reader(ends: Ends) -> None:
+    attach(ends)
+    raised: list[str] = []
+
+    def read() -> None:
+        try:
+            received(ends[0], 1)
+        except ConnectionError as error:
+            raised.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    ends[0].close("enough")
+    reader.join(5)
+    assert raised == ["enough"]
+    here, there = socket.socketpair()
+    with here, there, pytest.raises(ConnectionError, match="enough"):
+        ends[0].attach(Frames(Stream(here)), 0, 0)
+    with pytest.raises(ConnectionError, match="it broke off the link"):
+        received(ends[1], 1)
+
+
+def test_segments_become_smaller_down_to_what_every_path_takes() -> None:
+    assert [smaller(None), smaller(1200), smaller(536)] == [1200, 536, 536]
