@@ -1,4 +1,4 @@
-"""Puts a node's shaping on a real device and takes it off again, whatever ends the program."""
+"""Puts a node's shaping on a real device, and removes it again however the program ends."""
 
 import json
 import signal
@@ -15,11 +15,10 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def apply(network: Network, node: int, device: str, addresses: Sequence[str] = ()) -> list[Argv]:
-    """Shape `device`, instead of what an earlier call had put on it. Returns the commands that were
-    run.
+    """Shape `device`; an earlier shaping of ours is replaced. Returns the commands that were run.
 
-    Raises `NetemError` and leaves the device unshaped where `tc` refuses one of them, and where the
-    device carries somebody else's qdisc, which is left alone.
+    Raises `NetemError` if `tc` refuses one of them; the device is then unshaped. Also if the
+    device carries a qdisc that is not ours; that one is left alone.
     """
     commands = egress_commands(network, node, device, addresses)
     clear(device)
@@ -33,7 +32,7 @@ def apply(network: Network, node: int, device: str, addresses: Sequence[str] = (
 
 
 def clear(device: str) -> bool:
-    """Take our shaping off `device`; false where there was none."""
+    """Remove our shaping from `device`; false if there was none."""
     root = _root_qdisc(device)
     if root is None:
         return False
@@ -53,8 +52,8 @@ def applied(
 ) -> Iterator[Callable[[], None]]:
     """Shape `device` for as long as the block runs; yields a wait for Ctrl-C, SIGTERM or SIGHUP.
 
-    The signals are held back from before the first command until after the last, so none can leave
-    half behind.
+    These signals are blocked from before the first command until after the last, so that none can
+    leave the device half shaped.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
@@ -68,17 +67,19 @@ def applied(
 
 
 def _wait(signals: set[signal.Signals]) -> None:
-    while signal.sigtimedwait(signals, 60.0) is None:  # holds until told, looks up now and then
+    while (
+        signal.sigtimedwait(signals, 60.0) is None
+    ):  # without a timeout the wait could not be interrupted
         pass
 
 
 def _root_qdisc(device: str) -> tuple[str, str] | None:
-    """Kind and handle of what someone has put at the root; None for the kernel's own default
-    (handle 0:).
-    """
-    known = [name for _, name in socket.if_nameindex()]
-    if device not in known:
-        raise NetemError(f"device {device!r} does not exist; this machine has: {', '.join(known)}")
+    """Kind and handle of the qdisc at the root; None for the kernel's default (handle 0:)."""
+    devices = [name for _, name in socket.if_nameindex()]
+    if device not in devices:
+        raise NetemError(
+            f"device {device!r} does not exist; this machine has: {', '.join(devices)}"
+        )
     shown = json.loads(shell.run(["tc", "-j", "qdisc", "show", "dev", device]) or "[]")
     roots = [(q["kind"], q["handle"]) for q in shown if q.get("root") and q["handle"] != "0:"]
     return roots[0] if roots else None

@@ -1,4 +1,4 @@
-"""The front door of `python -m netem`: each command parses, then calls one function."""
+"""The commands of `python -m netem`: each parses its arguments, then calls one function."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ _ADDRESSES = click.option(
     default="",
     callback=_addresses,
     metavar="IP,IP,...",
-    help="Of node 0, 1, ...; where links differ.",
+    help="The addresses of node 0, 1, ...; needed if links differ.",
 )
 _PORT = click.option("--port", default=probe.PORT, show_default=True)
 _INTERVAL = click.option(
@@ -56,9 +56,7 @@ _INTERVAL = click.option(
     show_default=True,
     help="Seconds between pings; below 0.2 needs root.",
 )
-_NAME = click.option(
-    "--name", default="lab", show_default=True, help="Which lab, where there are several."
-)
+_NAME = click.option("--name", default="lab", show_default=True, help="The name of the lab.")
 
 
 @click.group(cls=_Commands)
@@ -113,22 +111,23 @@ def clear(device: str) -> None:
 @_PORT
 @_INTERVAL
 def verify(profile: Path, node: int, peer: int, address: str, port: int, interval: float) -> None:
-    """Measure the link to a peer at ADDRESS, shaped as well, against the profile. There: `python -m
-    netem answer`.
+    """Measure the link to a peer at ADDRESS and compare it with the profile.
+
+    The peer must be shaped too, and run `python -m netem answer`.
     """
     network = load_network(profile)
-    there, back = network.link(node, peer), network.link(peer, node)
-    jitter = there.jitter_ms + back.jitter_ms > 0
-    seen = probe.observe(
-        address, there.bandwidth_gbps, jitter=jitter, port=port, interval_s=interval
+    forward, backward = network.link(node, peer), network.link(peer, node)
+    jitter = forward.jitter_ms + backward.jitter_ms > 0
+    observed = probe.observe(
+        address, forward.bandwidth_gbps, jitter=jitter, port=port, interval_s=interval
     )
-    _report(probe.compare(there, back, seen))
+    _report(probe.compare(forward, backward, observed))
 
 
 @main.command()
 @_PORT
 def answer(port: int) -> None:
-    """Take what `verify` sends, until nobody has come for ten minutes."""
+    """Receive what `verify` sends, until no connection has come for ten minutes."""
     probe.answer(port, ready=lambda: click.echo(f"answering on port {port}"))
 
 
@@ -142,11 +141,13 @@ def answer(port: int) -> None:
 @click.option("--seconds", default=1.5, show_default=True, help="How long to time the transfer.")
 @_INTERVAL
 @click.option(
-    "--wait", is_flag=True, help="Print a line after the pings, and read one before the transfer."
+    "--wait",
+    is_flag=True,
+    help="Print a line after the pings, then wait for a line of input before the transfer.",
 )
 @click.option("--json", "as_json", is_flag=True)
 def probe_link(
-    address: str, gbps: float, interval: float, wait: bool, as_json: bool, **how: Any
+    address: str, gbps: float, interval: float, wait: bool, as_json: bool, **options: Any
 ) -> None:
     """Measure the link to ADDRESS: round trip, loss and rate."""
 
@@ -155,16 +156,18 @@ def probe_link(
             click.echo("pinged")
             sys.stdin.readline()
 
-    seen = probe.observe(address, gbps, interval_s=interval, pinged=pinged, **how)
+    observed = probe.observe(address, gbps, interval_s=interval, pinged=pinged, **options)
     for line in (
-        [json.dumps(asdict(seen))] if as_json else [f"{k} {v:.3f}" for k, v in asdict(seen).items()]
+        [json.dumps(asdict(observed))]
+        if as_json
+        else [f"{k} {v:.3f}" for k, v in asdict(observed).items()]
     ):
         click.echo(line)
 
 
 @main.group("lab")
 def lab_group() -> None:
-    """Hosts as network namespaces round one router that shapes every link."""
+    """Hosts as network namespaces around one router that shapes every link."""
 
 
 @lab_group.command("up")
@@ -172,12 +175,14 @@ def lab_group() -> None:
 @click.option(
     "--profile", type=click.Path(dir_okay=False, path_type=Path), help="Default: unshaped."
 )
-@click.option("--router", type=click.Choice(lab.ROUTERS), help="Default: what this kernel has.")
+@click.option(
+    "--router", type=click.Choice(lab.ROUTERS), help="Default: the one that this kernel allows."
+)
 @click.option(
     "--sysctl",
     multiple=True,
     metavar="KEY=VALUE",
-    help="How the hosts have their TCP; may be repeated.",
+    help="A TCP setting of the hosts; may be repeated.",
 )
 @_NAME
 def lab_up(
@@ -200,7 +205,7 @@ def lab_exec(name: str, host: int, command: tuple[str, ...]) -> None:
 @_PROFILE
 @_NAME
 def lab_set(profile: Path, name: str) -> None:
-    """Change the network under whatever runs in the lab."""
+    """Change the network of a lab; programs in it keep running."""
     lab.set_profile(lab.load(name), profile)
     _describe(lab.load(name))
 
@@ -208,24 +213,25 @@ def lab_set(profile: Path, name: str) -> None:
 @lab_group.command("status")
 @_NAME
 def lab_status(name: str) -> None:
-    """Print a lab's hosts, their network, and what its router can carry."""
+    """Print a lab's hosts, their network, and the capacity of its router."""
     _describe(lab.load(name))
 
 
 @lab_group.command("verify")
 @_NAME
 def lab_verify(name: str) -> None:
-    """Measure each host's link to the next one, all at once, against the profile."""
-    this = lab.load(name)
-    network = this.network()
+    """Measure each host's link to the next one, all at once, and compare with the profile."""
+    the_lab = lab.load(name)
+    network = the_lab.network()
     if network is None:
         raise NetemError(
-            f"lab {name!r} is unshaped: there is nothing to hold it against; lab set PROFILE first"
+            f"lab {name!r} is unshaped: there is no profile to compare with; set one first: "
+            "lab set PROFILE"
         )
     rows = []
-    for (i, j), seen in lab.observe_ring(this, network).items():
-        click.echo(f"host {i} to {j}: {seen}")
-        rows += probe.compare(network.link(i, j), network.link(j, i), seen)
+    for (i, j), observed in lab.observe_ring(the_lab, network).items():
+        click.echo(f"host {i} to {j}: {observed}")
+        rows += probe.compare(network.link(i, j), network.link(j, i), observed)
     _report(rows)
 
 
@@ -236,18 +242,17 @@ def lab_down(name: str) -> None:
     click.echo("removed" if lab.down(name) else f"no lab {name!r} was up")
 
 
-def _describe(this: lab.Lab) -> None:
-    network = this.network()
-    click.echo(f"lab {this.name}: {network.name if network else 'unshaped'}")
+def _describe(the_lab: lab.Lab) -> None:
+    network = the_lab.network()
+    click.echo(f"lab {the_lab.name}: {network.name if network else 'unshaped'}")
     click.echo(
-        f"router: {this.router_kind}; carries {this.carries_gbps:.2g} Gbit/s coalesced, "
-        f"{this.carries_packets:,.0f} packets/s; takes {this.own_delay_ms:.2g} ms of every delay "
-        "itself"
+        f"router: {the_lab.router_kind}; carries {the_lab.carries_gbps:.2g} Gbit/s coalesced, "
+        f"{the_lab.carries_packets:,.0f} packets/s; adds {the_lab.own_delay_ms:.2g} ms itself"
     )
-    click.echo(f"TCP: {this.congestion_control}")
-    for i, host in enumerate(this.hosts):
+    click.echo(f"TCP: {the_lab.congestion_control}")
+    for i, host in enumerate(the_lab.hosts):
         click.echo(f"host {i}: {host.address}  {host.namespace}")
-    for line in lab.warnings(this, network) if network else []:
+    for line in lab.warnings(the_lab, network) if network else []:
         click.echo(f"warning: {line}", err=True)
 
 

@@ -1,12 +1,12 @@
-"""Hosts as network namespaces round one router that shapes every link: real kernel TCP, on one
+"""Hosts as network namespaces around one router that shapes every link: real kernel TCP, on one
 machine.
 
     dpipe-NAME-0         dpipe-NAME-router                     dpipe-NAME-1
     10.K.0.1 on eth0 ──► port0 ─► shape0 (netem) ─ forward ─► port1 ─► eth0, 10.K.0.2
 
 What a host sends is shaped on its way into the router, as `tc` on its own interface would; a device
-to shape there is an ifb, to which the port's arrivals are redirected. Everything lives in the lab's
-own namespaces and one folder, so `down` needs no memory of what `up` did and can follow a crash.
+to shape there is an ifb, to which the port's incoming packets are redirected. Everything lives in
+the lab's own namespaces and one folder: `down` needs no state of `up`, and works after a crash.
 """
 
 import json
@@ -32,18 +32,18 @@ ROUTERS = (NamespaceRouter.kind, GuestRouter.kind)
 STATE = Path("/run/dpipe-lab")
 MAX_HOSTS = 64
 _REFERENCE = Link(delay_ms=2.0, bandwidth_gbps=10.0)
-_WIDE = Link(delay_ms=0.0, bandwidth_gbps=100.0)  # netem at work, and never the limit
+_WIDE = Link(delay_ms=0.0, bandwidth_gbps=100.0)  # netem is at work, but never the limit
 _LOOKS = 2
 _FULL_FRAME_BYTES = 1514
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """A lab that is up. What its router does by itself was measured as it came up, between hosts 0
-    and 1 at rest.
+    """A lab that is up. What its router adds and carries was measured as it came up, between the
+    idle hosts 0 and 1.
 
-    On a machine with other work each look differs: kept are the shortest delay, which that work
-    cannot shorten, and the lowest rate, which a later run is likelier to find again.
+    On a busy machine measurements vary. Recorded are the shortest delay, which other work cannot
+    shorten, and the lowest rate, which a later run is most likely to reach.
     """
 
     name: str
@@ -51,13 +51,10 @@ class Lab:
     octet: int  # the K of 10.K.0.0
     router_kind: str
     own_delay_ms: float = 0.0
-    carries_gbps: float = (
-        0.0  # over a few connections, whose packets TCP coalesces up to 64 KiB, through netem
-    )
-    carries_packets: float = 0.0  # a second, of full size; what many slow connections come down to
-    congestion_control: str = (
-        ""  # of the hosts' TCP: this kernel's own, unless `up` was given another
-    )
+    # through netem, over a few connections, whose packets TCP coalesces up to 64 KiB
+    carries_gbps: float = 0.0
+    carries_packets: float = 0.0  # of full size a second: the limit of many slow connections
+    congestion_control: str = ""  # of the hosts' TCP: the kernel's default, unless `up` set another
 
     @property
     def folder(self) -> Path:
@@ -86,9 +83,9 @@ class Lab:
         return GuestRouter(namespace, self.folder)
 
     def network(self) -> Network | None:
-        """The profile in force, or None where the links are unshaped."""
-        kept = sorted((self.folder / "profile").glob("*"))
-        return load_network(kept[0]) if kept else None
+        """The current profile, or None if the links are unshaped."""
+        profiles = sorted((self.folder / "profile").glob("*"))
+        return load_network(profiles[0]) if profiles else None
 
 
 def up(
@@ -101,10 +98,10 @@ def up(
     """Bring a lab up, measure what its router can do, and shape it. Without a profile it stays
     unshaped.
 
-    `router_kind` is chosen by what this kernel has unless given; `sysctl` is how every host has its
-    TCP, as `net.ipv4.tcp_congestion_control=reno`. Raises `NetemError` without root, where a lab of
-    this name is up already, where the router does not come up, or where the kernel refuses a
-    setting; nothing is then left behind.
+    `router_kind`: by default the one that this kernel allows. `sysctl`: settings of every host's
+    TCP, such as `net.ipv4.tcp_congestion_control=reno`. Raises `NetemError` without root, if a lab
+    of this name is up already, if the router does not start, or if the kernel refuses a setting;
+    nothing is left behind then.
     """
     shell.require_root("a lab")
     shell.require_programs("ip", "tc", "ping", *(["sysctl"] if sysctl else []))
@@ -112,7 +109,7 @@ def up(
     if not 2 <= num_hosts <= MAX_HOSTS:
         raise NetemError(f"a lab has 2 to {MAX_HOSTS} hosts, got {num_hosts}")
     if profile is not None:
-        load_network(profile).check(num_hosts)  # refused before anything is made
+        load_network(profile).check(num_hosts)  # before anything is changed
     octet = _free_octet()
     STATE.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -136,7 +133,7 @@ def up(
 
 
 def set_profile(lab: Lab, profile: Path) -> None:
-    """Shape every link by another profile, under whatever runs in the lab."""
+    """Shape every link by another profile; programs in the lab keep running."""
     _shape(lab, load_network(profile))
     shutil.rmtree(lab.folder / "profile", ignore_errors=True)
     (lab.folder / "profile").mkdir()
@@ -150,9 +147,11 @@ def load(name: str) -> Lab:
     except FileNotFoundError:
         if name in names():
             raise NetemError(
-                f"lab {name!r} never came up whole: lab down --name {name}, then up again"
+                f"lab {name!r} did not come up completely: lab down --name {name}, then up again"
             ) from None
-        raise NetemError(f"no lab {name!r} is up; up are: {', '.join(names()) or 'none'}") from None
+        raise NetemError(
+            f"no lab {name!r} is up; labs that are up: {', '.join(names()) or 'none'}"
+        ) from None
 
 
 def names() -> list[str]:
@@ -160,9 +159,7 @@ def names() -> list[str]:
 
 
 def down(name: str) -> bool:
-    """End every process of a lab and remove its namespaces and folder; false where there was
-    nothing.
-    """
+    """End every process of a lab and remove its namespaces and folder; false if there was none."""
     shell.require_root("a lab")
     folder, namespaces = _folder(name), _namespaces(name)
     _end(namespaces)
@@ -174,50 +171,46 @@ def down(name: str) -> bool:
 
 
 def execute(lab: Lab, host: int, command: Sequence[str]) -> None:
-    """Become `command` on a host: its exit status and its signals are this process's. Does not
-    return.
-    """
+    """Replace this process by `command` on a host, as exec does: does not return."""
     if not 0 <= host < lab.num_hosts:
         raise NetemError(f"lab {lab.name!r} has hosts 0 to {lab.num_hosts - 1}, not {host}")
     os.execvp("ip", lab.hosts[host].enter(command))  # noqa: S606, S607
 
 
 def warnings(lab: Lab, network: Network) -> list[str]:
-    """Where a profile asks more than the router was seen to do; results beyond that are the
-    router's.
-    """
+    """Where a profile asks for more than the router can do: results then measure the router."""
     links = [
         network.link(a, b) for a in range(lab.num_hosts) for b in range(lab.num_hosts) if a != b
     ]
-    found = []
-    if (fastest := max(link.bandwidth_gbps for link in links)) > lab.carries_gbps:
-        found.append(
-            f"a link asks {fastest:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all"
+    warnings_ = []
+    if (fastest_gbps := max(link.bandwidth_gbps for link in links)) > lab.carries_gbps:
+        warnings_.append(
+            f"a link asks {fastest_gbps:g} Gbit/s; the router carries {lab.carries_gbps:.2g} in all"
         )
-    elif (together := _egress_gbps(lab, network)) > (
-        small := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9
+    elif (total_gbps := _egress_gbps(lab, network)) > (
+        uncoalesced_gbps := lab.carries_packets * _FULL_FRAME_BYTES * 8e-9
     ):
-        found.append(
-            f"all hosts may send {together:g} Gbit/s together; the router carries "
+        warnings_.append(
+            f"all hosts may send {total_gbps:g} Gbit/s together; the router carries "
             f"{lab.carries_gbps:.2g} in all, "
-            f"and {small:.2g} where TCP coalesces no packets, as over many slow "
+            f"and {uncoalesced_gbps:.2g} where TCP coalesces no packets, as over many slow "
             f"connections{_paced(lab)}"
         )
-    if (shortest := min(link.delay_ms for link in links)) < lab.own_delay_ms:
-        found.append(
-            f"a link asks {shortest:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms"
+    if (shortest_ms := min(link.delay_ms for link in links)) < lab.own_delay_ms:
+        warnings_.append(
+            f"a link asks {shortest_ms:g} ms; the router alone takes {lab.own_delay_ms:.2g} ms"
         )
-    return found
+    return warnings_
 
 
 def observe_ring(
     lab: Lab, network: Network, seconds: float = 2.0
 ) -> dict[tuple[int, int], Observed]:
-    """What each host gets to the next one while all of them send."""
+    """The link from each host to the next one, while all of them send."""
     ring = {(i, (i + 1) % lab.num_hosts) for i in range(lab.num_hosts)}
     links = {(lab.hosts[i], lab.hosts[j]): network.link(i, j) for i, j in ring}
-    seen = measure.observe_together(links, seconds)
-    return {(i, j): seen[lab.hosts[i], lab.hosts[j]] for i, j in sorted(ring)}
+    observed = measure.observe_together(links, seconds)
+    return {(i, j): observed[lab.hosts[i], lab.hosts[j]] for i, j in sorted(ring)}
 
 
 def _paced(lab: Lab) -> str:
@@ -235,8 +228,8 @@ def _egress_gbps(lab: Lab, network: Network) -> float:
 
 
 def _free_octet() -> int:
-    taken = {load(name).octet for name in names() if (STATE / name / "lab.json").exists()}
-    return min(set(range(100, 100 + len(taken) + 1)) - taken)
+    used = {load(name).octet for name in names() if (STATE / name / "lab.json").exists()}
+    return min(set(range(100, 100 + len(used) + 1)) - used)
 
 
 def _folder(name: str) -> Path:
@@ -251,9 +244,7 @@ def _save(lab: Lab) -> None:
 
 
 def _kernel_router(name: str) -> str:
-    """The kind of router this kernel allows, found by asking for a netem in a namespace made for
-    it.
-    """
+    """The kind of router that this kernel allows: tries a netem qdisc in a namespace of its own."""
     namespace = f"dpipe-{name}-trial"
     shell.run(["ip", "netns", "add", namespace])
     try:
@@ -293,9 +284,7 @@ def _congestion_control(host: Host) -> str:
 
 
 def _router_script(lab: Lab) -> str:
-    """Forward between the ports; what comes in by one passes a device of its own that can be
-    shaped.
-    """
+    """Forwards between the ports; what arrives at a port passes an ifb that can be shaped."""
     links = ["link set lo up", f"address add {lab.gateway}/32 dev lo"]
     redirects = []
     for i, address in enumerate(lab.addresses):
@@ -314,36 +303,38 @@ def _router_script(lab: Lab) -> str:
 
 
 def _batch(program: str, lines: Sequence[str], otherwise: str = "") -> str:
-    """One process for many lines: starting one takes a guest 50 ms."""
+    """One process for many lines: in a guest, starting a process takes 50 ms."""
     return "\n".join([f"{program} -force -batch - <<'.' {otherwise}", *lines, "."]) + "\n"
 
 
 def _shape(lab: Lab, network: Network | None) -> None:
-    """Shape every host's egress, less the delay that the router has of its own."""
+    """Shape every host's egress; delays are shortened by the router's own."""
     devices = [f"shape{i}" for i in range(lab.num_hosts)]
     clear = [" ".join(tc.clear_command(device)[1:]) for device in devices]
-    script = _batch("tc", clear, otherwise="2>/dev/null || true")  # refused where there is none
+    script = _batch(
+        "tc", clear, otherwise="2>/dev/null || true"
+    )  # `tc` fails where there is no qdisc
     if network is not None:
         less = _less(network, lab.own_delay_ms)
         commands = [
             tc.egress_commands(less, i, device, lab.addresses) for i, device in enumerate(devices)
         ]
-        script += _batch("tc", [" ".join(command[1:]) for each in commands for command in each])
+        script += _batch(
+            "tc", [" ".join(command[1:]) for of_device in commands for command in of_device]
+        )
     lab.router.run(script)
 
 
 def _less(network: Network, delay_ms: float) -> Network:
     def less(link: Link) -> Link:
-        left = max(0.0, link.delay_ms - delay_ms)
-        return replace(link, delay_ms=left, jitter_ms=min(left, link.jitter_ms))
+        rest_ms = max(0.0, link.delay_ms - delay_ms)
+        return replace(link, delay_ms=rest_ms, jitter_ms=min(rest_ms, link.jitter_ms))
 
     return network.with_links(less)
 
 
 def measured(lab: Lab) -> Lab:
-    """The lab with what its router does by itself now: adds to a delay that is asked, and carries
-    from one host to another. Leaves its links unshaped.
-    """
+    """The lab, with its router's own delay and capacity measured. Leaves its links unshaped."""
     first, second = lab.hosts[:2]
     bare = replace(lab, own_delay_ms=0.0)
     delays_ms, rates_gbps = [], []
@@ -370,15 +361,15 @@ def _namespaces(name: str) -> list[str]:
 
 
 def _end(namespaces: Sequence[str]) -> None:
-    """Ask every process in the namespaces to end, then make it; each is told once."""
-    for how, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
-        told: set[int] = set()
+    """End every process in the namespaces: SIGTERM, then SIGKILL, each sent once."""
+    for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
+        signalled: set[int] = set()
         deadline = time.monotonic() + patience_s
         while (pids := _processes(namespaces)) and time.monotonic() < deadline:
-            for pid in pids - told:
+            for pid in pids - signalled:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, how)
-            told |= pids
+                    os.kill(pid, number)
+            signalled |= pids
             time.sleep(0.05)
 
 

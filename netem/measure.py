@@ -1,4 +1,4 @@
-"""What the links between the hosts of a lab give: `probe` run on the hosts themselves."""
+"""Measures the links between the hosts of a lab: `probe`, run on the hosts themselves."""
 
 import json
 import re
@@ -27,11 +27,11 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *command]
 
     @contextmanager
-    def program(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """One of our own commands on this host, ahead of the programs under test; killed at the end
-        of the block.
+    def program(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """One of our own commands on this host, at a higher priority than the programs under test;
+        killed at the end of the block.
         """
-        argv = self.enter(["nice", "-n", "-10", sys.executable, "-m", "netem", *words])
+        argv = self.enter(["nice", "-n", "-10", sys.executable, "-m", "netem", *arguments])
         pipe = subprocess.PIPE
         process = subprocess.Popen(argv, cwd=_ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
         with process:
@@ -50,7 +50,7 @@ def delay_ms(source: Host, target: Host) -> float:
 
 
 def packets_per_second(source: Host, target: Host) -> float:
-    """Packets of full size that pass the router in a second, there and back, by a flood of
+    """Packets of full size that pass the router in a second, both ways counted: a flood of
     pings.
     """
     flood = ["ping", "-q", "-f", "-l", "500", "-s", "1400", "-w", "1", target.address]
@@ -60,18 +60,18 @@ def packets_per_second(source: Host, target: Host) -> float:
 
 
 def observe(source: Host, target: Host, link: Link, seconds: float = 1.5) -> Observed:
-    """What a link gives that is asked to be `link`."""
+    """Measure a link that is expected to be like `link`."""
     return observe_together({(source, target): link}, seconds)[source, target]
 
 
 def observe_together(
     links: Mapping[tuple[Host, Host], Link], seconds: float = 1.5
 ) -> dict[tuple[Host, Host], Observed]:
-    """What each link gives: its delay with the others at rest, its rate while all of them are used
-    at once.
+    """Measure each link: its delay while the others are idle, its rate while all are used at
+    once.
     """
     with ExitStack() as stack:
-        _each_says_a_line(
+        _wait_for_a_line(
             [
                 stack.enter_context(host.program("answer"))
                 for host in {target for _, target in links}
@@ -79,17 +79,17 @@ def observe_together(
         )
         senders = {
             (source, target): stack.enter_context(
-                source.program("probe", target.address, *_words(link, seconds))
+                source.program("probe", target.address, *_options(link, seconds))
             )
             for (source, target), link in links.items()
         }
-        _each_says_a_line(senders.values())
+        _wait_for_a_line(senders.values())
         return dict(zip(senders, _results(list(senders.values())), strict=True))
 
 
-def _each_says_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
-    """Wait until each has come so far; one that ends instead, as all do in the end, has said
-    why.
+def _wait_for_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
+    """Wait until each has printed a line. Raises `NetemError` with the message of one that ends
+    instead.
     """
     for process in processes:
         assert process.stdout is not None
@@ -99,13 +99,13 @@ def _each_says_a_line(processes: Iterable[subprocess.Popen[str]]) -> None:
             )
 
 
-def _words(link: Link, seconds: float) -> list[str]:
+def _options(link: Link, seconds: float) -> list[str]:
     pace = ["--seconds", str(seconds), "--interval", "0.01", "--json", "--wait"]
     return ["--gbps", str(link.bandwidth_gbps), *(["--jitter"] if link.jitter_ms else []), *pace]
 
 
 def _results(processes: Sequence[subprocess.Popen[str]]) -> list[Observed]:
-    """Let all go on at once, and wait for what each has seen."""
+    """Let all start their transfers at once, and wait for their results."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -114,7 +114,7 @@ def _results(processes: Sequence[subprocess.Popen[str]]) -> list[Observed]:
 
 
 def _result(process: subprocess.Popen[str]) -> Observed:
-    said, complaint = process.communicate(timeout=_PROBE_S)
+    output, errors = process.communicate(timeout=_PROBE_S)
     if process.returncode != 0:
-        raise NetemError(f"a probe on a host of the lab has failed: {complaint.strip()}")
-    return Observed(**json.loads(said))
+        raise NetemError(f"a probe on a host of the lab has failed: {errors.strip()}")
+    return Observed(**json.loads(output))

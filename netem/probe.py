@@ -1,11 +1,11 @@
-"""What a link gives, seen from its sender: round trips by `ping`, the rate by the bytes that TCP
-has acknowledged.
+"""Measures a link from its sender: round trips by `ping`, the rate by the bytes that TCP has
+acknowledged.
 
     here                         there
-    observe(address) ─── ping ──►  (its kernel answers)
-             └───── n connections ►  answer(port): takes and throws away
+    observe(address) ─── ping ──►  (the kernel answers)
+             └───── n connections ►  answer(port): receives and discards
 
-Only the sender measures, so the two clocks never meet.
+Only the sender measures, so that the two clocks need not agree.
 """
 
 import math
@@ -27,8 +27,8 @@ from netem.shell import NetemError
 PORT = 7990
 TOLERANCE = 0.10
 MAX_CONNECTIONS = 16
-_WINDOW_BYTES = 1 << 20  # what one connection can be counted on to keep under way
-_MOST_TO_SET = Path("/proc/sys/net/core/wmem_max")
+_WINDOW_BYTES = 1 << 20  # what one connection can surely keep in flight
+_MAX_SEND_BUFFER = Path("/proc/sys/net/core/wmem_max")
 _CHUNK = bytes(1 << 18)
 _SINK = bytearray(1 << 20)
 _HEADER_BYTES = 14 + 20 + 20 + 12  # Ethernet, IP, TCP and its timestamps: netem's rate counts them
@@ -50,31 +50,30 @@ class Observed:
 class Row:
     """One line of a comparison."""
 
-    what: str
-    asked: float
+    quantity: str
+    expected: float
     observed: float
 
     @property
     def close(self) -> bool:
-        return abs(self.observed - self.asked) <= TOLERANCE * self.asked
+        return abs(self.observed - self.expected) <= TOLERANCE * self.expected
 
     def __str__(self) -> str:
-        verdict = "ok" if self.close else "OFF"
-        return (
-            f"{self.what:<18} asked {self.asked:>9.3f}   observed {self.observed:>9.3f}   {verdict}"
-        )
+        result = "ok" if self.close else "OFF"
+        values = f"expected {self.expected:>9.3f}   observed {self.observed:>9.3f}"
+        return f"{self.quantity:<18} {values}   {result}"
 
 
-def compare(there: Link, back: Link, observed: Observed) -> list[Row]:
-    """Asked and observed, of a link and the way back. Not of loss: a few pings cannot judge it."""
+def compare(forward: Link, backward: Link, observed: Observed) -> list[Row]:
+    """A link and its way back, expected and observed. Without loss: too few pings to judge it."""
     return [
-        Row("round trip, ms", there.delay_ms + back.delay_ms, observed.round_trip_ms),
-        Row("rate, Gbit/s", there.bandwidth_gbps, observed.bandwidth_gbps),
+        Row("round trip, ms", forward.delay_ms + backward.delay_ms, observed.round_trip_ms),
+        Row("rate, Gbit/s", forward.bandwidth_gbps, observed.bandwidth_gbps),
     ]
 
 
 def connections_for(bandwidth_gbps: float, round_trip_ms: float) -> int:
-    """Enough that no connection's window is the limit of a link."""
+    """Enough connections that no window limits the link."""
     under_way = bandwidth_gbps * 1e9 / 8 * round_trip_ms * 1e-3
     return min(MAX_CONNECTIONS, max(2, math.ceil(under_way / _WINDOW_BYTES)))
 
@@ -89,11 +88,11 @@ def observe(
     interval_s: float = 0.2,
     pinged: Callable[[], None] = lambda: None,
 ) -> Observed:
-    """What the link to `address` gives, that is expected to carry `gbps`; `pinged` is called before
-    the transfer.
+    """Measure the link to `address`, which is expected to carry `gbps`. `pinged` is called between
+    the pings and the transfer.
     """
     round_trips, lost = ping(address, interval_s=interval_s)
-    # Without jitter a delay is a floor, and whatever a busy machine adds to it is the machine's.
+    # Without jitter the shortest is the link's; a busy machine only adds to it.
     round_trip = median(round_trips) if jitter else min(round_trips)
     pinged()
     return Observed(round_trip, lost, rate_gbps(address, port, gbps, round_trip, seconds))
@@ -102,8 +101,8 @@ def observe(
 def ping(
     address: str, count: int = 20, interval_s: float = 0.2, within: Sequence[str] = ()
 ) -> tuple[list[float], float]:
-    """Round trips in milliseconds and the percentage that never came back. Raises `NetemError`
-    where none did.
+    """Round trips in milliseconds and the percentage that was lost. Raises `NetemError` if all
+    were.
     """
     shell.require_programs("ping")
     argv = [*within, "ping", "-n", "-c", str(count), "-i", str(interval_s), "-W", "2", address]
@@ -119,25 +118,25 @@ def parse_ping(text: str) -> list[float]:
 
 
 def rate_gbps(address: str, port: int, gbps: float, round_trip_ms: float, seconds: float) -> float:
-    """Send for a while on a link that is expected to be like this. Raises `NetemError` where nobody
-    takes it.
+    """Gbit/s on a link that is expected to be like this. Raises `NetemError` if nobody receives
+    there.
     """
     sockets: list[socket.socket] = []
     connections = connections_for(gbps, round_trip_ms)
-    # A queue of a round trip and some at the slowest place, not seconds of it on a slow link.
+    # Queues a little over one round trip at the bottleneck; the default would be seconds on a slow
+    # link.
     window = gbps * 1e9 / 8 * (1.5 * round_trip_ms + 20) * 1e-3 / connections
     try:
         for _ in range(connections):
             sockets.append(_connect(address, port, round(window)))
-        _send_until(
-            sockets, time.monotonic() + 0.3 + 15 * round_trip_ms * 1e-3
-        )  # a slow start's doublings
-        start, before = time.monotonic(), _wire_bytes(sockets)
+        # TCP's slow start, which doubles its rate each round trip, is over by then.
+        _send_until(sockets, time.monotonic() + 0.3 + 15 * round_trip_ms * 1e-3)
+        start, bytes_before = time.monotonic(), _wire_bytes(sockets)
         _send_until(sockets, start + seconds)
-        return (_wire_bytes(sockets) - before) * 8e-9 / (time.monotonic() - start)
+        return (_wire_bytes(sockets) - bytes_before) * 8e-9 / (time.monotonic() - start)
     except OSError as error:
         raise NetemError(
-            f"nobody takes bytes at {address}:{port} ({error}); there, run: python -m netem answer"
+            f"nobody receives at {address}:{port} ({error}); run there: python -m netem answer"
         ) from None
     finally:
         for connection in sockets:
@@ -149,9 +148,8 @@ def _connect(address: str, port: int, window_bytes: int) -> socket.socket:
     # Cubic ends its slow start at a hint of queueing (HyStart), and then needs minutes to fill a
     # long fat link.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    if window_bytes <= int(
-        _MOST_TO_SET.read_text()
-    ):  # a larger one the kernel would cut; its own sizing does better
+    # The kernel would cut a larger one, and does better by its own sizing then.
+    if window_bytes <= int(_MAX_SEND_BUFFER.read_text()):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window_bytes)
     connection.setblocking(False)
     return connection
@@ -161,8 +159,8 @@ def _send_until(sockets: Sequence[socket.socket], deadline: float) -> None:
     with selectors.DefaultSelector() as selector:
         for connection in sockets:
             selector.register(connection, selectors.EVENT_WRITE, connection)
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
                 key.data.send(_CHUNK)
 
 
@@ -179,7 +177,7 @@ def _wire_bytes(sockets: Sequence[socket.socket]) -> float:
 def answer(
     port: int = PORT, idle_s: float = 600.0, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Take bytes and throw them away, until nobody has come or sent for `idle_s`."""
+    """Receive bytes and discard them, until none have come for `idle_s`."""
     listener = socket.create_server(("", port), backlog=64)
     listener.setblocking(False)
     with listener, selectors.DefaultSelector() as selector:
@@ -196,8 +194,8 @@ def answer(
 
 
 def _discard(connection: socket.socket) -> bool:
-    """False at the end. MSG_TRUNC drops the bytes uncopied in the kernel, so the reader is never
-    the limit.
+    """False at the end of the stream. MSG_TRUNC drops the bytes in the kernel, without a copy: the
+    reader is never the limit.
     """
     try:
         return connection.recv_into(_SINK, 0, socket.MSG_TRUNC) > 0

@@ -4,8 +4,7 @@
     host's eth0 ── veth ── port0           host's eth0 = tap ── vec0, renamed port0
     in the namespace dpipe-NAME-router     in a user-mode Linux guest, its process in that namespace
 
-Both give the same thing to the lab: devices `port0`, `port1`, ... and a shell that runs a script
-beside them.
+Both give the lab the same: devices `port0`, `port1`, ... and a shell that runs scripts beside them.
 """
 
 import os
@@ -21,12 +20,11 @@ from netem.shell import NetemError
 
 BOOT_S = 60.0
 SCRIPT_S = 60.0
-# the guest reads its console on a signal; where it has missed one, the next line brings another
+# The guest reads its console on a signal. If it has missed one, another line brings another.
 NUDGE_S = 1.0
 MODULES = Path("/usr/lib/uml/modules")
 GUEST_PROGRAMS = ("linux.uml", "insmod", "ethtool", "ip", "tc", "setsid", "nice")
-# A tap's queue of 1,000 packets is 12 ms at 1 Gbit/s: shorter than a busy machine may leave the
-# guest waiting.
+# The default of 1,000 packets is 12 ms at 1 Gbit/s: on a busy machine the guest may wait longer.
 QUEUE_PACKETS = "10000"
 
 _INIT = """#!/bin/sh
@@ -60,11 +58,11 @@ class Router(Protocol):
     def kind(self) -> str: ...
 
     def start(self, hosts: Sequence[str]) -> None:
-        """Come up, with `port<i>` linked to the device `eth0` of the namespace hosts[i]."""
+        """Start, with `port<i>` linked to the device `eth0` of the namespace hosts[i]."""
 
     def run(self, script: str) -> str:
-        """What a shell script prints beside the ports. Raises `NetemError` with that where a
-        command fails.
+        """Run a shell script where the ports are; returns what it prints. Raises `NetemError` with
+        that output if a command fails.
         """
 
 
@@ -139,7 +137,7 @@ class GuestRouter:
             )
 
     def run(self, script: str) -> str:
-        # A name of its own each time: hostfs in the guest may remember what an older file held.
+        # A new name each time: the guest's hostfs may cache the content of an older file.
         path = self.folder / f"script-{time.monotonic_ns()}"
         path.write_text(script, encoding="utf-8")
         offset = self._console.stat().st_size
@@ -170,7 +168,7 @@ class GuestRouter:
         ]
         control = [f"uml_dir={self.folder}", "umid=router", "con=null", "con0=fd:0,fd:1"]
         ports = [f"vec{i}:transport=tap,ifname=port{i},gro=1" for i in range(num_ports)]
-        # The network must not wait for the programs that are tried on it: nice -20.
+        # nice -20: the network must not wait for the programs that are tested on it.
         enter = ["setsid", "--fork", "ip", "netns", "exec", self.namespace, "nice", "-n", "-20"]
         # Opened for both, so that the guest never reads an end of file between two scripts.
         with (
@@ -188,32 +186,32 @@ class GuestRouter:
         self._await("init", 0, BOOT_S)
 
     def _tell(self, line: str) -> None:
-        """Write to the guest. Raises `NetemError` where nobody reads any more."""
+        """Write to the guest. Raises `NetemError` if it has ended."""
         try:
             pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             raise NetemError(
                 f"the lab's router has ended ({error}); take the lab down and up again"
             ) from None
-        with open(pipe, "w", encoding="utf-8") as guest:
-            guest.write(line)
+        with open(pipe, "w", encoding="utf-8") as console:
+            console.write(line)
 
     def _await(self, name: str, offset: int, timeout_s: float) -> str:
-        """What precedes `@name STATUS` on the console. Raises `NetemError` with it where STATUS is
-        not 0.
+        """What precedes `@name STATUS` on the console. Raises `NetemError` with it if STATUS is not
+        0.
         """
         began, num_nudges = time.monotonic(), 0
         while (passed_s := time.monotonic() - began) < timeout_s:
-            said = self._console.read_bytes()[offset:].decode(errors="replace").replace("\r", "")
-            before, found, after = said.partition(f"@{name} ")
-            if found and "\n" in after:
+            output = self._console.read_bytes()[offset:].decode(errors="replace").replace("\r", "")
+            before, mark, after = output.partition(f"@{name} ")
+            if mark and "\n" in after:
                 if (status := after.split()[0]) != "0":
-                    raise NetemError(f"the router's kernel refused ({status}):\n{before.strip()}")
+                    raise NetemError(f"the router's script failed ({status}):\n{before.strip()}")
                 return before
             nudge = passed_s > (num_nudges + 1) * NUDGE_S
             num_nudges += nudge
             self._tell("\n" if nudge else "")  # it may have ended meanwhile
             time.sleep(0.02)
         raise NetemError(
-            f"the router has not answered within {timeout_s:g} s; its console: {self._console}"
+            f"the router has not answered within {timeout_s:g} s; see its console: {self._console}"
         )

@@ -1,4 +1,4 @@
-"""Runs `ip`, `tc` and the like, and turns their refusals into what the user can do about them."""
+"""Runs `ip`, `tc` and the like, and turns their errors into what the user can do about them."""
 
 import os
 import shutil
@@ -19,12 +19,12 @@ PACKAGES |= {"insmod": "kmod", "ethtool": "ethtool", "sysctl": "procps"}
 
 
 class NetemError(InputError):
-    """The machine cannot make the network that was asked for; the message says what is missing."""
+    """This machine cannot make the network; the message says what is missing."""
 
 
-def require_root(what: str) -> None:
+def require_root(subject: str) -> None:
     if os.geteuid() != 0:
-        raise NetemError(f"{what} needs root; {WITHOUT_ROOT}")
+        raise NetemError(f"{subject} needs root; {WITHOUT_ROOT}")
 
 
 def require_programs(*programs: str) -> None:
@@ -36,8 +36,8 @@ def require_programs(*programs: str) -> None:
 
 
 def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-    """The standard output of a command. Raises `NetemError` with the command and its words if it
-    fails.
+    """The standard output of a command. Raises `NetemError` with the command and its message if
+    it fails.
     """
     require_programs(argv[0])
     try:
@@ -51,16 +51,18 @@ def run(argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
     return done.stdout
 
 
-def explain(argv: Sequence[str], words: str) -> str:
-    """What a refusal means, where it is one of those that users meet."""
-    if "tcp_congestion_control" in words and "Operation not permitted" in words:
+def explain(argv: Sequence[str], message: str) -> str:
+    """The message of a failed command, with advice for the failures that users meet."""
+    if "tcp_congestion_control" in message and "Operation not permitted" in message:
         advice = (
             ": a network namespace takes only the congestion controls that the machine's "
             "net.ipv4.tcp_allowed_congestion_control lists"
         )
-    elif "Operation not permitted" in words:
+    elif "Operation not permitted" in message:
         advice = f": this needs root; {WITHOUT_ROOT}"
-    elif argv[0] == "tc" and ("kind is unknown" in words or "No such file or directory" in words):
+    elif argv[0] == "tc" and (
+        "kind is unknown" in message or "No such file or directory" in message
+    ):
         advice = (
             ": this kernel lacks a module (sch_netem, sch_htb, cls_u32); load it, or use the "
             "`shaped` transport, "
@@ -68,4 +70,4 @@ def explain(argv: Sequence[str], words: str) -> str:
         )
     else:
         advice = ""
-    return f"`{' '.join(argv)}` failed{advice}\n{words}"
+    return f"`{' '.join(argv)}` failed{advice}\n{message}"

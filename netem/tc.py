@@ -20,7 +20,7 @@ from dpipe.network.link import Link, Network
 
 Argv = list[str]
 
-HANDLE = "d1be:"  # by which `apply` and `clear` know their own qdisc from another's
+HANDLE = "d1be:"  # tells our qdisc from others
 NETEM_DEFAULT_LIMIT = 1000
 FULL_PACKET_BYTES = 1500
 _FIRST_PEER = 0x10
@@ -30,10 +30,10 @@ _OTHERS = 0xF
 def egress_commands(
     network: Network, node: int, device: str, addresses: Sequence[str] = ()
 ) -> list[Argv]:
-    """What shapes `device` as the interface of `node`; `addresses[i]` is the IP address of node i.
+    """The commands that shape `device` as the interface of `node`; `addresses[i]` is the IP address
+    of node i.
 
-    Raises `ProfileError` where the node's links differ and the addresses to tell them by are not
-    given.
+    Raises `ProfileError` if the node's links differ and no addresses are given to tell them apart.
     """
     peers = {peer: network.link(node, peer) for peer in _peers(network, node, addresses)}
     others = {network.default} if network.default and not addresses else set()
@@ -72,9 +72,7 @@ def netem(link: Link) -> Argv:
 
 
 def limit_packets(link: Link) -> int:
-    """Packets that netem may hold: those under way, and a queue of one round trip's worth, all of
-    full size.
-    """
+    """Packets of full size that netem may hold: those in flight, and a queue of one round trip."""
     one_way_bytes = link.bandwidth_gbps * 1e9 / 8 * (link.delay_ms + link.jitter_ms) * 1e-3
     return max(NETEM_DEFAULT_LIMIT, math.ceil(3 * one_way_bytes / FULL_PACKET_BYTES))
 
@@ -91,8 +89,8 @@ def _peers(network: Network, node: int, addresses: Sequence[str]) -> list[int]:
 
 
 def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link]]) -> list[Argv]:
-    """A class for each peer whose link is its own. Other traffic is shaped as `default`, or not at
-    all (class 0).
+    """A class for each peer whose link is not `default`. Other traffic is shaped as `default`, or
+    not at all (class 0).
     """
     apart = {address: (peer, link) for address, (peer, link) in peers.items() if link != default}
     leaves = {_OTHERS: default} if default else {}
@@ -116,8 +114,8 @@ def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link
         _htb_class(device, HANDLE, 1, egress, egress),
     ]
     for minor, link in leaves.items():
-        # The guaranteed rates add up to the interface's: htb lets a class below its own rate send
-        # unasked.
+        # The guaranteed rates must add up to the interface's: htb lets a class below its own rate
+        # send at once.
         share = egress * link.bandwidth_gbps / together
         commands.append(_htb_class(device, f"{HANDLE}1", minor, share, egress))
         commands.append(
@@ -129,8 +127,8 @@ def _classes(device: str, default: Link | None, peers: dict[str, tuple[int, Link
 
 
 def _htb_class(device: str, parent: str, minor: int, rate_gbps: float, ceil_gbps: float) -> Argv:
-    # A burst of a millisecond, and of one coalesced packet at least: what a timer that comes late
-    # must catch up with.
+    # A burst of a millisecond, and of one coalesced packet at least: a late timer must be able to
+    # catch up.
     burst = f"{max(65536, round(ceil_gbps * 1e9 / 8 * 1e-3))}b"
     rates = [
         "rate",
@@ -166,7 +164,7 @@ def _filter(device: str, address: str, minor: int) -> Argv:
         raise ProfileError(
             f"{address!r} is not an IP address; tc cannot tell peers apart by name"
         ) from None
-    # Filters of one priority share a protocol.
+    # All filters of one priority must have one protocol.
     protocol, word, bits, priority = (
         ("ip", "ip", 32, "1") if version == 4 else ("ipv6", "ip6", 128, "2")
     )

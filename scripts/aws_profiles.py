@@ -44,10 +44,12 @@ def profile(name: str, nodes: list[str]) -> str:
         *(f"#   {node:2} {region}" for node, region in enumerate(nodes)),
         "link = [",
     ]
-    for (a, here), (b, there) in combinations(enumerate(nodes), 2):
-        delay_ms, gbps = WITHIN_A_REGION if here == there else between[frozenset((here, there))]
+    for (a, region_a), (b, region_b) in combinations(enumerate(nodes), 2):
+        delay_ms, gbps = (
+            WITHIN_A_REGION if region_a == region_b else between[frozenset((region_a, region_b))]
+        )
         shape = f"delay_ms = {delay_ms:g}, bandwidth_gbps = {gbps:g}"
-        lines.append(f"    {{ from = {a}, to = {b}, {shape} }},  # {here} - {there}")
+        lines.append(f"    {{ from = {a}, to = {b}, {shape} }},  # {region_a} - {region_b}")
     return "\n".join([*lines, "]", ""])
 
 

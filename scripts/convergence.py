@@ -19,7 +19,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 from table import ROOT
 from trials import append, commit_of_tree, key_of, read_table, run_to_end, whole_lines
-from venue import Here
+from venue import ThisMachine
 
 from dpipe.config.load import Config, load
 from dpipe.errors import DpipeError
@@ -55,7 +55,7 @@ def configuration(plan: Convergence, cell: Cell, folder: Path) -> tuple[Config, 
 def train(plan: Convergence, cell: Cell, folder: Path) -> dict[str, Any]:
     """The line of a cell. Raises `RunError` where its run fails."""
     config, overrides = configuration(plan, cell, folder)
-    rows = run_to_end(ROOT / plan.config, overrides, Here(), timeout_s=plan.timeout_s)
+    rows = run_to_end(ROOT / plan.config, overrides, ThisMachine(), timeout_s=plan.timeout_s)
     held_out = {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
     return {
         "name": cell.name,
@@ -70,17 +70,17 @@ def train(plan: Convergence, cell: Cell, folder: Path) -> dict[str, Any]:
 
 def train_missing(plan: Convergence, results: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """The lines of all cells by name, after training those that `results` lacks."""
-    known = {line["key"]: line for line in whole_lines(results)}
-    found: dict[str, dict[str, Any]] = {}
+    lines = {line["key"]: line for line in whole_lines(results)}
+    by_name: dict[str, dict[str, Any]] = {}
     for cell in plan.cell:
         key = key_of(configuration(plan, cell, folder)[0])
-        if key not in known:
+        if key not in lines:
             click.echo(f"{cell.name} ... ", nl=False, err=True)
-            known[key] = train(plan, cell, folder)
-            append(results, known[key])
-            click.echo(f"{known[key]['final_held_out_loss']:.4f}", err=True)
-        found[cell.name] = known[key]
-    return found
+            lines[key] = train(plan, cell, folder)
+            append(results, lines[key])
+            click.echo(f"{lines[key]['final_held_out_loss']:.4f}", err=True)
+        by_name[cell.name] = lines[key]
+    return by_name
 
 
 def excess(plan: Convergence, losses: dict[str, float], cell: Cell) -> float:
@@ -99,13 +99,13 @@ def as_markdown(plan: Convergence, losses: dict[str, float]) -> str:
     ]
     for cell in plan.cell:
         bound = "" if cell.within_percent is None else f"{cell.within_percent:g} %"
-        verdict = "" if is_close(plan, losses, cell) else " MISSED"
+        missed = "" if is_close(plan, losses, cell) else " MISSED"
         rows.append(
             (
                 cell.name,
                 f"{losses[cell.name]:.4f}",
                 f"{excess(plan, losses, cell):+.2f} %",
-                bound + verdict,
+                bound + missed,
             )
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -123,8 +123,8 @@ def as_markdown(plan: Convergence, losses: dict[str, float]) -> str:
 def main(file: Path, results: Path | None) -> None:
     try:
         plan = read_table(Convergence, file)
-        where = results or ROOT / f"scripts/results/{plan.name}.jsonl"
-        lines = train_missing(plan, where, ROOT / "runs/sweeps" / plan.name)
+        results_path = results or ROOT / f"scripts/results/{plan.name}.jsonl"
+        lines = train_missing(plan, results_path, ROOT / "runs/sweeps" / plan.name)
     except DpipeError as error:
         click.echo(f"convergence: {error}", err=True)
         sys.exit(error.exit_code)

@@ -24,12 +24,9 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError
 
 Engine = Literal["dpipe", "torch", "fsdp", "megatron"]
-MOST_DIFFERENCE = {
-    "fp32": 1e-3,
-    "bf16": 0.05,
-    "fp16": 0.05,
-}  # of losses, above which an engine learns something else
-# relative, of the first loss in fp32: above it the parameters lie elsewhere, or are used otherwise
+# Of losses: an engine that differs by more learns something else.
+MOST_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
+# Relative, of the first loss in fp32: above it the parameters, or what is computed of them, differ.
 OF_ONE_MODEL = 1e-5
 
 
@@ -49,20 +46,20 @@ def module_of(engine: Engine, config: Config) -> ModuleType | None:
 
 
 def check_engine(engine: Engine, config: Config) -> None:
-    """Raises `ConfigError` for what this engine is not run on."""
+    """Raises `ConfigError` for a configuration that this engine cannot run."""
     if (module := module_of(engine, config)) is not None:
         module.check_config(config)
 
 
 def command(engine: Engine, config: Config) -> tuple[str, ...]:
-    """What `python -m` runs as one rank."""
+    """The arguments of `python -m` for one rank."""
     module = module_of(engine, config)
     return ("dpipe", "train") if module is None else (module.__name__,)
 
 
 def environ(engine: Engine) -> dict[str, str]:
-    """What its ranks want to find there: Megatron's all-reduces hide behind products only in one
-    queue of the GPU.
+    """Environment variables of its ranks. Megatron's all-reduces overlap with matrix products only
+    in one queue of the GPU.
     """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
 
@@ -77,11 +74,11 @@ class Layout(BaseModel):
     data: int = Field(default=1, ge=1)
 
     def overrides(self, batch_size: int, microbatch_size: int) -> tuple[str, ...]:
-        """As keys of a configuration. Raises `ConfigError` where replicas and micro-batches do not
+        """As keys of a configuration. Raises `ConfigError` if replicas and micro-batches do not
         divide the batch.
         """
-        num_microbatches, left = divmod(batch_size, self.data * microbatch_size)
-        if left or not num_microbatches:
+        num_microbatches, remainder = divmod(batch_size, self.data * microbatch_size)
+        if remainder or not num_microbatches:
             raise ConfigError(
                 f"train.batch_size {batch_size} is not divisible by {self.data} replicas of "
                 "micro-batches of "
@@ -98,8 +95,8 @@ class Layout(BaseModel):
 def spread(
     layouts: Sequence[Layout], microbatch_sizes: Sequence[int], config: Config
 ) -> Iterator[tuple[str, ...]]:
-    """The overrides of each way to run `config`: each layout with each micro-batch; as it is where
-    there is none.
+    """The overrides of each way to run `config`: each layout with each micro-batch size. None
+    change it without layouts.
     """
     if not layouts:
         yield ()
@@ -112,7 +109,7 @@ def gpus_needed(config: Config) -> int:
 
 
 def device_name(config: Config) -> str:
-    """What a real run computes on."""
+    """The device that a real run computes on."""
     return (
         torch.cuda.get_device_name() if gpus_needed(config) and torch.cuda.is_available() else "CPU"
     )
@@ -121,17 +118,17 @@ def device_name(config: Config) -> str:
 def difference_in_training(
     engine: Engine, config_path: Path, overrides: Sequence[str], at: Venue, *, timeout_s: float
 ) -> float:
-    """How far that engine's losses are from ours when both train a small model, cut and spread as
-    the cell is.
+    """The largest difference between that engine's losses and ours when both train a small model
+    with the cell's layout.
 
-    In fp32 as well, for a loss in half precision hardly tells which parameters it is of. Raises
-    `AssertionError` where the engine computes or learns something else, `RunError` where either
-    does not run.
+    Also in fp32, because a loss in half precision hardly shows whether the parameters are the same.
+    Raises `AssertionError` if the engine computes or learns something else, `RunError` if either
+    fails.
     """
     config = load(config_path, tuple(overrides))
     for precision in ("fp32", "fp32"), (config.train.precision, config.train.parameters):
         last = dict(text.split("=", 1) for text in (*overrides, *_small(config, *precision)))
-        # Sorted and without doubles, so that each micro-batch of a layout has the same.
+        # Sorted and without duplicates, so that all micro-batch sizes of a layout share one result.
         small = tuple(f"{key}={value}" for key, value in sorted(last.items()))
         difference = _difference(engine, config_path, small, at, timeout_s)
     return difference
@@ -140,7 +137,7 @@ def difference_in_training(
 def trained(
     engine: Engine, config_path: Path, overrides: tuple[str, ...], at: Venue, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """The rows that a run of that engine leaves. Raises `RunError` where it fails."""
+    """The rows of metrics of a run of that engine. Raises `RunError` if it fails."""
     module = command(engine, load(config_path, overrides))
     return run_to_end(
         config_path, overrides, at, timeout_s=timeout_s, module=module, environ=environ(engine)
@@ -152,19 +149,23 @@ def _difference(
     engine: Engine, config_path: Path, small: tuple[str, ...], at: Venue, timeout_s: float
 ) -> float:
     config = load(config_path, small)
-    both: tuple[Engine, Engine] = "dpipe", engine
+    engines: tuple[Engine, Engine] = "dpipe", engine
     ours, theirs = (
-        [row["loss"] for row in trained(who, config_path, small, at, timeout_s) if "loss" in row]
-        for who in both
+        [
+            row["loss"]
+            for row in trained(each_engine, config_path, small, at, timeout_s)
+            if "loss" in row
+        ]
+        for each_engine in engines
     )
     if config.train.precision == "fp32":
-        apart = abs(theirs[0] / ours[0] - 1)
-        assert apart < OF_ONE_MODEL, (
-            f"of the same parameters {engine} has a first loss of {theirs[0]}, ours: {ours[0]}"
+        relative = abs(theirs[0] / ours[0] - 1)
+        assert relative < OF_ONE_MODEL, (
+            f"with the same parameters the first loss of {engine} is {theirs[0]}, ours {ours[0]}"
         )
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    most = MOST_DIFFERENCE[config.train.precision]
-    assert difference < most, (
+    bound = MOST_DIFFERENCE[config.train.precision]
+    assert difference < bound, (
         f"the losses of {engine} differ from ours by {difference}: {theirs} against {ours}"
     )
     return difference

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What one link carries at full rate, between two hosts of a lab: iperf3 and dpipe in turns, each
-over as many connections as `transport.connections = "auto"` opens. Needs root.
+"""Measures what one link carries at full rate, between two hosts of a lab: iperf3 and dpipe in
+turns, each over as many connections as `transport.connections = "auto"` opens. Needs root.
 
     scripts/link.py                                  the five published networks, about six minutes
     scripts/link.py netem/profiles/50ms-1gbps.toml --sysctl net.ipv4.tcp_congestion_control=reno
@@ -34,33 +34,36 @@ def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[st
     """One row: Gbit/s of payload on one link, iperf3 and dpipe in turns; the medians of both and of
     their ratio.
 
-    Each warms up by a slow start's doublings and their echo, unless told how long; what is counted
-    is so long that half a round trip at its ends does not matter.
+    Each warms up until TCP's slow start is over, or for `warm_up_s`, and is then measured for so
+    long that half a round trip at either end does not matter.
     """
     observed = at.become(profile)
     network = load_network(profile)
     link = network.link(0, 1)
     round_trip_s = 2 * link.delay_ms * 1e-3
-    how = (
+    durations = (
         1.0 + 15 * round_trip_s if warm_up_s is None else warm_up_s,
         _SECONDS + 50 * round_trip_s,
     )
-    alone = iperf3(at.lab.hosts, 1, *how)
+    one_connection_gbps = iperf3(at.lab.hosts, 1, *durations)
     turns = [
-        [way(at.lab.hosts, link.connections, *how) for way in (iperf3, dpipe)]
+        [
+            measure_rate(at.lab.hosts, link.connections, *durations)
+            for measure_rate in (iperf3, dpipe)
+        ]
         for _ in range(_TURNS)
     ]
-    theirs, ours = (median(rates) for rates in zip(*turns, strict=True))
+    iperf3_gbps, dpipe_gbps = (median(rates) for rates in zip(*turns, strict=True))
     return {
         "network": network.name,
         "asked": link.bandwidth_gbps,
         "on the wire": observed["bandwidth_gbps"],
-        "iperf3 x1": alone,
-        "window MB": alone * 1e3 / 8 * round_trip_s,
+        "iperf3 x1": one_connection_gbps,
+        "window MB": one_connection_gbps * 1e3 / 8 * round_trip_s,
         "connections": link.connections,
-        "iperf3": theirs,
-        "dpipe": ours,
-        "dpipe / asked": ours / link.bandwidth_gbps,
+        "iperf3": iperf3_gbps,
+        "dpipe": dpipe_gbps,
+        "dpipe / asked": dpipe_gbps / link.bandwidth_gbps,
         "dpipe / iperf3": median(b / a for a, b in turns),
     }
 
@@ -68,7 +71,7 @@ def measure(at: InLab, profile: Path, warm_up_s: float | None = None) -> dict[st
 def iperf3(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     with _program(hosts[1], ["iperf3", "--server", "--one-off", "--forceflush"]) as server:
         _until_it_listens(server)
-        words = [
+        options = [
             "--time",
             str(round(seconds)),
             "--omit",
@@ -76,16 +79,16 @@ def iperf3(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: f
             "--parallel",
             str(connections),
         ]
-        said = shell.run(
-            hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *words]), _START_S
+        report = shell.run(
+            hosts[0].enter(["iperf3", "--client", hosts[1].address, "--json", *options]), _START_S
         )
         server.wait(_START_S)
-    return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) * 1e-9
+    return float(json.loads(report)["end"]["sum_received"]["bits_per_second"]) * 1e-9
 
 
 def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: float) -> float:
     addresses = [host.address for host in hosts]
-    how = [
+    options = [
         "--connections",
         str(connections),
         "--seconds",
@@ -94,20 +97,21 @@ def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: fl
         str(warm_up_s),
     ]
     argv = [
-        [sys.executable, "-m", "dpipe.bench.rate", str(rank), *addresses, *how] for rank in (0, 1)
+        [sys.executable, "-m", "dpipe.bench.rate", str(rank), *addresses, *options]
+        for rank in (0, 1)
     ]
     with _program(hosts[1], argv[1]) as receiver:
         _until_it_listens(receiver)
         shell.run(hosts[0].enter(argv[0]), _START_S)
-        said, complaint = receiver.communicate(timeout=_START_S)
+        rate, errors = receiver.communicate(timeout=_START_S)
     if receiver.returncode != 0:
-        raise RunError(f"dpipe between two hosts of the lab has failed:\n{complaint}")
-    return float(said)
+        raise RunError(f"dpipe between two hosts of the lab has failed:\n{errors}")
+    return float(rate)
 
 
 @contextmanager
 def _program(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A program on a host of the lab, killed at the end of the block."""
+    """A program on a host of the lab; it is killed at the end of the block."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         host.enter(argv), cwd=ROOT, text=True, stdout=pipe, stderr=pipe
@@ -122,7 +126,7 @@ def _until_it_listens(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     while "listening" not in (line := process.stdout.readline()):
         if not line:
-            raise RunError(f"{process.args} has ended: {process.communicate()[1]}")
+            raise RunError(f"{process.args} ended before it listened: {process.communicate()[1]}")
 
 
 def as_markdown(row: dict[str, Any], heads: bool) -> str:
@@ -136,13 +140,13 @@ def as_markdown(row: dict[str, Any], heads: bool) -> str:
 @click.command(help=__doc__)
 @click.argument("profiles", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
-    "--sysctl", multiple=True, metavar="KEY=VALUE", help="How the two hosts have their TCP."
+    "--sysctl", multiple=True, metavar="KEY=VALUE", help="A TCP setting of the two hosts."
 )
 @click.option(
     "--warm-up",
     "warm_up_s",
     type=float,
-    help="Seconds before each count; default: by the link's delay.",
+    help="Seconds before each measurement; default: by the link's delay.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a list of rows.")
 def main(

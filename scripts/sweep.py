@@ -7,9 +7,9 @@ each.
     scripts/sweep.py scripts/sweeps/gpt3xl_megatron.toml        layouts x engines, on GPUs here
 
 A cell is a run of all ranks on this machine: as it is, in a `netem lab`, or behind the shaped
-transport. Stop it when you like and start it again: what is in the results stays, a line that was
-cut short is measured anew. Delete a line to measure it again. Cells that need more GPUs than there
-are are left out.
+transport. You can stop it at any time and start it again: results stay, and a line that was cut
+short is measured anew. Delete a line to measure it again. Cells that need more GPUs than this
+machine has are skipped.
 """
 
 import json
@@ -51,9 +51,9 @@ class Runs(BaseModel):
     """One engine: each schedule with each wire format, on all networks of the sweep or on some of
     them.
 
-    `overrides` change the configuration; `label` is what the table calls the engine then, beside
-    its name. Each of `layouts` spreads the configured batch over its ranks in micro-batches of each
-    of `micro_batches` sequences.
+    `overrides` change the configuration; `label` then follows the engine's name in the table. Each
+    of `layouts` spreads the configured batch over its ranks in micro-batches of each of
+    `micro_batches` sequences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,12 +69,12 @@ class Runs(BaseModel):
 
 
 class Sweep(BaseModel):
-    """A sweep file: each of `run` on each of the networks, or on the machine as it is where `venue`
-    is "local".
+    """A sweep file: each of `run` on each of the networks, or on the machine as it is if `venue` is
+    "local".
 
-    Its paths are relative to the repository. `scale` divides messages and bandwidths, delays stay:
-    so that one machine carries twelve replay stages and a step takes as long. `sysctl` is how the
-    hosts of a lab have their TCP.
+    Its paths are relative to the repository. `scale` divides messages and bandwidths, not delays:
+    one machine then carries twelve replay stages, and a step takes as long as at full size.
+    `sysctl` are TCP settings of the hosts of a lab.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,19 +91,19 @@ class Sweep(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.venue == "local") == bool(self.networks):
-            raise ValueError('venue "local" goes without networks, and any other needs some')
+            raise ValueError('venue "local" takes no networks; any other venue needs some')
         return self
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: the network that it stands for, and the configuration as `dpipe launch` gets it."""
+    """One run: the network that it stands for, and the configuration that `dpipe launch` gets."""
 
     engine: str
     schedule: str
     wire: str
     network: Network
-    profile: Path  # of the network as the ranks will see it
+    profile: Path  # of the scaled network, which the ranks get
     config_path: Path
     overrides: tuple[str, ...]
     sweep: "Sweep"
@@ -121,9 +121,15 @@ class Cell:
     def key(self) -> str:
         """Equal for runs that would measure the same."""
         sweep, config = self.sweep, self.config
-        here = (device_name(config),) if sweep.venue == "local" else ()
+        device = (device_name(config),) if sweep.venue == "local" else ()
         return key_of(
-            config, self.engine, sweep.venue, sweep.sysctl, sweep.scale, stated(self.network), *here
+            config,
+            self.engine,
+            sweep.venue,
+            sweep.sysctl,
+            sweep.scale,
+            stated(self.network),
+            *device,
         )
 
     def __str__(self) -> str:
@@ -138,8 +144,8 @@ def shape_of(config: Config) -> str:
 
 
 def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
-    """All cells; the networks that they will see are written into `work`. Raises what a cell's
-    configuration would.
+    """All cells; the profiles of their scaled networks are written into `work`. Raises what
+    checking a cell's configuration raises.
     """
     path = ROOT / sweep.config
     base = load(path)
@@ -149,10 +155,10 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
             "drop it"
         )
     work.mkdir(parents=True, exist_ok=True)
-    for runs, network, seen in _on_networks(sweep, work):
+    for runs, network, scaled_profile in _on_networks(sweep, work):
         for schedule, wire in product(runs.schedules, runs.wires):
-            given = (
-                *overrides(sweep.venue, seen),
+            base_overrides = (
+                *overrides(sweep.venue, scaled_profile),
                 f"run.folder={json.dumps(str(work / 'run'))}",
                 *(f"replay.{key}={size}" for key, size in scaled_bytes(base, sweep.scale).items()),
                 f"pipeline.schedule={json.dumps(schedule)}",
@@ -164,15 +170,17 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
                 ),
                 *runs.overrides,
             )
-            for laid_out in spread(runs.layouts, runs.micro_batches, load(path, given)):
+            for layout_overrides in spread(
+                runs.layouts, runs.micro_batches, load(path, base_overrides)
+            ):
                 cell = Cell(
                     runs.engine,
                     schedule,
                     wire,
                     network,
-                    seen,
+                    scaled_profile,
                     path,
-                    (*given, *laid_out),
+                    (*base_overrides, *layout_overrides),
                     sweep,
                     runs.label,
                 )
@@ -183,22 +191,22 @@ def cells(sweep: Sweep, work: Path) -> Iterator[Cell]:
 
 
 def _on_networks(sweep: Sweep, work: Path) -> Iterator[tuple[Runs, Network, Path]]:
-    """Each block with each of its networks, and the profile of it that the ranks see."""
+    """Each block with each of its networks, and the profile of that network, scaled."""
     for runs in sweep.run:
         if sweep.venue == "local":
             yield runs, Network(), work
         for profile in runs.networks or sweep.networks:
             network = load_network(ROOT / profile)
-            seen = work / Path(profile).name
-            seen.write_text(
+            scaled_profile = work / Path(profile).name
+            scaled_profile.write_text(
                 as_profile(scaled(network, sweep.scale, windows=sweep.venue == "shaped")),
                 encoding="utf-8",
             )
-            yield runs, network, seen
+            yield runs, network, scaled_profile
 
 
 def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
-    """The keys of a replay that are bytes; those left at their default are the key's own."""
+    """The keys of a replay that are bytes, divided by `scale`; those left at their default stay."""
     replay = config.replay
     sizes: dict[str, int | list[int]] = {"message_bytes": replay.message_bytes // scale}
     if config.tensor_parallel.size > 1:
@@ -211,8 +219,8 @@ def scaled_bytes(config: Config, scale: int) -> dict[str, int | list[int]]:
 
 
 def scaled(network: Network, scale: int, *, windows: bool) -> Network:
-    """`windows` of TCP can be divided where software imitates them; a kernel's own stay as they
-    are.
+    """A slower network. TCP `windows` are divided only where software imitates them: a kernel's
+    cannot be.
     """
 
     def slower(link: Link) -> Link:
@@ -248,7 +256,7 @@ def as_profile(network: Network) -> str:
 
 
 def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
-    """Seconds a step, without the first one, and what the network then gave."""
+    """Seconds a step without the first one, and what was measured of the network."""
     observed = at.become(cell.profile)
     try:
         rows = trained(cell.engine, cell.config_path, cell.overrides, at, timeout_s)
@@ -256,18 +264,16 @@ def measure(cell: Cell, at: Venue, timeout_s: float) -> dict[str, Any]:
         raise RunError(f"{cell}: {error}") from None
     steps = [row for row in rows if "step_s" in row]
     seconds = [row["step_s"] for row in steps]
-    found = {
+    line = {
         "measured_s": round(usual(seconds[1:], cell.config), 3),
         "steps_s": seconds,
         "observed": observed,
     }
-    return found | (of_gpus(steps[-1]) if gpus_needed(cell.config) else {})
+    return line | (of_gpus(steps[-1]) if gpus_needed(cell.config) else {})
 
 
 def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
-    """What the last step's row says of them: the fullest one's peak, their mean use, and MFU, where
-    they are known.
-    """
+    """The GPUs in the last step's row: the largest peak of memory, mean use, and MFU, if known."""
     uses = [*row.get("gpu_use_percent", {}).values()]
     return {
         "memory_gb": round(max(row["gpu_memory_mb"].values()) / 1e3, 2),
@@ -277,31 +283,35 @@ def of_gpus(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def usual(seconds: list[float], config: Config) -> float:
-    """The median step; where replicas agree now and then, the mean over the last whole rounds of
-    that.
+    """The median step. With local SGD the mean over the last whole rounds, because only the last
+    step of a round exchanges.
     """
-    agreement, steps = config.data_parallel, len(seconds)
-    if agreement.kind != "local-sgd" or agreement.replicas == 1:
+    data_parallel, steps = config.data_parallel, len(seconds)
+    if data_parallel.kind != "local-sgd" or data_parallel.replicas == 1:
         return median(seconds)
-    return mean(seconds[steps % agreement.inner_steps :])
+    return mean(seconds[steps % data_parallel.inner_steps :])
 
 
 def check_rounds(config: Config) -> None:
-    """Raises `ConfigError` where replicas would not agree once in the steps that are counted, all
-    but the first.
+    """Raises `ConfigError` if the steps that are counted, all but the first, hold no whole round of
+    local SGD.
     """
-    agreement, counted = config.data_parallel, config.train.steps - 1
-    if agreement.kind == "local-sgd" and agreement.replicas > 1 and counted < agreement.inner_steps:
+    data_parallel, counted = config.data_parallel, config.train.steps - 1
+    if (
+        data_parallel.kind == "local-sgd"
+        and data_parallel.replicas > 1
+        and counted < data_parallel.inner_steps
+    ):
         raise ConfigError(
             f"train.steps {config.train.steps} hold no round of data_parallel.inner_steps "
-            f"{agreement.inner_steps} "
-            "behind the first step; take more of the one or fewer of the other"
+            f"{data_parallel.inner_steps} "
+            "after the first step; raise train.steps or lower data_parallel.inner_steps"
         )
 
 
 def difference_of_losses(cell: Cell, at: Venue) -> float | None:
-    """The largest difference from our losses when that engine trains a small GPT; raises where it
-    learns otherwise.
+    """The largest difference from our losses when that engine trains a small GPT; None for our own.
+    Raises if it learns something else.
     """
     if cell.engine == "dpipe":
         return None
@@ -310,21 +320,18 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
         return difference_in_training(
             cell.engine, cell.config_path, cell.overrides, at, timeout_s=timeout_s
         )
-    known = (
-        "zero-bubble" if cell.schedule == "auto" else cell.schedule
-    )  # what "auto" finds splits the backward pass
-    return float(compare_pipelining(known, SMALL)["loss difference"])
+    # Torch has no "auto"; the schedule that it finds splits the backward pass, as zero-bubble does.
+    schedule = "zero-bubble" if cell.schedule == "auto" else cell.schedule
+    return float(compare_pipelining(schedule, SMALL)["loss difference"])
 
 
-def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
-    """The columns of the table, and where they are from. A network of unlike links has no one delay
-    and bandwidth.
+def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]:
+    """The columns of the table, and where they are from. Delay and bandwidth are empty for a
+    network whose links differ.
     """
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
-    local = (
-        cell.sweep.venue == "local"
-    )  # of this machine nothing is known that could be predicted from
+    local = cell.sweep.venue == "local"  # nothing is known of it to predict from
     link = None if cell.network.links or local else cell.network.default
     row = Row(
         delay_ms=link.delay_ms if link else None,
@@ -337,7 +344,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
     )
     return {
         **asdict(row),
-        **found,
+        **measured,
         "mode": "real" if config.model.family.computes else "replay",
         "network": stated(cell.network),
         "venue": cell.sweep.venue,
@@ -353,7 +360,7 @@ def as_line(cell: Cell, found: dict[str, Any], commit: str) -> dict[str, Any]:
 
 
 def laid_out(config: Config) -> dict[str, Any]:
-    """What the tables about layouts look a line up by."""
+    """The keys by which the tables of layouts find a line."""
     return {
         "device": device_name(config),
         "gpus": gpus_needed(config),
@@ -367,26 +374,26 @@ def laid_out(config: Config) -> dict[str, Any]:
 
 
 def sweep_missing(sweep: Sweep, results: Path, work: Path, most: int | None) -> int:
-    """Measure what is not in `results`, `most` cells at most; returns how many failed. The others
-    are measured.
+    """Measure the cells that `results` lacks, `most` at most; returns how many failed. A failure
+    does not stop the others.
     """
-    every, known = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
-    missing = [(number, cell) for number, cell in enumerate(every, 1) if cell.key not in known]
+    all_cells, keys = list(cells(sweep, work)), {line["key"] for line in whole_lines(results)}
+    missing = [(index, cell) for index, cell in enumerate(all_cells, 1) if cell.key not in keys]
     todo = fitting(missing)[:most]
     if not todo:
         return 0
     failed, commit = 0, commit_of_tree()
     with venue(sweep.venue, max(cell.config.world_size for _, cell in todo), sweep.sysctl) as at:
-        for number, cell in todo:
-            click.echo(f"[{number}/{len(every)}] {cell} ... ", nl=False)
+        for index, cell in todo:
+            click.echo(f"[{index}/{len(all_cells)}] {cell} ... ", nl=False)
             try:
                 difference = difference_of_losses(cell, at)
-                found = {**measure(cell, at, sweep.timeout_s), "loss_difference": difference}
+                measured = {**measure(cell, at, sweep.timeout_s), "loss_difference": difference}
             except (RunError, AssertionError) as error:
                 failed += 1
                 click.echo(f"\n{error}", err=True)
                 continue
-            line = as_line(cell, found, commit)
+            line = as_line(cell, measured, commit)
             append(results, line)
             predicted = (
                 "" if line["predicted_s"] is None else f", predicted {line['predicted_s']:.2f}"
@@ -399,21 +406,25 @@ def fitting(missing: list[tuple[int, Cell]]) -> list[tuple[int, Cell]]:
     """The cells that the GPUs of this machine are enough for. Raises `ConfigError` where they are
     for none.
     """
-    here = torch.cuda.device_count()
-    fit = [(number, cell) for number, cell in missing if gpus_needed(cell.config) <= here]
-    if missing and not fit:
+    num_gpus = torch.cuda.device_count()
+    fitting_cells = [
+        (number, cell) for number, cell in missing if gpus_needed(cell.config) <= num_gpus
+    ]
+    if missing and not fitting_cells:
         least = min(gpus_needed(cell.config) for _, cell in missing)
         raise ConfigError(
-            f"every cell that is left needs {least} GPUs at least, and torch sees {here} here; run "
+            f"every cell that is left needs {least} GPUs at least, and torch sees {num_gpus} here; "
+            "run "
             "the sweep on a "
             "machine that has them, or give the sweep file smaller layouts"
         )
-    if len(fit) < len(missing):
+    if len(fitting_cells) < len(missing):
         click.echo(
-            f"left out, for want of GPUs (there are {here}): {len(missing) - len(fit)} of "
+            f"left out, for want of GPUs (there are {num_gpus}): "
+            f"{len(missing) - len(fitting_cells)} of "
             f"{len(missing)} cells"
         )
-    return fit
+    return fitting_cells
 
 
 @click.command(help=__doc__)

@@ -78,8 +78,8 @@ NUM_PARTS = 16  # of a stage, in dpipe's own exchanges
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train on one network. `published_s` is what the source says of that very system;
-    seconds a step.
+    """One way to train on one network, in seconds a step. `published_s` is what the source says of
+    that system.
     """
 
     delay_ms: float | None  # None where the links of a network differ
@@ -108,12 +108,14 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """What happened where it is known, else what is predicted."""
+        """Measured, else published, else predicted."""
         return self.measured_s or self.published_s or self.predicted_s or 0.0
 
     @property
     def error(self) -> float | None:
-        """How far what happened is from what was predicted, in percent."""
+        """The difference of the measured (else published) step from the predicted one, in
+        percent.
+        """
         happened = self.published_s if self.measured_s is None else self.measured_s
         return (
             None
@@ -160,10 +162,11 @@ def published_network(row: Row) -> Network:
 
 
 def measured_network(line: dict[str, Any]) -> Network:
-    """What the ranks of a measured line had, at full size: `scale` divided messages and bandwidths,
-    not delays.
+    """The network of a measured line, at full size: `scale` divided messages and bandwidths, not
+    delays.
 
-    A lab's rates are interfaces', and its windows its kernel's, which nobody divides.
+    The rates of a lab include headers, and its TCP windows are the kernel's, which `scale` does not
+    divide.
     """
     network = parse_network(line["network"], default_name="measured").over(line["connections"])
     if line["venue"] == "shaped":
@@ -178,8 +181,8 @@ def _wider(link: Link, scale: int) -> Link:
 
 
 def with_prediction(row: Row, network: Network | None = None) -> Row:
-    """The simulated step, on the published network unless given; that and the stage times are all
-    that goes in.
+    """The simulated step, by default on the published network. The stage times are the only other
+    input.
     """
     network = network or published_network(row)
     network.check(NUM_STAGES * row.data_parallel)
@@ -218,7 +221,7 @@ def replicas_of(row: Row) -> Replicas | None:
 
 
 def simulated(name: str) -> list[Row]:
-    """What was published, then dpipe, network by network."""
+    """The published rows, then dpipe's, network by network."""
     source = published(name)
     ours = [
         Row(row.delay_ms, row.bandwidth_gbps, row.data_parallel, engine, schedule, wire)
@@ -231,10 +234,10 @@ def simulated(name: str) -> list[Row]:
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
-    """The lines of `mode` that scripts/sweep.py has written, after the published rows that they
-    stand beside.
+    """The lines of `mode` that scripts/sweep.py has written, after the published rows to compare
+    with.
 
-    Networks whose links differ are not in this table. Raises `ConfigError` where there are none.
+    Networks whose links differ are not in this table. Raises `ConfigError` if there is no line.
     """
     lines = [
         line for line in lines_of(results) if line["mode"] == mode and line["delay_ms"] is not None
@@ -251,8 +254,8 @@ def measured(name: str, mode: str, results: Path) -> list[Row]:
 
 
 def lines_of(results: Path) -> list[dict[str, Any]]:
-    """What scripts/sweep.py has written; nothing where it has not. Raises `ConfigError` naming a
-    damaged line.
+    """The lines that scripts/sweep.py has written, if any. Raises `ConfigError` naming a damaged
+    line.
     """
     lines = results.read_text("utf-8").splitlines() if results.exists() else []
     return [_parsed(line, f"{results}, line {number}") for number, line in enumerate(lines, 1)]
@@ -263,7 +266,8 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{where} is no row ({error}); delete it: what wrote the file measures it anew"
+            f"{where} is not a row of JSON ({error}); delete the line, then measure it again by "
+            "the script that wrote it"
         ) from None
 
 
@@ -273,8 +277,8 @@ def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = No
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """With today's prediction of what was measured; that of its day where it was no pipeline of
-    this table's.
+    """A measured line with today's prediction; with that of its day if it is not one of this
+    table's pipelines.
     """
     row = Row(**{key: line[key] for key in FIELDS})
     replays_the_table = line["mode"] == "replay" and row.schedule in schedule_names()
@@ -302,8 +306,8 @@ def note(rows: Sequence[Row]) -> str:
 
 
 def as_comparison(rows: Sequence[Row]) -> str:
-    """One line a network, one column a system: what happened, else what is predicted; seconds a
-    step.
+    """One line a network, one column a system: seconds a step, measured, else published, else
+    predicted.
     """
     systems = list(dict.fromkeys(row.label for row in rows))
     networks = list(dict.fromkeys(row.network for row in rows))
@@ -320,11 +324,11 @@ def _compared(row: Row) -> str:
 
 
 def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
-    """Raises `ConfigError` where `path` does not have the two marks."""
+    """Replace what is between the two marks in `path`. Raises `ConfigError` if one is missing."""
     begin, end = f"<!-- {name} {mode} -->", "<!-- end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
+    before, begin_mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, end_mark, after = rest.partition(end)
+    if not (begin_mark and end_mark):
         raise ConfigError(
             f"{path} has no lines {begin} and {end} for the comparison to stand between"
         )
@@ -344,9 +348,7 @@ def as_json(rows: Iterable[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A line a system over the networks: what happened where it is known, else what is
-    predicted.
-    """
+    """A line a system over the networks: measured, else published, else predicted."""
     axes = (figure := new_figure()).subplots()
     for label in dict.fromkeys(row.label for row in rows):
         ours = [row for row in rows if row.label == label]
@@ -411,9 +413,9 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _drawable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
-    """Before minutes of simulation, not after them."""
+    """Checked here, so that a mistake does not show only after minutes of simulation."""
     if path is not None and not (path.suffix == ".png" and path.parent.is_dir()):
-        raise click.BadParameter(f"{path} is to end in .png, in a folder that exists")
+        raise click.BadParameter(f"{path} must end in .png and be in a folder that exists")
     return path
 
 

@@ -142,10 +142,10 @@ def main() -> None:
         tokenizer.train_from_iterator([TEXT], vocab_size=60, show_progress=False)
         tokenizer.save(str(folder / "pieces.json"))
         for arrangement in arrangements():
-            found = losses(configured(arrangement, folder))
+            run_losses = losses(configured(arrangement, folder))
             kind = arrangement.layers, arrangement.dropout
-            expected = alone.setdefault(kind, found)  # the first of a kind is one process
-            apart = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+            expected = alone.setdefault(kind, run_losses)  # the first of a kind is one process
+            apart = max(abs(a - b) / b for a, b in zip(run_losses, expected, strict=True))
             worst = max(worst, apart)
             print(f"{arrangement}  {apart:.1e}", flush=True)
     print(f"furthest apart: {worst:.1e}, bound {BOUND:.0e}")

@@ -1,5 +1,5 @@
-"""Runs that scripts start to measure something, and the files of JSON lines that the results go
-to.
+"""Runs that scripts start to measure something, and the files of JSON lines that hold the
+results.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ TableT = TypeVar("TableT", bound=BaseModel)
 
 def read_table(form: type[TableT], path: Path) -> TableT:
     """A TOML file as `form`. Raises `ConfigError` naming the file and what is wrong in it."""
-    what = f"{form.__name__.lower()} file {path}"
+    file = f"{form.__name__.lower()} file {path}"
     try:
         return form.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ConfigError(f"{what} does not exist") from None
+        raise ConfigError(f"{file} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} is not TOML: {error}") from None
+        raise ConfigError(f"{file} is not TOML: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{what}: {where}: {first['msg']}, got {first['input']!r}") from None
+        raise ConfigError(f"{file}: {where}: {first['msg']}, got {first['input']!r}") from None
 
 
 def run_to_end(
@@ -51,38 +51,38 @@ def run_to_end(
     module: Sequence[str] = ("dpipe", "train"),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Run all ranks of a configuration; returns the rows of its metrics. An earlier run in the same
-    folder goes.
+    """Run all ranks of a configuration; returns the rows of its metrics. Removes an earlier run in
+    the same folder.
 
-    Raises `RunError` with the end of what a failed run said, and `KeyboardInterrupt` where it was
-    stopped early.
+    Raises `RunError` with the last lines of a failed run, and `KeyboardInterrupt` if it was stopped
+    early.
     """
     config = load(config_path, tuple(overrides))
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
-    given = [word for override in overrides for word in ("-o", override)]
-    argv = [sys.executable, "-m", *module, str(config_path), *given]
-    said: list[str] = []
+    options = [option for override in overrides for option in ("-o", override)]
+    argv = [sys.executable, "-m", *module, str(config_path), *options]
+    messages: list[str] = []
     code = launch(
         lambda rank: at.enter(rank, argv),
         config.world_size,
         logs=folder / "logs",
         coordinator=at.coordinator,
         environ={**environment(), **at.environ, **environ},
-        on_line=said.append,
+        on_line=messages.append,
         timeout_s=timeout_s,
         quiet=True,
     )
-    if STOPPING in said:
-        # the launcher had it first: ranks that ended in good order leave no result either
+    if STOPPING in messages:
+        # The launcher took the signal. The exit code alone is that of a run that ended well.
         raise KeyboardInterrupt
     if code != 0:
-        raise RunError("\n".join(["the run has failed:", *said]))
+        raise RunError("\n".join(["the run has failed:", *messages]))
     return read_rows(folder)
 
 
 def whole_lines(results: Path) -> list[dict[str, Any]]:
-    """The lines that are there; one that was cut short is taken out of the file."""
+    """All complete lines; one that was cut short is removed from the file."""
     if not results.exists():
         return []
     text = results.read_text(encoding="utf-8")
@@ -102,21 +102,21 @@ def append(results: Path, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def key_of(config: Config, *more: Any) -> str:
-    """Equal for runs that are given the same, wherever their files are, and whatever defaults are
-    added later.
+def key_of(config: Config, *parts: Any) -> str:
+    """Equal for runs of equal settings, wherever their files are, and whatever defaults are added
+    later.
     """
     files = {"transport": {"shape"}, "predict": {"network"}, "run": {"folder"}, "node": True}
-    given = config.model_dump(mode="json", exclude=files, exclude_unset=True)
-    return hashlib.sha256(json.dumps([*more, given], sort_keys=True).encode()).hexdigest()[:16]
+    settings = config.model_dump(mode="json", exclude=files, exclude_unset=True)
+    return hashlib.sha256(json.dumps([*parts, settings], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def commit_of_tree() -> str:
-    """Empty where nothing is known of it."""
+    """Empty if git does not know it."""
     argv = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(
             argv, cwd=ROOT, capture_output=True, text=True, timeout=60
         ).stdout.strip()
-    except FileNotFoundError:  # no git here, and a cell that has been measured is not lost for that
+    except FileNotFoundError:  # a cell that has been measured is not lost for want of git
         return ""

@@ -1,8 +1,8 @@
-"""Where the ranks of a sweep's cell run, and what makes their network slow.
+"""Where the ranks of a sweep's cell run, and what shapes their network.
 
-local     processes of this machine, on its GPUs where the configuration says so; its own network
+local     processes of this machine, on its GPUs if the configuration says so; unshaped
 shaped    processes of this machine behind the shaped transport; needs no root
-lab       a host of a `netem lab` each: the kernel's own TCP over shaped links
+lab       each rank on a host of a `netem lab`: the kernel's TCP over shaped links
 """
 
 import json
@@ -27,15 +27,15 @@ class Venue(Protocol):
     environ: Mapping[str, str]
 
     def become(self, profile: Path) -> dict[str, Any] | None:
-        """Take on a network; returns what the link from host 0 to 1 then gives, where that is for
-        us to measure.
+        """Change to the network of `profile`; returns the measured link from host 0 to 1, or None
+        if there is nothing to measure.
         """
 
     def enter(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """What runs `argv` as `rank`."""
+        """The command that runs `argv` as `rank`."""
 
 
-class Here:
+class ThisMachine:
     coordinator: str | None = None
     environ: Mapping[str, str] = MappingProxyType({})
 
@@ -56,9 +56,8 @@ class InLab:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        return {
-            "GLOO_SOCKET_IFNAME": "eth0"
-        }  # else gloo looks up the host's name, which is the same on all
+        # Else gloo looks up the host's name, which is the same on all hosts of a lab.
+        return {"GLOO_SOCKET_IFNAME": "eth0"}
 
     def become(self, profile: Path) -> dict[str, Any] | None:
         network = load_network(profile)
@@ -73,7 +72,7 @@ class InLab:
 
 
 def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
-    """What a configuration says of its network there."""
+    """The overrides by which a configuration finds its network."""
     path = json.dumps(str(profile))
     match kind:
         case "local":
@@ -88,9 +87,9 @@ def overrides(kind: Kind, profile: Path) -> tuple[str, ...]:
 
 @contextmanager
 def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Venue]:
-    """A lab is up for as long as the block runs; raises `NetemError` where it cannot be."""
+    """A lab stays up as long as the block runs. Raises `NetemError` if it cannot be made."""
     if kind != "lab":
-        yield Here()
+        yield ThisMachine()
         return
     with lab_up("sweep", num_ranks, sysctl) as at:
         yield at
@@ -98,8 +97,8 @@ def venue(kind: Kind, num_ranks: int, sysctl: Sequence[str] = ()) -> Iterator[Ve
 
 @contextmanager
 def lab_up(name: str, num_hosts: int, sysctl: Sequence[str] = ()) -> Iterator[InLab]:
-    made = lab.up(name, num_hosts, sysctl=sysctl)
+    the_lab = lab.up(name, num_hosts, sysctl=sysctl)
     try:
-        yield InLab(made)
+        yield InLab(the_lab)
     finally:
         lab.down(name)

@@ -47,6 +47,9 @@ class Optimizer:
 
     Without `settings` no step changes anything: a replayed stage has bytes to exchange, and
     nothing to learn.
+
+    It calls the function below `torch.optim.AdamW`, with the same state to the last bit: the class
+    imports torch._dynamo when it is made, which is a third of the time in which a rank starts.
     """
 
     def __init__(
@@ -61,21 +64,34 @@ class Optimizer:
         self._settings = settings
         # One kernel for all parameters; on a CPU it would change the bits and gain nothing.
         self._fused = bool(slices) and slices[0].values.is_cuda
-        self._adamw: torch.optim.AdamW | None = None
-        if slices and settings is not None:
-            self._adamw = _adamw(slices, settings, self._fused)
+        # By `values`: "step" and the moments, from the first update on.
+        self._states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     @property
     def learns(self) -> bool:
-        return self._adamw is not None
+        return bool(self.slices) and self._settings is not None
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        if self._adamw is not None:
-            # Set, not scheduled: the rate is a function of the step, and a resumed run needs none
-            # of its past.
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
+        # The rate is given, not scheduled: it is a function of the step, and a resumed run needs
+        # none of its past.
+        if self._settings is None:
+            return
+        # torch's class would have two groups of parameters, because the decay is one a call.
+        for decays in (True, False):
+            with_gradient = [
+                s.values for s in self.slices if s.decays == decays and s.values.grad is not None
+            ]
+            states = [self._state_for_step(values) for values in with_gradient]
+            _adamw(
+                with_gradient,
+                [values.grad for values in with_gradient if values.grad is not None],
+                states,
+                self._settings.betas,
+                learning_rate,
+                self._settings.weight_decay if decays else 0.0,
+                fused=self._fused,
+            )
 
     @torch.no_grad()
     def look_ahead(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
@@ -83,7 +99,7 @@ class Optimizer:
         settings = self._settings
         assert settings is not None, "nothing learns here"
         for s, gradient in zip(self.slices, gradients, strict=True):
-            state = self._state_of(s)
+            state = self._states.get(s.values)
             if state:
                 num_updates = float(state["step"])
                 exp_avg = state["exp_avg"].clone()
@@ -111,7 +127,7 @@ class Optimizer:
         """The moments by name; none before the first update."""
         moments = {}
         for s in self.slices:
-            state = self._state_of(s)
+            state = self._states.get(s.values)
             if state:
                 for key in _MOMENTS:
                     moments[f"{s.name}.{key}{self.range_of(s)}"] = state[key]
@@ -119,40 +135,35 @@ class Optimizer:
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         """After `num_updates` updates; `moments` holds those of whole parameters."""
-        if not num_updates:
+        if not (num_updates and self.learns):
             return
         for s in self.slices:
-            device = s.values.device
-            state = self._state_of(s)
-            # torch keeps it on the CPU, unless one kernel steps all parameters.
-            state["step"] = torch.tensor(
-                float(num_updates), device=device if self._fused else "cpu"
-            )
+            # Copies: the caller's moments are a whole checkpoint's, which is freed.
+            state = {"step": self._step_count(num_updates, s.values)}
             for key in _MOMENTS:
-                state[key] = s.cut(moments[f"{s.name}.{key}"]).to(device, copy=True)
+                moment = s.cut(moments[f"{s.name}.{key}"])
+                state[key] = moment.to(s.values.device, copy=True)
+            self._states[s.values] = state
 
     @property
     def num_bytes(self) -> int:
         return sum(moment.nbytes for moment in self.state().values())
 
-    def _state_of(self, s: Slice) -> dict[str, torch.Tensor]:
-        """torch's, which a change changes; a new one where nothing is learned."""
-        if self._adamw is None:
-            return {}
-        state: dict[str, torch.Tensor] = self._adamw.state[s.values]
-        return state
+    def _state_for_step(self, values: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state of `values`, which a step changes; zeros before the first."""
+        if values not in self._states:
+            # Not before the first step: a checkpoint of none has no moments, and a resumed run
+            # restores them.
+            self._states[values] = {
+                "step": self._step_count(0, values),
+                "exp_avg": torch.zeros_like(values),
+                "exp_avg_sq": torch.zeros_like(values),
+            }
+        return self._states[values]
 
-
-def _adamw(slices: Sequence[Slice], settings: AdamSettings, fused: bool) -> torch.optim.AdamW:
-    decaying = [s.values for s in slices if s.decays]
-    others = [s.values for s in slices if not s.decays]
-    groups = [
-        {"params": decaying, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=settings.betas, fused=fused or None
-    )
+    def _step_count(self, num_updates: int, values: nn.Parameter) -> torch.Tensor:
+        """On the CPU, unless one kernel steps all parameters."""
+        return torch.tensor(float(num_updates), device=values.device if self._fused else "cpu")
 
 
 def whole(named: Iterable[NamedParameter]) -> list[Slice]:
@@ -182,14 +193,33 @@ def adamw_step(
     parameter.
     """
     # torch's function, not its class, which keeps the moments itself: here they are the caller's.
+    state = {
+        "step": torch.tensor(num_updates),
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+    }
+    _adamw([values], [gradient], [state], betas, learning_rate, weight_decay, fused=False)
+
+
+def _adamw(
+    values: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[dict[str, torch.Tensor]],
+    betas: tuple[float, float],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    fused: bool,
+) -> None:
     adamw(
-        [values],
-        [gradient],
-        [exp_avg],
-        [exp_avg_sq],
+        list(values),
+        list(gradients),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
         [],  # no AMSGrad
-        [torch.tensor(num_updates)],
+        [state["step"] for state in states],
         foreach=False,  # as the class has it on a CPU
+        fused=fused,
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],

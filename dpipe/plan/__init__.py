@@ -7,6 +7,7 @@ costs.py            what layers and stages cost: seconds, and bytes on the wire
 tensor_parallel.py  what sharing a stage's layers among ranks costs
 partition.py        which layers make a stage
 probe.py            operations, shapes and time of each layer of any model
+launcher_costs.py   what the probe found, from a launcher to its ranks
 assumed_network.py  the network that a prediction assumes
 measured.py         what a user's own layers hold: run on fake tensors
 allocations.py      what tensors take, from allocation to release

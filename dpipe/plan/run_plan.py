@@ -46,7 +46,12 @@ class RunPlan:
     corpus: Corpus | None  # None for replay
     boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
     forecast: Forecast
-    parameter_bytes: int = 0  # of the whole model, in fp32
+    probed: tuple[LayerCost, ...] = ()  # none for replay
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the whole model, in fp32; 0 for replay."""
+        return sum(cost.parameter_bytes for cost in self.probed)
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -63,13 +68,15 @@ def draft(
     config: Config,
     *,
     layer_s: tuple[float, ...] | None = None,
+    probed: tuple[LayerCost, ...] | None = None,
     network: Network | None = None,
     choose: ScheduleChoice = choose_schedule,
     predicts_memory: bool = True,
 ) -> RunPlan:
     """Build the model without memory, cut and schedule its layers, read the text.
 
-    `layer_s` are measured seconds of each layer. Without `predicts_memory` what a user's own model
+    `layer_s` are measured seconds of each layer, `probed` their costs if they are known already.
+    Without `predicts_memory` what a user's own model
     holds is measured only where `pipeline.memory_gb` limits it: that takes as long as some passes
     over it.
     """
@@ -79,7 +86,8 @@ def draft(
     _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
-    probed = probe(model, _inputs(config), config.train.seed, stored)
+    if probed is None:
+        probed = probe(model, _inputs(config), config.train.seed, stored)
     check_recompute(config, probed)
     layers = layer_costs(config, probed, layer_s)
     if config.model.is_transformer:
@@ -91,8 +99,7 @@ def draft(
     ends = [end - 1 for end in accumulate(predicted.split)][:-1]
     corpus = read_text(config)  # last, because the first time it writes a cache
     sent = boundaries(config, [probed[end].outputs for end in ends])
-    parameter_bytes = sum(cost.parameter_bytes for cost in probed)
-    return RunPlan(config, model, corpus, sent, predicted, parameter_bytes)
+    return RunPlan(config, model, corpus, sent, predicted, probed)
 
 
 def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dpipe.errors import ConfigError, JoinError
 
+LAYER_COSTS = "DPIPE_LAYER_COSTS"  # the text of plan/launcher_costs.py
 _PUBLISH_S = 60.0  # for torchrun's agent to answer; it was up before its ranks
 # gRPC 1.85 moves bytes faster with its older event loop, and that one faster with poll than with
 # epoll (`dpipe bench transport`).
@@ -97,6 +98,7 @@ class ProcessInfo:
     coordinator: str | None = None  # host:port; None: `store` holds it, or this is the only rank
     store: AgentStore | None = None
     token: str = field(default="", repr=False)  # that peers must show
+    layer_costs: str = field(default="", repr=False)  # as its launcher counted them, if it has
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -174,9 +176,9 @@ def _from_dpipe(environ: Mapping[str, str], token: str) -> ProcessInfo:
     rank = _int(environ, "DPIPE_RANK")
     world_size = _int(environ, "DPIPE_WORLD_SIZE")
     coordinator = _get(environ, "DPIPE_COORDINATOR") if world_size > 1 else None
-    return ProcessInfo(
-        rank, world_size, _int(environ, "DPIPE_LOCAL_RANK", "0"), coordinator, token=token
-    )
+    local_rank = _int(environ, "DPIPE_LOCAL_RANK", "0")
+    costs = environ.get(LAYER_COSTS, "")
+    return ProcessInfo(rank, world_size, local_rank, coordinator, token=token, layer_costs=costs)
 
 
 def _from_torchrun(environ: Mapping[str, str], token: str) -> ProcessInfo:

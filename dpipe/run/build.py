@@ -26,6 +26,7 @@ from dpipe.engine.rehearsal import rehearse
 from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
+from dpipe.plan import launcher_costs
 from dpipe.plan.forecast import without_search
 from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
@@ -118,7 +119,8 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     if process.rank == 0:
         refuse_folder(config, resume)
     # Every rank drafts, and they are alike; only what takes long is left to rank 0.
-    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    probed = launcher_costs.from_text(config.digest(), process.layer_costs)
+    run_plan = draft(config, probed=probed, choose=without_search, predicts_memory=False)
     refuse_more_than_machine(run_plan, [process.rank])
     return run_plan
 
@@ -146,7 +148,8 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
-        schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule
+        found = draft(config, layer_s=layer_s, probed=run_plan.probed, predicts_memory=False)
+        schedule = found.forecast.schedule
         decision = [layer_s, to_csv(schedule), schedule.name]
     decided = coordinator.share("plan", decision, config.timeouts.transfer, DECISION)[0]
     if decided is None:
@@ -155,6 +158,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     return draft(
         config,
         layer_s=None if decided_s is None else tuple(decided_s),
+        probed=run_plan.probed,
         choose=lambda *_: from_csv(programs, name),  # `draft` checks it as it checks its own
         predicts_memory=False,
     )

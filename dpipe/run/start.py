@@ -13,9 +13,10 @@ from rich.console import Console
 from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.launcher_costs import to_text
 from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import draft
-from dpipe.processes.environment import environment, process_info
+from dpipe.processes.environment import LAYER_COSTS, environment, process_info
 from dpipe.processes.launch import launch
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
@@ -48,25 +49,20 @@ def launch_ranks(
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
-    # For its errors, and for the cache of the text that it leaves: every rank drafts for itself.
+    # For its errors, for the cache of the text that it leaves, and for the costs of the layers:
+    # every rank drafts for itself, but counts no layer again.
     run_plan = draft(config, choose=without_search, predicts_memory=False)
     refuse_more_than_machine(run_plan, range(config.world_size))
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
-    # The same for all ranks: which one a process is, it reads in its environment.
-    argv = [sys.executable, "-m", "dpipe", "train", path]
-    argv += _options(overrides, resume, change)
-    if fallback:
-        argv += ["--fallback"]
-    # Each rank asks for itself: what one is told by another proves nothing.
-    if trust_code:
-        argv += ["--trust-code"]
+    argv = _train_command(path, overrides, resume, fallback, change, trust_code)
     exit_code = launch(
         lambda rank: argv,
         config.world_size,
         logs=folder / "logs",
+        environ={**environment(), LAYER_COSTS: to_text(config.digest(), run_plan.probed)},
         on_line=say,
         quiet=quiet,
         on_row=on_row,
@@ -76,16 +72,28 @@ def launch_ranks(
     return exit_code
 
 
-def _options(overrides: Sequence[str], resume: str | None, change: Sequence[str]) -> Sequence[str]:
-    """Of a rank's command line."""
-    options: list[str] = []
+def _train_command(
+    path: str,
+    overrides: Sequence[str],
+    resume: str | None,
+    fallback: bool,
+    change: Sequence[str],
+    trust_code: bool,
+) -> list[str]:
+    """The same for all ranks: which one a process is, it reads in its environment."""
+    argv = [sys.executable, "-m", "dpipe", "train", path]
     for override in overrides:
-        options += ["-o", override]
+        argv += ["-o", override]
     if resume:
-        options += ["--resume", resume]
+        argv += ["--resume", resume]
     for key in change:
-        options += ["--change", key]
-    return options
+        argv += ["--change", key]
+    if fallback:
+        argv += ["--fallback"]
+    # Each rank asks for itself: what one is told by another proves nothing.
+    if trust_code:
+        argv += ["--trust-code"]
+    return argv
 
 
 def train_rank(

@@ -1,18 +1,19 @@
-"""The other end of `scripts/cluster`: runs on each machine, from the project's files there.
-Standard library alone.
+"""Runs on each machine for `scripts/cluster`, from the project's files there. Standard library
+alone.
 
     ssh HOST .venv/bin/python src/scripts/fleet/agent.py VERB        one line of JSON in, JSON out
 
 FOLDER/
-    commit                  what is installed; absent while it is not whole
+    commit                  what is installed; absent until it is complete
     src/                    the project
     shaped                  the profile and the device that netem has shaped
     cluster/current         the name of the newest run here
     cluster/RUN/            job.toml  run.json  rank-N.log  rank-N.pid  rank-N.exit
 
-A rank is held by a process in a session of its own, which waits for it and writes how it ended:
+Each rank has a holder: a process in a session of its own that waits for it and writes its exit
+code.
 
-    sshd ── agent start ──► hold ──► dpipe train       agent and sshd may go; hold and the rank stay
+    sshd ── agent start ──► hold ──► dpipe train      agent and sshd may end; hold and rank stay
 """
 
 import json
@@ -40,12 +41,12 @@ TAIL_BYTES = 1 << 20
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a failure
-    """What is asked cannot be done here; the message becomes the answer."""
+    """The request cannot be done here; the message becomes the answer."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of one run, as its files tell."""
+    """One rank of one run, read from its files."""
 
     run: str
     number: int
@@ -55,17 +56,17 @@ class Rank:
 
     @property
     def pid(self) -> int | None:
-        """Of the rank's process where it is alive."""
+        """Of the rank's process if it is alive."""
         return self._alive("rank")
 
     @property
     def holder(self) -> int | None:
         return self._alive("holder")
 
-    def _alive(self, who: str) -> int | None:
-        """A number alone may have gone to another process since."""
-        known = (_read(self.file("pid")) or {}).get(who)
-        return known["pid"] if known and born(known["pid"]) == known["born"] else None
+    def _alive(self, role: str) -> int | None:
+        """Compares the start time, too: another process may have the number by now."""
+        process = (_read(self.file("pid")) or {}).get(role)
+        return process["pid"] if process and started_at(process["pid"]) == process["born"] else None
 
     @property
     def exit_code(self) -> int | None:
@@ -77,10 +78,10 @@ class Rank:
         return self.file("log").stat().st_size if self.file("log").exists() else 0
 
     def state(self) -> dict[str, Any]:
-        """`running`, `ended` with an exit code, or `lost`: gone without one, as when the machine
-        was started anew.
+        """`running`, `ended` with an exit code, or `lost`: ended without one, for example because
+        the machine was rebooted.
         """
-        alive = self.pid or self.holder  # before the exit code: the holder writes it and goes
+        alive = self.pid or self.holder  # before the exit code: the holder writes it and ends
         code = self.exit_code
         state = "ended" if code is not None else "running" if alive else "lost"
         return {
@@ -90,8 +91,8 @@ class Rank:
         }
 
 
-def born(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None where it is no more."""
+def started_at(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -108,8 +109,8 @@ def current() -> str | None:
 
 
 def status(spec: dict[str, Any]) -> dict[str, Any]:
-    """What is installed, and the state of the ranks of a run (the newest) with the end of what each
-    has printed.
+    """What is installed, and the state of the ranks of a run (by default the newest), with the end
+    of their logs.
     """
     run = spec["run"] or current()
     return {
@@ -125,8 +126,8 @@ def status(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tail(rank: Rank, lines: int) -> dict[str, Any]:
-    """The last line of a log, and the offset of the last `lines` within the last megabyte; of all
-    with 0.
+    """The last line of a log, and the offset of its last `lines` (within the last megabyte); 0
+    lines mean all.
     """
     if not rank.log_bytes:
         return {"last": "", "offset": 0}
@@ -138,13 +139,15 @@ def _tail(rank: Rank, lines: int) -> dict[str, Any]:
 
 
 def start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start this machine's ranks of a run and return; tells where in their logs it begins."""
+    """Start this machine's ranks of a run and return; answers where in their logs it begins."""
     run = spec["run"]
     if (now := current()) and any(rank.pid for rank in ranks_of(now)):
         raise Refused(f"run {now} is still going here; scripts/cluster down stops it")
     folder = RUNS / run
     if folder.exists() and not spec["resume"]:
-        raise Refused(f"a run {run} was here before; choose another --name, or --resume {run}")
+        raise Refused(
+            f"there was a run {run} here before; choose another --name, or --resume {run}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("rank-*.pid"), *folder.glob("rank-*.exit")):
         old.unlink()
@@ -181,13 +184,13 @@ def _start_holder(rank: Rank, argv: list[str], environ: dict[str, str]) -> None:
 
 
 def hold(spec: dict[str, Any]) -> None:
-    """Run one rank and write how it ended; 128 + n where signal n ended it, as a shell has it."""
+    """Run one rank and write its exit code; 128 + n if signal n ended it, as shells do."""
     rank = Rank(spec["run"], spec["number"])
     environ = {
         **os.environ,
         **spec["environ"],
-        "PYTHONUNBUFFERED": "1",
-    }  # else a killed rank's last words are lost
+        "PYTHONUNBUFFERED": "1",  # else the last lines of a killed rank are lost
+    }
     process = subprocess.Popen(
         [sys.executable, *spec["argv"]],
         cwd=SOURCE,
@@ -196,13 +199,16 @@ def hold(spec: dict[str, Any]) -> None:
         start_new_session=True,
     )
     pids = {"rank": process.pid, "holder": os.getpid()}
-    _write(rank.file("pid"), {who: {"pid": pid, "born": born(pid)} for who, pid in pids.items()})
+    _write(
+        rank.file("pid"),
+        {role: {"pid": pid, "born": started_at(pid)} for role, pid in pids.items()},
+    )
     code = process.wait()
     _write(rank.file("exit"), {"code": code if code >= 0 else 128 - code})
 
 
 def follow(spec: dict[str, Any]) -> None:
-    """Print each rank's log from an offset on, a line of JSON each, and its state once it has
+    """Print each rank's log from an offset on, as one JSON object a line, and its state once it has
     ended.
 
     {"rank": 2, "line": "...", "offset": 812}     offset: where the next line begins
@@ -210,26 +216,26 @@ def follow(spec: dict[str, Any]) -> None:
     {}                                            a sign of life: the write fails if nobody reads
     """
     offsets = {Rank(spec["run"], int(number)): offset for number, offset in spec["offsets"].items()}
-    spoke = time.monotonic()
+    last_output = time.monotonic()
     while offsets:
         for rank in list(offsets):
-            now = rank.state()  # before the log: what is written until the end is then in it
-            for line, after in _lines(rank, offsets[rank], whole=now["state"] == "running"):
+            state = rank.state()  # before the log: then the log of an ended rank is complete
+            for line, after in _lines(rank, offsets[rank], whole=state["state"] == "running"):
                 _say({"rank": rank.number, "line": line, "offset": after})
-                offsets[rank], spoke = after, time.monotonic()
-            if now["state"] != "running" or not spec["wait"]:
+                offsets[rank], last_output = after, time.monotonic()
+            if state["state"] != "running" or not spec["wait"]:
                 del offsets[rank]
-                _say({"rank": rank.number, **now})
-        if time.monotonic() - spoke > SIGN_OF_LIFE_S:
-            spoke = time.monotonic()
+                _say({"rank": rank.number, **state})
+        if time.monotonic() - last_output > SIGN_OF_LIFE_S:
+            last_output = time.monotonic()
             _say({})
         if offsets:
             time.sleep(LOOK_S)
 
 
 def _lines(rank: Rank, offset: int, *, whole: bool) -> Iterator[tuple[str, int]]:
-    """The lines from `offset` on, each with where the next begins; one that is not whole yet can be
-    left for later.
+    """The lines from `offset` on, each with the offset of the next. With `whole` the last is left
+    out until it ends.
     """
     if not rank.file("log").exists():
         return
@@ -243,10 +249,9 @@ def _lines(rank: Rank, offset: int, *, whole: bool) -> Iterator[tuple[str, int]]
 
 
 def stop(spec: dict[str, Any]) -> dict[str, Any]:
-    """Send a signal to the ranks that are alive, wait for them, and tell which are alive still.
+    """Send a signal to the ranks that are alive, wait for them, and answer which are still alive.
 
-    A request goes to the rank alone, a kill to whatever it started, too: each rank is a process
-    group.
+    SIGKILL goes to the rank's process group, so also to what it started; others to the rank alone.
     """
     number = signal.Signals[spec["signal"]]
     alive = [rank for rank in ranks_of(spec["run"] or current() or "-") if rank.pid]
@@ -256,14 +261,14 @@ def stop(spec: dict[str, Any]) -> dict[str, Any]:
                 (os.killpg if number is signal.SIGKILL else os.kill)(pid, number)
     _await(lambda: not any(rank.pid for rank in alive), spec["wait_s"])
     return {
-        "told": [rank.number for rank in alive],
+        "signalled": [rank.number for rank in alive],
         "alive": [rank.number for rank in alive if rank.pid],
     }
 
 
 def pack(spec: dict[str, Any]) -> None:
-    """A run's files as a tar on standard output: what its ranks printed, its folder, an index of
-    its checkpoints.
+    """A run's files as a tar on standard output: logs, the run's folder, and of its checkpoints the
+    index, or all.
     """
     run = spec["run"]
     folder = _folder_of(run)
@@ -288,14 +293,14 @@ def _folder_of(run: str) -> Path:
 
 
 def shape(spec: dict[str, Any]) -> dict[str, Any]:
-    """Put a profile on the device that leads to `toward`; taken off again where `keep` does not
-    come in time.
+    """Put a profile on the device that leads to `toward`. It is removed again unless `keep` comes
+    in time.
     """
     profile = FOLDER / spec["name"]
     profile.write_text(spec["profile"], encoding="utf-8")
     device = spec["device"] or _device_toward(spec["toward"])
-    words = ["apply", str(profile), "--device", device, "--node", str(spec["node"]), "--detach"]
-    _netem(*words, *(["--addresses", ",".join(spec["addresses"])] if spec["addresses"] else []))
+    arguments = ["apply", str(profile), "--device", device, "--node", str(spec["node"]), "--detach"]
+    _netem(*arguments, *(["--addresses", ",".join(spec["addresses"])] if spec["addresses"] else []))
     _write(SHAPED, {"profile": profile.stem, "device": device, "kept": False})
     subprocess.Popen(
         [sys.executable, __file__, "doubt", json.dumps(spec["doubt_s"])],
@@ -308,26 +313,25 @@ def shape(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(spec: dict[str, Any]) -> dict[str, Any]:
-    """Whoever says so still reaches this machine: its shaping may stay."""
+    """Keep the shaping: the caller can still reach this machine."""
     shaped = _read(SHAPED)
     if shaped is None:
         raise Refused(
-            "the profile has been taken off again, because nobody reached this machine through it "
-            "in time"
+            "the profile was removed again, because this machine was not reached through it in time"
         )
     _write(SHAPED, {**shaped, "kept": True})
     return {}
 
 
 def doubt(spec: float) -> None:
-    """Wait for `keep`, else take the shaping off: a profile must not lock its user out."""
+    """Wait for `keep`, else remove the shaping: a profile must not lock its user out."""
     _await(lambda: (_read(SHAPED) or {"kept": True})["kept"], spec)
     if not (_read(SHAPED) or {"kept": True})["kept"]:
         unshape({})
 
 
 def unshape(spec: dict[str, Any]) -> dict[str, Any]:
-    """Take our shaping off; a machine that has none of ours stays as it is."""
+    """Remove our shaping, if there is any."""
     shaped = _read(SHAPED)
     if shaped is not None:
         _netem("clear", "--device", shaped["device"])
@@ -336,8 +340,8 @@ def unshape(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify(spec: dict[str, Any]) -> dict[str, Any]:
-    """Hold the link to a peer, where `answer` runs, against the profile."""
-    words = [
+    """Compare the link to a peer, where `answer` runs, with the profile."""
+    arguments = [
         "verify",
         str(FOLDER / spec["name"]),
         "--node",
@@ -345,7 +349,7 @@ def verify(spec: dict[str, Any]) -> dict[str, Any]:
         "--peer",
         str(spec["peer"]),
     ]
-    done = _run([sys.executable, "-m", "netem", *words, spec["address"]], 2 * COMMAND_S)
+    done = _run([sys.executable, "-m", "netem", *arguments, spec["address"]], 2 * COMMAND_S)
     if done.returncode not in (0, 1) or not done.stdout:
         raise Refused(done.stderr.strip())
     return {"rows": done.stdout.splitlines(), "close": done.returncode == 0}
@@ -358,9 +362,9 @@ def answer(spec: dict[str, Any]) -> None:
         answering.kill()
 
 
-def _netem(*words: str) -> None:
+def _netem(*arguments: str) -> None:
     sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    done = _run([*sudo, sys.executable, "-m", "netem", *words], COMMAND_S)
+    done = _run([*sudo, sys.executable, "-m", "netem", *arguments], COMMAND_S)
     if done.returncode != 0:
         raise Refused((done.stderr or done.stdout).strip())
 
@@ -381,7 +385,7 @@ def _device_toward(address: str) -> str:
     done = _run(["ip", "-j", "route", "get", address], COMMAND_S)
     if done.returncode != 0:
         raise Refused(
-            f"no way to {address}: {done.stderr.strip()}; set interface in the hosts file"
+            f"no route to {address}: {done.stderr.strip()}; set interface in the hosts file"
         )
     return str(json.loads(done.stdout)[0]["dev"])
 
@@ -400,7 +404,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Whole or not at all: others read it at any time."""
+    """Atomic: others may read the file at any time."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(value), encoding="utf-8")
     os.replace(new, path)
@@ -421,9 +425,9 @@ ANSWERS = {
 STREAMS = {verb.__name__: verb for verb in (hold, follow, pack, answer)}
 
 
-def main(verb: str, *words: str) -> None:
+def main(verb: str, *arguments: str) -> None:
     if verb == doubt.__name__:
-        doubt(json.loads(words[0]))
+        doubt(json.loads(arguments[0]))
         return
     spec = json.loads(sys.stdin.readline())
     if verb in STREAMS:

@@ -1,5 +1,5 @@
-"""The commands of `scripts/aws`: a hosts file for scripts/cluster out of EC2 instances, and their
-end.
+"""The commands of `scripts/aws`: launch EC2 instances with a hosts file for scripts/cluster, and
+terminate them.
 """
 
 import ipaddress
@@ -20,11 +20,11 @@ from fleet.ec2 import Answer, AwsError, AwsRefused, Calls, Instance, Order
 F = TypeVar("F", bound=Callable[..., Any])
 
 UBUNTU = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
-_ANY_REGION = "us-east-1"  # where the list of regions is asked for
+_ANY_REGION = "us-east-1"  # any region can list all
 
 
 class Boto:
-    """Makes the calls, a client a region."""
+    """Makes the calls, with one client a region."""
 
     def __init__(self, endpoint_url: str | None) -> None:
         try:
@@ -34,9 +34,8 @@ class Boto:
             raise InputError("scripts/aws needs boto3: pip install 'dpipe[aws]'") from None
         self._new_client = partial(boto3.session.Session().client, endpoint_url=endpoint_url)
         self._clients: dict[tuple[str, str], Any] = {}
-        self._lock = (
-            Lock()
-        )  # regions are asked at the same time, and a session makes one client at a time
+        # Regions are called at the same time, but a session can make only one client at a time.
+        self._lock = Lock()
         self._errors = (BotoCoreError, ClientError)
 
     def __call__(
@@ -55,18 +54,18 @@ class Boto:
 
 
 class DryRun:
-    """Prints the calls, makes none, and answers as if all went well; `there` are the instances of a
-    region.
+    """Prints the calls instead of making them, and answers as if all succeeded. `instances` are
+    those that a region has at first.
     """
 
-    def __init__(self, there: Sequence[str] = ()) -> None:
-        self._there = {"": list(there)}
+    def __init__(self, instances: Sequence[str] = ()) -> None:
+        self._instances = {"": list(instances)}
 
     def __call__(
         self, region: str, operation: str, service: str = "ec2", **parameters: Any
     ) -> Answer:
         click.echo(f"{service} {region} {operation} {json.dumps(parameters)}")
-        there = self._there.setdefault(region, list(self._there[""]))
+        instances = self._instances.setdefault(region, list(self._instances[""]))
         match operation:
             case "get_parameter":
                 return {"Parameter": {"Value": "ami-of-parameter"}}
@@ -75,10 +74,10 @@ class DryRun:
             case "create_security_group":
                 return {"GroupId": f"sg-of-{region}"}
             case "run_instances":
-                there += [f"i-{number}-of-{region}" for number in range(parameters["MaxCount"])]
-                return {"Instances": [{"InstanceId": name} for name in there]}
+                instances += [f"i-{number}-of-{region}" for number in range(parameters["MaxCount"])]
+                return {"Instances": [{"InstanceId": name} for name in instances]}
             case "describe_instances":
-                return {"Reservations": [{"Instances": list(map(_as_running, there))}]}
+                return {"Reservations": [{"Instances": list(map(_as_running, instances))}]}
             case "describe_security_groups":
                 return {"SecurityGroups": [{"GroupId": f"sg-of-{region}"}]}
             case "describe_regions":
@@ -107,7 +106,9 @@ def main() -> None:
 
 def _where(command: F) -> F:
     for option in (
-        click.option("--tag", required=True, help="By which they are found again."),
+        click.option(
+            "--tag", required=True, help="Marks the instances, so that status and down find them."
+        ),
         click.option("--dry-run", is_flag=True, help="Print the calls and make none."),
         click.option(
             "--endpoint-url", help="Another API than AWS's; AWS_ENDPOINT_URL does the same."
@@ -148,12 +149,15 @@ def _split(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
     type=click.Path(path_type=Path),
     help="Its private key here; default ~/.ssh/KEY.pem.",
 )
-@click.option("--user", default="ubuntu", show_default=True, help="Who logs in on this image.")
+@click.option("--user", default="ubuntu", show_default=True, help="The user of this image.")
 @click.option(
-    "--ssh-from", required=True, metavar="CIDR", help="Who may log in, such as 203.0.113.7/32."
+    "--ssh-from",
+    required=True,
+    metavar="CIDR",
+    help="The addresses that may log in, such as 203.0.113.7/32.",
 )
 @click.option(
-    "--spot/--on-demand", default=False, help="Spot is cheaper, and may be taken away at any time."
+    "--spot/--on-demand", default=False, help="Spot is cheaper; AWS may terminate it at any time."
 )
 @click.option("--disk-gb", type=click.IntRange(min=8), default=50, show_default=True)
 @click.option(
@@ -174,8 +178,8 @@ def up(
 ) -> None:
     """Launch instances, wait until SSH answers, write the hosts file.
 
-    All of them or none: where one region fails, the others' are terminated. Between the nodes
-    everything is open, from elsewhere SSH alone.
+    All of them or none: if one region fails, the instances of the others are terminated. Between
+    the nodes all ports are open, from elsewhere only SSH.
     """
     if number < len(regions):
         raise AwsRefused(
@@ -184,12 +188,14 @@ def up(
     _check_cidr(order["ssh_from"])
     if hosts_file.exists() and not dry_run:
         raise AwsRefused(
-            f"{hosts_file} is there already; choose another --hosts-file; nothing was launched"
+            f"{hosts_file} exists already; choose another --hosts-file; nothing was launched"
         )
-    wanted = Order(count=number, images=images(image, regions), key_name=key, **order)
+    full_order = Order(count=number, images=images(image, regions), key_name=key, **order)
     answers = (lambda address: True) if dry_run else ec2.ssh_answers
-    instances = ec2.up(wanted, _calls(dry_run, endpoint_url), _say, answers=answers)
-    text = hosts_toml(wanted, instances, user, key_file or Path(f"~/.ssh/{key}.pem"), hosts_file)
+    instances = ec2.up(full_order, _calls(dry_run, endpoint_url), _say, answers=answers)
+    text = hosts_toml(
+        full_order, instances, user, key_file or Path(f"~/.ssh/{key}.pem"), hosts_file
+    )
     if dry_run:
         click.echo(text)
     else:
@@ -221,20 +227,20 @@ def down(tag: str, regions: Sequence[str], dry_run: bool, endpoint_url: str | No
 
 
 def images(image: str, regions: Sequence[str]) -> dict[str, str]:
-    """The image of each region. Raises `AwsRefused` where one has none, or has an AMI that is
-    another region's.
+    """The image of each region. Raises `AwsRefused` if one has none, or if one AMI is given for
+    several.
     """
     if "=" not in image:
         if image.startswith("ami-") and len(regions) > 1:
             raise AwsRefused(
-                f"{image} is there in one region only; give --image R=AMI,R2=AMI2; nothing was "
+                f"{image} exists in one region only; give --image R=AMI,R2=AMI2; nothing was "
                 "launched"
             )
         return dict.fromkeys(regions, image)
-    known = dict(part.split("=", 1) for part in image.split(",") if "=" in part)
-    if missing := [region for region in regions if region not in known]:
+    of_region = dict(part.split("=", 1) for part in image.split(",") if "=" in part)
+    if missing := [region for region in regions if region not in of_region]:
         raise AwsRefused(f"--image names none for {', '.join(missing)}; nothing was launched")
-    return {region: known[region] for region in regions}
+    return {region: of_region[region] for region in regions}
 
 
 def all_regions(calls: Calls) -> list[str]:
@@ -244,8 +250,8 @@ def all_regions(calls: Calls) -> list[str]:
 def hosts_toml(
     order: Order, instances: Sequence[Instance], user: str, key: Path, path: Path
 ) -> str:
-    """Addresses of one region are private ones. Of host keys a file of its own: clouds give an
-    address away again.
+    """Nodes in one region use their private addresses. Host keys go to a file of their own, because
+    clouds reuse addresses.
     """
     within = len(order.images) == 1
     lines = [
@@ -273,8 +279,8 @@ def _check_cidr(text: str) -> None:
         ) from None
 
 
-def _calls(dry_run: bool, endpoint_url: str | None, there: Sequence[str] = ()) -> Calls:
-    return DryRun(there) if dry_run else Boto(endpoint_url)
+def _calls(dry_run: bool, endpoint_url: str | None, instances: Sequence[str] = ()) -> Calls:
+    return DryRun(instances) if dry_run else Boto(endpoint_url)
 
 
 _say = partial(click.echo, err=True)

@@ -1,5 +1,5 @@
-"""The commands of `scripts/cluster`: each parses, then calls one or two functions of the files
-beside this one.
+"""The commands of `scripts/cluster`: each parses its arguments, then calls one or two functions of
+the files beside this one.
 """
 
 import io
@@ -27,12 +27,12 @@ from fleet.watch import Line, Watch, attend, signals
 F = TypeVar("F", bound=Callable[..., Any])
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_WIDE = 250  # characters, where it is no terminal that they must fit
+_WIDE = 250  # characters, where the output is not a terminal
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class _Commands(click.Group):
-    """Turns dpipe's errors into a message and an exit code: 2 for what the user can mend, 1 for
+    """Turns dpipe's errors into a message and an exit code: 2 for what the user can correct, 1 for
     what has failed.
     """
 
@@ -46,11 +46,11 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands)
 def main() -> None:
-    """Train on many machines over SSH: one `dpipe train` a slot of the hosts file."""
+    """Train on many machines over SSH: one `dpipe train` for each slot of the hosts file."""
 
 
 def _on_machines(command: F) -> F:
-    """Opens the connections that the hosts file names, for the time of the command."""
+    """Adds --hosts, and connects to these hosts for the duration of the command."""
     text = "The hosts file."
 
     @click.option(
@@ -62,10 +62,10 @@ def _on_machines(command: F) -> F:
         help=text,
     )
     @wraps(command)
-    def connecting(path: Path, **given: Any) -> None:
+    def connecting(path: Path, **options: Any) -> None:
         hosts = load_hosts(path)
         with connected(hosts.hosts) as machines:
-            command(hosts, machines, **given)
+            command(hosts, machines, **options)
 
     return connecting  # type: ignore[return-value]  # click reads the parameters from its own decorators
 
@@ -82,7 +82,7 @@ def _on_machines(command: F) -> F:
 )
 @_on_machines
 def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> None:
-    """Install the project at a commit on every host; a host that has it is left alone."""
+    """Install the project at a commit on every host that does not have it."""
     release = install.Release.of(REPOSITORY, commit)
     if changed := install.uncommitted(REPOSITORY):
         _say(
@@ -90,11 +90,11 @@ def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> No
             f"{release.commit:.12}"
         )
     with _progress() as progress:
-        tasks = {machine: progress.add_task(machine.host.name, what="") for machine in machines}
+        tasks = {machine: progress.add_task(machine.host.name, state="") for machine in machines}
         install.install(
             machines,
             release,
-            say=lambda m, what: progress.update(tasks[m], what=what),
+            say=lambda m, state: progress.update(tasks[m], state=state),
             limit_s=timeout,
         )
 
@@ -103,8 +103,8 @@ def up(hosts: Hosts, machines: list[Machine], commit: str, timeout: float) -> No
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @_on_machines
 def put(hosts: Hosts, machines: list[Machine], paths: tuple[Path, ...]) -> None:
-    """Copy files or folders beside the project's on every host, where a configuration's relative
-    paths begin.
+    """Copy files or folders to the project's folder on every host, where a configuration's relative
+    paths start.
     """
     install.require_installed(machines)
     archive = io.BytesIO()
@@ -122,10 +122,10 @@ def put(hosts: Hosts, machines: list[Machine], paths: tuple[Path, ...]) -> None:
 @_on_machines
 def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeout: float) -> None:
     """Run a command on every host: `exec -- nvidia-smi`."""
-    for machine, said in zip(
+    for machine, output in zip(
         machines, each(machines, lambda m: m.run(shlex.join(words), timeout_s=timeout)), strict=True
     ):
-        for line in said.decode(errors="replace").splitlines():
+        for line in output.decode(errors="replace").splitlines():
             click.echo(f"{machine.host.name} | {line}")
 
 
@@ -135,11 +135,14 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="As for dpipe train."
 )
 @click.option(
-    "--name", help="Of the run and its folder, runs/NAME; default CONFIG's name and the time."
+    "--name",
+    help="The name of the run and of its folder, runs/NAME; default: CONFIG's name and the time.",
 )
 @click.option("--resume", metavar="NAME", help="Continue a run from its newest checkpoint.")
 @click.option(
-    "--fallback", is_flag=True, help="With --resume: if that is damaged, use the one before."
+    "--fallback",
+    is_flag=True,
+    help="With --resume: if the newest checkpoint is damaged, use the one before.",
 )
 @click.option(
     "--trust-code",
@@ -150,30 +153,31 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     "--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down."
 )
 @_on_machines
-def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **given: Any) -> None:
-    """Train: one process a slot, in the order of the hosts file, and follow them all.
+def run(hosts: Hosts, machines: list[Machine], config: Path, detach: bool, **options: Any) -> None:
+    """Train: one process a slot, in the order of the hosts file, and follow all logs.
 
-    The exit code is the run's. Ctrl-C asks all ranks for a checkpoint and ends them, a second one
-    kills them. A run goes on when this command dies or its connections are lost: `logs -f` takes it
-    up again.
+    The exit code is the run's. Ctrl-C ends all ranks with a checkpoint, a second one kills them.
+    The run goes on if this command dies or its connections are lost: `logs -f` follows it again.
     """
-    what = job.Job.of(config, hosts=hosts, **given)
-    used = machines[: len({rank.host for rank in what.ranks})]
+    the_job = job.Job.of(config, hosts=hosts, **options)
+    used = machines[: len({rank.host for rank in the_job.ranks})]
     install.require_installed(used)
-    with signals() as asked:
-        offsets = job.start(what, used)
-        _say(f"run {what.name}: {len(what.ranks)} ranks on {len(used)} hosts")
-        if not detach or asked:
+    with signals() as received:
+        offsets = job.start(the_job, used)
+        _say(f"run {the_job.name}: {len(the_job.ranks)} ranks on {len(used)} hosts")
+        if not detach or received:
             sys.exit(
-                attend(Watch(what.name, offsets), used, what.name, asked, show=_show, say=_say)
+                attend(
+                    Watch(the_job.name, offsets), used, the_job.name, received, show=_show, say=_say
+                )
             )
 
 
 @main.command()
 @_on_machines
 def status(hosts: Hosts, machines: list[Machine]) -> None:
-    """What is installed on each host, and how its ranks are; exit code 1 where a host does not
-    answer.
+    """Show what is installed on each host, and the state of its ranks. The exit code is 1 if a host
+    does not answer.
     """
     table = Table(
         *("host", "commit", "shaped", "run", "rank", "state", "since", "last line"), box=None
@@ -216,35 +220,41 @@ def _rows(answer: dict[str, Any] | str) -> list[list[str]]:
 
 @main.command()
 @click.option(
-    "-f", "--follow", is_flag=True, help="Until the run has ended; Ctrl-C then ends it, as in run."
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Follow the run until it ends; Ctrl-C ends the run, as in `run`.",
 )
 @click.option(
     "-n",
     "--lines",
     default=20,
     show_default=True,
-    help="Of each rank's log to begin with; 0 is all.",
+    help="How many of the last lines of each log to show first; 0: all.",
 )
 @click.option("--run", "name", help="Default: the newest.")
 @_on_machines
 def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: str | None) -> None:
-    """What all ranks have printed, in one view."""
+    """Show the logs of all ranks in one view."""
     install.require_installed(machines)
     answers = each(machines, lambda m: m.agent("status", run=name, lines=lines))
     states = dict(zip(machines, answers, strict=True))
-    known = {m: s for m, s in states.items() if s["ranks"]}
-    if not known:
-        raise HostsError(f"no host knows of {f'run {name}' if name else 'any run'}")
-    name = name or next(iter(known.values()))["run"]
+    with_run = {m: s for m, s in states.items() if s["ranks"]}
+    if not with_run:
+        raise HostsError(
+            f"no host has {f'a run {name}' if name else 'any run'}; scripts/cluster status shows "
+            "the newest"
+        )
+    name = name or next(iter(with_run.values()))["run"]
     offsets = {
         m: {int(r): rank["offset"] for r, rank in s["ranks"].items()}
-        for m, s in known.items()
+        for m, s in with_run.items()
         if s["run"] == name
     }
     watch = Watch(name, offsets, wait=follow)
     if follow:
-        with signals() as asked:
-            sys.exit(attend(watch, list(offsets), name, asked, show=_show, say=_say))
+        with signals() as received:
+            sys.exit(attend(watch, list(offsets), name, received, show=_show, say=_say))
     with watch:
         for event in watch:
             if isinstance(event, Line):
@@ -256,15 +266,15 @@ def logs(hosts: Hosts, machines: list[Machine], follow: bool, lines: int, name: 
 @click.option(
     "--verify",
     is_flag=True,
-    help="Then measure each host's link to the next one against the profile.",
+    help="Then measure each host's link to the next one, and compare with the profile.",
 )
 @_on_machines
 def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> None:
     """Shape every host's egress by PROFILE (a file; host i of the hosts file is node i), or `clear`
     them all.
 
-    A run may be going meanwhile. It stays on until `netem clear` or `down`; a host that cannot be
-    reached any more through its new shape takes it off within a minute.
+    This works during a run, too. The shaping stays until `netem clear` or `down`. A host that can
+    no longer be reached removes its shaping within a minute.
     """
     install.require_installed(machines)
     if profile == "clear":
@@ -277,11 +287,11 @@ def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> 
     for machine, device in zip(machines, shaping.apply(machines, shape), strict=True):
         click.echo(f"{machine.host.name}: {device} is shaped as {profile}")
     if verify:
-        seen = shaping.verify(machines, shape)
-        for node, measured in enumerate(seen):
+        measurements = shaping.verify(machines, shape)
+        for node, measurement in enumerate(measurements):
             click.echo(f"host {node} to {(node + 1) % len(machines)}:")
-            click.echo("\n".join(f"  {row}" for row in measured["rows"]))
-        sys.exit(0 if all(measured["close"] for measured in seen) else 1)
+            click.echo("\n".join(f"  {row}" for row in measurement["rows"]))
+        sys.exit(0 if all(measurement["close"] for measurement in measurements) else 1)
 
 
 @main.command()
@@ -296,46 +306,49 @@ def netem(hosts: Hosts, machines: list[Machine], profile: str, verify: bool) -> 
 @click.option(
     "--checkpoints",
     is_flag=True,
-    help="The tensors as well: all machines' together make a whole checkpoint.",
+    help="The tensors, too: those of all machines together are a complete checkpoint.",
 )
 @_on_machines
 def collect(
     hosts: Hosts, machines: list[Machine], name: str | None, into: Path, checkpoints: bool
 ) -> None:
-    """Bring a run's metrics, traces and logs to INTO/RUN, and an index of its checkpoints."""
+    """Copy a run's metrics, traces, logs and the index of its checkpoints to INTO/RUN."""
     click.echo(collecting.collect(machines, name, into, checkpoints=checkpoints))
 
 
 @main.command()
 @click.option("--kill", is_flag=True, help="At once, without a checkpoint.")
 @click.option(
-    "--grace", default=job.STOP_S, show_default=True, help="Seconds for a step and a checkpoint."
+    "--grace",
+    default=job.STOP_S,
+    show_default=True,
+    help="Seconds to wait for a step and a checkpoint.",
 )
 @click.option(
-    "--remove", is_flag=True, help="Remove the project, its environment, runs and checkpoints, too."
+    "--remove", is_flag=True, help="Also remove the project, its environment, runs and checkpoints."
 )
 @_on_machines
 def down(hosts: Hosts, machines: list[Machine], kill: bool, grace: float, remove: bool) -> None:
-    """Stop what runs on every host and take profiles off."""
-    there = [
+    """Stop the run on every host and remove its shaping."""
+    installed = [
         m
         for m, commit in zip(machines, each(machines, install.installed), strict=True)
         if commit is not None
     ]
-    doubts = [] if kill or not there else job.stop(there, None, "SIGTERM", grace)
-    if there and (kill or doubts):
-        doubts = job.stop(there, None, "SIGKILL", job.KILL_S)
-    doubts += shaping.clear_what_answers(there) if there else []
-    for doubt in doubts:
-        _say(doubt)
-    if remove and not doubts:
-        each(there, install.remove)
-    sys.exit(1 if doubts else 0)
+    problems = [] if kill or not installed else job.stop(installed, None, "SIGTERM", grace)
+    if installed and (kill or problems):
+        problems = job.stop(installed, None, "SIGKILL", job.KILL_S)
+    problems += shaping.clear_what_answers(installed) if installed else []
+    for problem in problems:
+        _say(problem)
+    if remove and not problems:
+        each(installed, install.remove)
+    sys.exit(1 if problems else 0)
 
 
 def _progress() -> Progress:
-    words = (TextColumn("{task.description}"), TextColumn("{task.fields[what]}"))
-    return Progress(*words, TimeElapsedColumn(), console=Console(stderr=True))
+    columns = (TextColumn("{task.description}"), TextColumn("{task.fields[state]}"))
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
 
 
 def _show(line: Line) -> None:

@@ -1,10 +1,10 @@
-"""What a run has left on its machines, brought into one folder that `dpipe trace` and `dpipe
+"""Copies the files of a run from its machines into one folder, which `dpipe trace` and `dpipe
 generate` read.
 
 INTO/RUN/
     metrics.jsonl  config.json  trace/  logs/  tensorboard/    the run's folder on rank 0's machine
-    output/rank-N.log                                          what each rank has printed
-    checkpoints/step-N/index.json                              tensors only if asked for
+    output/rank-N.log                                          the output of each rank
+    checkpoints/step-N/index.json                              tensors only with --checkpoints
     checkpoints.json                                           which machine has which files
 """
 
@@ -22,7 +22,7 @@ PACK_S = 3600.0
 
 
 def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpoints: bool) -> Path:
-    """Returns the folder. Raises `HostRefused` where no machine knows of a run."""
+    """Returns the folder. Raises `HostRefused` if no machine has the run."""
     states: list[dict[str, Any]] = each(
         machines, lambda machine: machine.agent("status", run=run, lines=1)
     )
@@ -34,7 +34,7 @@ def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpo
     ]
     if name is None or not having:
         raise HostRefused(
-            f"no host knows of {f'a run {name}' if name else 'any run'}; scripts/cluster status "
+            f"no host has {f'a run {name}' if name else 'any run'}; scripts/cluster status "
             "shows the newest"
         )
     folder = into / name
@@ -44,15 +44,15 @@ def collect(machines: Sequence[Machine], run: str | None, into: Path, *, checkpo
         _unpack(machine, {"run": name, "checkpoints": checkpoints}, folder)
         return dict(machine.agent("checkpoints", run=name)["files"])
 
-    found = {
+    files_of_host = {
         machine.host.name: files for machine, files in zip(having, each(having, bring), strict=True)
     }
-    (folder / "checkpoints.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / "checkpoints.json").write_text(json.dumps(files_of_host, indent=1), encoding="utf-8")
     return folder
 
 
 def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
-    """As it comes: checkpoints may be larger than memory."""
+    """Unpacks while receiving: checkpoints may be larger than memory."""
     command = machine.agent_command("pack")
     with machine.process(command) as process:
         assert (
@@ -68,29 +68,29 @@ def _unpack(machine: Machine, spec: dict[str, Any], folder: Path) -> None:
                     write(tar, member, folder)
         except (OSError, tarfile.TarError) as error:
             process.kill()
-            complaint = process.stderr.read().decode(errors="replace").strip()
+            errors = process.stderr.read().decode(errors="replace").strip()
             raise HostFailed(
-                f"host {machine.host.name} has not sent its files whole: {error}\n{complaint}"
+                f"host {machine.host.name} has not sent all its files: {error}\n{errors}"
             ) from None
         finally:
             limit.cancel()
 
 
 def write(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Put a file below `folder`; links and devices are left out. tarfile's own filter is not in
-    Debian 12's Python.
+    """Write a file below `folder`; links and devices are skipped. Debian 12's Python lacks
+    tarfile's own filter.
 
-    Raises `TarError` for one that belongs elsewhere.
+    Raises `TarError` for a path outside `folder`.
     """
-    place = (folder / member.name).resolve()
-    if not place.is_relative_to(folder.resolve()):
-        raise tarfile.TarError(f"{member.name} lies outside of the run")
+    path = (folder / member.name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise tarfile.TarError(f"{member.name} is outside the run's folder")
     if (source := tar.extractfile(member) if member.isfile() else None) is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with source, place.open("wb") as target:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with source, path.open("wb") as target:
             shutil.copyfileobj(source, target)
 
 
 def _newest(states: Sequence[dict[str, Any]]) -> str | None:
-    """The run that the machines had last; where they differ, that of the first with one."""
+    """The newest run of the first machine that has one."""
     return next((state["run"] for state in states if state["run"]), None)

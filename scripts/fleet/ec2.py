@@ -1,13 +1,12 @@
-"""Instances by the dozen, in several regions: launched whole or not at all, found and ended by
-their tag.
+"""EC2 instances in several regions: launched all or none, found and terminated by their tag.
 
     look (image, key, tag) in every region ──► group and instances, region by region
         ──► addresses ──► open between them
-       │ something is wrong                       │ something fails, or Ctrl-C
-       └─► nothing was launched                   └─► all is terminated; what cannot be is named
+       │ a mistake                                │ a failure, or Ctrl-C
+       └─► nothing was launched                   └─► all is terminated; what remains is named
 
-In one region the nodes talk over private addresses. Across regions they talk over public ones, and
-each region's group lets in those addresses alone.
+In one region the nodes use their private addresses. Across regions they use public ones, and each
+region's security group admits only these.
 """
 
 import socket
@@ -25,7 +24,7 @@ POLL_S = 3.0
 _GONE = ("shutting-down", "terminated")
 _BANNER_S = 5.0
 
-# As root at the first start: what scripts/setup and netem need and a cloud's images lack.
+# Runs as root at the first boot: what scripts/setup and netem need, and a cloud's images lack.
 USER_DATA = """#!/bin/sh
 if command -v apt-get; then
     export DEBIAN_FRONTEND=noninteractive
@@ -44,11 +43,11 @@ class AwsError(RunError):
 
 
 class AwsRefused(InputError):  # noqa: N818 - what happened
-    """What was asked cannot be; nothing was launched."""
+    """A request that cannot be fulfilled; nothing was launched."""
 
 
 class Calls(Protocol):
-    """Makes a call of a service's API in a region, or only says what it would be."""
+    """Makes a call of a service's API in a region, or only prints it."""
 
     def __call__(
         self, region: str, operation: str, service: str = "ec2", **parameters: Any
@@ -72,8 +71,8 @@ class Order:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Instances a region, in order: neighbours in the pipeline are in the same one where they
-        can be.
+        """The number of instances of each region, in order: neighbours in the pipeline are in the
+        same region where possible.
         """
         each, more = divmod(self.count, len(self.images))
         return {region: each + (number < more) for number, region in enumerate(self.images)}
@@ -88,9 +87,9 @@ class Instance:
     private: str | None
 
     @classmethod
-    def of(cls, region: str, told: Answer) -> "Instance":
-        addresses = told.get("PublicIpAddress"), told.get("PrivateIpAddress")
-        return cls(region, told["InstanceId"], told["State"]["Name"], *addresses)
+    def of(cls, region: str, answer: Answer) -> "Instance":
+        addresses = answer.get("PublicIpAddress"), answer.get("PrivateIpAddress")
+        return cls(region, answer["InstanceId"], answer["State"]["Name"], *addresses)
 
 
 def up(
@@ -101,14 +100,14 @@ def up(
     answers: Callable[[str], bool],
     timeout_s: float = READY_S,
 ) -> list[Instance]:
-    """Launch, wait until SSH `answers`, open the nodes to each other. Raises `AwsRefused` before,
-    `AwsError` after.
+    """Launch, wait until SSH `answers`, open the nodes to each other. Raises `AwsRefused` before
+    the launch, `AwsError` after it.
     """
-    seen = {region: look(order, region, calls) for region in order.images}
+    images = {region: look(order, region, calls) for region in order.images}
     launched: dict[str, list[str]] = {}
     try:
         groups = {region: _make_group(order, region, calls) for region in order.images}
-        for region, (image, device) in seen.items():
+        for region, (image, device) in images.items():
             launched[region] = _launch(order, region, image, device, groups[region], calls)
             say(f"{region}: {len(launched[region])} of {order.instance_type} are launched")
         deadline = time.monotonic() + timeout_s
@@ -120,34 +119,34 @@ def up(
         _open_between(instances, groups, calls)
         _await_ssh(instances, answers, deadline, say)
     except BaseException as error:
-        say(f"failed, so all of it is terminated: {str(error) or type(error).__name__}")
+        say(f"failed, so all instances are terminated: {str(error) or type(error).__name__}")
         down(order.tag, list(order.images), calls, say, launched=launched)
         raise
     return instances
 
 
 def look(order: Order, region: str, calls: Calls) -> tuple[str, str]:
-    """The image and its root device. Raises `AwsRefused` where image or key are not there, or the
-    tag is taken.
+    """The image and its root device. Raises `AwsRefused` if image or key do not exist, or the tag
+    is in use.
     """
     image = order.images[region]
     try:
         if image.startswith("/"):
             image = calls(region, "get_parameter", service="ssm", Name=image)["Parameter"]["Value"]
-        found = calls(region, "describe_images", ImageIds=[image])["Images"]
+        images = calls(region, "describe_images", ImageIds=[image])["Images"]
         calls(region, "describe_key_pairs", KeyNames=[order.key_name])
-        taken = find(order.tag, region, calls)
+        existing = find(order.tag, region, calls)
     except AwsError as error:
         raise AwsRefused(f"{error}; nothing was launched") from None
-    if not found:
+    if not images:
         raise AwsRefused(f"{region}: there is no image {image}; nothing was launched")
-    if taken:
+    if existing:
         raise AwsRefused(
-            f"{region}: {len(taken)} instances have the tag {TAG}={order.tag}; scripts/aws down "
+            f"{region}: {len(existing)} instances have the tag {TAG}={order.tag}; scripts/aws down "
             f"--tag {order.tag} ends "
             f"them, or choose another --tag; nothing was launched"
         )
-    return image, str(found[0]["RootDeviceName"])
+    return image, str(images[0]["RootDeviceName"])
 
 
 def find(tag: str, region: str, calls: Calls) -> list[Instance]:
@@ -164,10 +163,9 @@ def down(
     launched: Mapping[str, Sequence[str]] | None = None,
     timeout_s: float = READY_S,
 ) -> None:
-    """Terminate the tag's instances and remove its groups. Raises `AwsError` that says what is
-    left.
+    """Terminate the tag's instances and remove its groups. Raises `AwsError` naming what remains.
 
-    `launched` are instances so new that a search by their tag may not find them yet.
+    `launched`: instances so new that a search by their tag may not find them yet.
     """
 
     def end(region: str) -> str | None:
@@ -181,13 +179,13 @@ def down(
         return None
 
     with ThreadPoolExecutor(len(regions)) as pool:
-        left = [error for error in pool.map(end, regions) if error is not None]
-    if left:
+        errors = [error for error in pool.map(end, regions) if error is not None]
+    if errors:
         raise AwsError(
             "\n".join(
                 [
-                    *left,
-                    f"what is left costs money: scripts/aws down --tag {tag}, or see the console",
+                    *errors,
+                    f"what remains costs money: scripts/aws down --tag {tag}, or see the console",
                 ]
             )
         )
@@ -196,9 +194,9 @@ def down(
 def _all(tag: str, region: str, calls: Calls) -> list[Instance]:
     reservations = calls(region, "describe_instances", Filters=_filters(tag))["Reservations"]
     return [
-        Instance.of(region, told)
+        Instance.of(region, instance)
         for reservation in reservations
-        for told in reservation["Instances"]
+        for instance in reservation["Instances"]
     ]
 
 
@@ -212,7 +210,7 @@ def _tagged(order: Order, *kinds: str) -> list[Answer]:
 
 
 def _make_group(order: Order, region: str, calls: Calls) -> str:
-    """A security group that lets SSH in."""
+    """A security group that admits SSH."""
     group = calls(
         region,
         "create_security_group",
@@ -236,7 +234,7 @@ def _launch(
     """This region's share; returns the ids, first to last."""
     spot: Answer = {"InstanceMarketOptions": {"MarketType": "spot"}} if order.spot else {}
     volume = {"VolumeSize": order.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True}
-    told = calls(
+    answer = calls(
         region,
         "run_instances",
         ImageId=image,
@@ -250,7 +248,7 @@ def _launch(
         UserData=USER_DATA,
         **spot,
     )
-    return [instance["InstanceId"] for instance in told["Instances"]]
+    return [instance["InstanceId"] for instance in answer["Instances"]]
 
 
 def _running(
@@ -258,20 +256,22 @@ def _running(
 ) -> list[Instance]:
     """The instances once they run and have addresses, in the order of `ids`."""
     ready: dict[str, Instance] = {}
-    for told in _polls(lambda: _all(tag, region, calls), deadline):
-        mine = {instance.id: instance for instance in told if instance.id in ids}
-        if gone := [instance.id for instance in mine.values() if instance.state in _GONE]:
+    for instances in _polls(lambda: _all(tag, region, calls), deadline):
+        launched = {instance.id: instance for instance in instances if instance.id in ids}
+        if gone := [instance.id for instance in launched.values() if instance.state in _GONE]:
             raise AwsError(
                 f"{region}: {', '.join(gone)} ended while starting; the console says why"
             )
-        ready = {i.id: i for i in mine.values() if i.state == "running" and i.public and i.private}
+        ready = {
+            i.id: i for i in launched.values() if i.state == "running" and i.public and i.private
+        }
         if len(ready) == len(ids):
             return [ready[id_] for id_ in ids]
     raise AwsError(f"{region}: {len(ready)} of {len(ids)} instances run, with addresses, in time")
 
 
 def _open_between(instances: Sequence[Instance], groups: dict[str, str], calls: Calls) -> None:
-    """Everything between the nodes, nothing from elsewhere."""
+    """Open all ports between the nodes, and none to others."""
     nodes = [{"CidrIp": f"{instance.public}/32"} for instance in instances]
     for region, group in groups.items():
         every: Answer = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
@@ -290,7 +290,7 @@ def _await_ssh(
             say("SSH answers on all")
             return
     raise AwsError(
-        f"no SSH on {', '.join(waiting)}; does --ssh-from hold this machine's public address?"
+        f"no SSH on {', '.join(waiting)}; does --ssh-from include this machine's public address?"
     )
 
 
@@ -315,7 +315,7 @@ def _end(
 
 
 def _delete_group(region: str, group: str, calls: Calls, deadline: float) -> None:
-    """AWS refuses for as long as an instance that is on its way out is in it."""
+    """AWS refuses until all instances of the group have terminated."""
     error: AwsError | None = None
     for _ in _polls(lambda: None, deadline):
         try:
@@ -323,11 +323,11 @@ def _delete_group(region: str, group: str, calls: Calls, deadline: float) -> Non
             return
         except AwsError as refusal:
             error = refusal
-    raise AwsError(f"{region}: group {group} is left: {error}")
+    raise AwsError(f"{region}: group {group} remains: {error}")
 
 
 def _polls(ask: Callable[[], Any], deadline: float) -> Iterator[Any]:
-    """What `ask` says, again and again until the deadline; once at least."""
+    """Call `ask` repeatedly until the deadline, at least once; yields its results."""
     while True:
         yield ask()
         if time.monotonic() > deadline:

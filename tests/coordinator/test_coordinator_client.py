@@ -42,11 +42,11 @@ def test_join_tells_all_addresses(run):
 
 def test_join_says_for_whom_it_waits(run):
     run.serve(2)
-    heard: list[str] = []
+    messages: list[str] = []
     waits = threading.Event()
 
     def on_wait(text: str) -> None:
-        heard.append(text)
+        messages.append(text)
         waits.set()
 
     def second() -> Coordinator:
@@ -54,16 +54,16 @@ def test_join_says_for_whom_it_waits(run):
         return run.join(1, 2)
 
     run.at_once(lambda: run.join(0, 2, on_wait=on_wait), second)
-    assert heard == [f"waiting at 127.0.0.1:{run.servers[0].port} for rank 1 of 2 to join"]
+    assert messages == [f"waiting at 127.0.0.1:{run.servers[0].port} for rank 1 of 2 to join"]
 
 
 def test_join_waits_for_the_coordinator_to_come_up(run):
     port = _unused_port()
-    heard: list[str] = []
+    messages: list[str] = []
     waits = threading.Event()
 
     def on_wait(text: str) -> None:
-        heard.append(text)
+        messages.append(text)
         waits.set()
 
     def serve_later() -> None:
@@ -72,17 +72,17 @@ def test_join_waits_for_the_coordinator_to_come_up(run):
 
     run.at_once(lambda: run.join(0, 1, address=f"127.0.0.1:{port}", on_wait=on_wait), serve_later)
     assert len(run.ranks) == 1
-    assert heard[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port} (")
+    assert messages[0].startswith(f"waiting for the coordinator at 127.0.0.1:{port} (")
 
 
 def test_what_is_waited_for_is_said_now_and_then(monkeypatch):
     """Two reasons that alternated filled the log."""
-    now, heard = 0.0, []
+    now, messages = 0.0, []
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now))
-    say = client._now_and_then(lambda text: heard.append((now, text)))
+    say = client._now_and_then(lambda text: messages.append((now, text)))
     for now in range(60):
         say("refused" if now % 2 else "no answer")
-    assert heard == [(0, "no answer"), (1, "refused"), (30, "no answer"), (31, "refused")]
+    assert messages == [(0, "no answer"), (1, "refused"), (30, "no answer"), (31, "refused")]
 
 
 def test_join_gives_up_naming_what_to_check(run):
@@ -277,15 +277,15 @@ def test_clock_offset_is_the_one_of_the_fastest_round_trip(run):
 
 
 def test_upload_arrives_whole_before_leave_returns(run):
-    taken: dict[tuple[int, str], bytes] = {}
+    uploads: dict[tuple[int, str], bytes] = {}
     first, second = run.meet(
-        2, server={"on_upload": lambda rank, kind, payload: taken.update({(rank, kind): payload})}
+        2, server={"on_upload": lambda rank, kind, payload: uploads.update({(rank, kind): payload})}
     )
     large = bytes(range(256)) * 40_000
     second.upload("trace", large)
     first.upload("trace", b"{}")
     run.at_once(first.leave, second.leave)
-    assert taken == {(1, "trace"): large, (0, "trace"): b"{}"}
+    assert uploads == {(1, "trace"): large, (0, "trace"): b"{}"}
 
 
 def test_upload_beyond_all_bounds_is_refused_here(run, monkeypatch):
@@ -302,14 +302,14 @@ def test_upload_beyond_all_bounds_is_refused_here(run, monkeypatch):
 
 def test_abort_tells_all_the_same(run):
     ranks = run.meet(3)
-    heard: list[str] = []
-    all_heard = threading.Semaphore(0)
+    reasons: list[str] = []
+    notified = threading.Semaphore(0)
     for c in ranks[:2]:
-        c.on_abort(lambda error: (heard.append(str(error)), all_heard.release()))
-    verdict = ranks[2].abort("loss is nan at step 7")
-    assert str(verdict) == "rank 2 failed: loss is nan at step 7"
-    assert all(all_heard.acquire(timeout=5) for _ in range(2))
-    assert heard == [str(verdict)] * 2
+        c.on_abort(lambda error: (reasons.append(str(error)), notified.release()))
+    error = ranks[2].abort("loss is nan at step 7")
+    assert str(error) == "rank 2 failed: loss is nan at step 7"
+    assert all(notified.acquire(timeout=5) for _ in range(2))
+    assert reasons == [str(error)] * 2
 
 
 def test_abort_ends_what_waits_and_what_comes_after(run):
@@ -332,21 +332,21 @@ def test_rank_that_vanishes_is_named_by_all(run):
     first, second, third = run.meet(3)
     under_way = first.gather("step/1", b"")
     third.close()
-    verdict = second.abort("lost rank 2 on 1SEND_F4", symptom=True)
+    error = second.abort("lost rank 2 on 1SEND_F4", symptom=True)
     with pytest.raises(RunAborted) as raised:
         under_way.wait(5)
     expected = "lost rank 2 (127.0.0.1): its process ended or its connection broke"
-    assert [str(verdict), str(raised.value)] == [expected, expected]
+    assert [str(error), str(raised.value)] == [expected, expected]
 
 
 def test_rank_that_leaves_is_not_lost(run):
     first, second = run.meet(2)
-    heard: list[RunAborted] = []
-    first.on_abort(heard.append)
+    aborts: list[RunAborted] = []
+    first.on_abort(aborts.append)
     second.leave()
     with pytest.raises(RunError, match="no word from rank 1"):
         first.barrier("alone now", 0.2)
-    assert heard == []
+    assert aborts == []
 
 
 def test_closed_line_ends_what_waits(run):

@@ -138,11 +138,11 @@ def test_slow_upload_is_no_silence(run):
         time.sleep(2.0)
 
     (alone,) = run.meet(1, heartbeat_s=1.0, server={"on_upload": slow, "heartbeat_s": 1.0})
-    heard: list[RunAborted] = []
-    alone.on_abort(heard.append)
+    aborts: list[RunAborted] = []
+    alone.on_abort(aborts.append)
     alone.upload("trace", b"spans")
     alone.barrier("still here", 5)
-    assert heard == []
+    assert aborts == []
 
 
 def test_upload_that_nobody_wants_is_dropped(run):
@@ -153,8 +153,8 @@ def test_upload_that_nobody_wants_is_dropped(run):
 
 def test_close_waits_for_those_who_are_leaving(run):
     first, second = run.meet(2)
-    heard: list[RunAborted] = []
-    second.on_abort(heard.append)
+    aborts: list[RunAborted] = []
+    second.on_abort(aborts.append)
     closing = threading.Thread(target=run.servers[0].close)
     first.leave()
     closing.start()
@@ -162,7 +162,7 @@ def test_close_waits_for_those_who_are_leaving(run):
     second.leave()
     closing.join(5)
     assert not closing.is_alive()
-    assert heard == []
+    assert aborts == []
 
 
 class _SlowToEnd(queue.SimpleQueue):
@@ -217,9 +217,9 @@ def test_killed_process_is_named_by_all_others_in_time(run, number, heartbeat_s,
             waiting = [first.gather("step/1", b""), third.gather("step/1", b"")]
             killed_at = time.monotonic()
             process.send_signal(number)
-            for gathered in waiting:
+            for gather in waiting:
                 with pytest.raises(RunAborted, match=rf"lost rank 1 \(127.0.0.1\): {why}"):
-                    gathered.wait(10)
+                    gather.wait(10)
             assert time.monotonic() - killed_at < 10
         finally:
             process.kill()

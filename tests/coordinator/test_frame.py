@@ -42,16 +42,16 @@ def test_assemble_refuses_what_was_not_cut(garbage):
 
 def test_assemble_refuses_the_announced_size_before_the_bytes(monkeypatch):
     monkeypatch.setattr(frame, "FRAME_BYTES", 100)
-    taken = []
+    pieces_read = []
 
     def large():
         for piece in frame.cut(_upload(10_000)):
-            taken.append(piece)
+            pieces_read.append(piece)
             yield piece
 
     with pytest.raises(DecodeError, match="upload of 100.. bytes; the most is 1000"):
         list(frame.assemble(large(), pb.ToCoordinator, lambda kind: 1000))
-    assert len(taken) == 1
+    assert len(pieces_read) == 1
 
 
 @pytest.mark.parametrize("announced", [b"\2", b"\x84\x80\x80\x80\x10"])

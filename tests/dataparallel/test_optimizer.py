@@ -1,3 +1,4 @@
+import torch
 from support.layered import ADAM, RATE, Layered, gradients
 
 from dpipe.dataparallel.ahead import LookAhead
@@ -29,3 +30,28 @@ def test_look_ahead_is_where_the_step_goes_and_leaves_the_moments() -> None:
     looks.look_ahead(gradients(here, 1, 0), RATE)
     assert all((a == b).all() for a, b in zip(here.parameters, there.parameters, strict=True))
     assert all((moment == before[name]).all() for name, moment in looks.state().items())
+
+
+def test_steps_are_those_of_torch_adamw_to_the_last_bit() -> None:
+    """Also where a parameter has no gradient in a step."""
+    stage, twin = Layered(), Layered()
+    named = trained(twin)
+    ours = Optimizer(whole(trained(stage)), ADAM, whole=True)
+    groups = [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": ADAM.weight_decay},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=RATE, betas=ADAM.betas)
+    for step in range(3):
+        for layered in (stage, twin):
+            layered.set_gradients(step, 0)
+            if step == 0:
+                trained(layered)[0][1].grad = None
+        ours.step(RATE)
+        theirs.step()
+        for name, p in named:
+            moment = theirs.state[p].get("exp_avg_sq")
+            assert (f"{name}.exp_avg_sq" in ours.state()) == (moment is not None)
+            assert moment is None or torch.equal(ours.state()[f"{name}.exp_avg_sq"], moment)
+    for p, expected in zip(stage.parameters, twin.parameters, strict=True):
+        assert torch.equal(p, expected)

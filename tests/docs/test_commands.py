@@ -23,23 +23,23 @@ _OTHERS = ("pip", "tensorboard", ".")
 
 def words(command: str) -> list[str]:
     """A command without the environment, torchrun or srun in front of it."""
-    found = shlex.split(command, comments=False)
-    while found and re.match(r"[A-Z_]+=", found[0]):
-        found = found[1:]
-    if found[:1] == ["torchrun"]:
-        found = ["dpipe", *found[found.index("dpipe") + 1 :]]
-    if found[:1] == ["srun"]:
-        found = found[1:]
-    return found
+    arguments = shlex.split(command, comments=False)
+    while arguments and re.match(r"[A-Z_]+=", arguments[0]):
+        arguments = arguments[1:]
+    if arguments[:1] == ["torchrun"]:
+        arguments = ["dpipe", *arguments[arguments.index("dpipe") + 1 :]]
+    if arguments[:1] == ["srun"]:
+        arguments = arguments[1:]
+    return arguments
 
 
-def program(found: list[str]) -> tuple[str | None, list[str]]:
+def program(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Which of `COMMANDS` is meant, and its arguments; None where it is none of them."""
     for name in make_reference.COMMANDS:
         length = len(name.split())
-        if [" ".join(found[:length]).removeprefix("./")] == [name]:
-            return name, found[length:]
-    return None, found
+        if [" ".join(arguments[:length]).removeprefix("./")] == [name]:
+            return name, arguments[length:]
+    return None, arguments
 
 
 def complaints(command: str) -> list[str]:
@@ -47,13 +47,13 @@ def complaints(command: str) -> list[str]:
     name, arguments = program(words(command))
     if name is None:
         return []
-    what: click.Command = make_reference.command(name)
-    while isinstance(what, click.Group) and arguments and not arguments[0].startswith("-"):
-        if arguments[0] not in what.commands:
+    command_: click.Command = make_reference.command(name)
+    while isinstance(command_, click.Group) and arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in command_.commands:
             return [f"{name} has no command {arguments[0]!r}"]
-        what = what.commands[arguments[0]]
+        command_ = command_.commands[arguments[0]]
         arguments = arguments[1:]
-    options = {option for parameter in what.params for option in parameter.opts} | {
+    options = {option for parameter in command_.params for option in parameter.opts} | {
         "--help",
         "--version",
     }
@@ -78,21 +78,23 @@ def shown(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_command_exists_with_the_options_that_are_shown(name: str) -> None:
-    found = []
+    all_complaints = []
     for command in shown(name):
         try:
-            found += complaints(command)
+            all_complaints += complaints(command)
         except ValueError:  # inline code with one quotation mark is no command
             assert not command.startswith(("dpipe ", "scripts/")), command
-    assert not found, found
+    assert not all_complaints, all_complaints
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_first_word_of_a_shell_line_is_known(name: str) -> None:
     for block_line in shell_lines(name):
-        found = words(block_line)
-        known = program(found)[0] or found[0] in _OTHERS or (ROOT / found[0]).is_file()
-        assert known or found[:2] == ["python", "-m"], block_line
+        arguments = words(block_line)
+        is_known = (
+            program(arguments)[0] or arguments[0] in _OTHERS or (ROOT / arguments[0]).is_file()
+        )
+        assert is_known or arguments[:2] == ["python", "-m"], block_line
 
 
 def shell_lines(name: str) -> list[str]:
@@ -104,8 +106,8 @@ def shell_lines(name: str) -> list[str]:
 def test_configuration_key_that_is_named_exists(name: str) -> None:
     for code in inline_code(ROOT / name):
         for section, key in _KEY.findall(code):
-            known = SECTIONS[section].annotation.model_fields
-            assert key in known or key in _FILES or key[0].isupper(), f"{name}: {code}"
+            keys = SECTIONS[section].annotation.model_fields
+            assert key in keys or key in _FILES or key[0].isupper(), f"{name}: {code}"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,9 @@ def test_configuration_key_that_is_named_exists(name: str) -> None:
         ("python -m netem lab upp", "has no command 'upp'"),
     ],
 )
-def test_command_that_does_not_exist_would_be_seen(command: str, complaint: str) -> None:
-    (found,) = complaints(command)
-    assert complaint in found
+def test_check_finds_a_command_that_does_not_exist(command: str, complaint: str) -> None:
+    (only_complaint,) = complaints(command)
+    assert complaint in only_complaint
 
 
 @pytest.mark.parametrize("name", NAMES)

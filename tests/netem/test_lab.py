@@ -47,8 +47,8 @@ def close(rows: list[probe.Row]) -> bool:
     return all(row.close for row in rows)
 
 
-def python(host: measure.Host, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = host.enter([sys.executable, "-m", "netem", *words])
+def python(host: measure.Host, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = host.enter([sys.executable, "-m", "netem", *arguments])
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -64,40 +64,42 @@ def test_router_carries_coalesced_packets(lab):
 
 
 @pytest.mark.parametrize(
-    "asked", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps"
+    "link", PUBLISHED, ids=lambda link: f"{link.delay_ms:g}ms-{link.bandwidth_gbps:g}gbps"
 )
-def test_published_network_is_seen_as_it_is_asked_unless_the_lab_warns(lab, profile, asked):
-    """Delay and rate within 10 %. A delay is kept to the 0.1 ms in which a guest wakes. A rate that
-    is missed is one that the router does not carry, as 10 Gbit/s on two cores: the lab warns of it,
-    measured as it came up or, where the machine has found other work since, measured now; and no
-    rate is exceeded.
+def test_published_network_is_measured_as_published_unless_the_lab_warns(lab, profile, link):
+    """Delay and rate within 10 %. Delays may differ by the 0.1 ms that a guest takes to wake, each
+    way. A rate may be lower if the router cannot carry it, as 10 Gbit/s on two cores. The lab must
+    warn of that then: as it came up or, if the machine has become busy since, measured anew. No
+    rate may be exceeded.
     """
-    path = profile(text(asked))
+    path = profile(text(link))
 
-    def look() -> tuple[list[probe.Row], bool]:
+    def measured() -> tuple[list[probe.Row], bool]:
         labs.set_profile(lab, path)
-        rows = probe.compare(asked, asked, measure.observe(*lab.hosts[:2], asked, seconds=1.0))
+        rows = probe.compare(link, link, measure.observe(*lab.hosts[:2], link, seconds=1.0))
         return rows, rows[1].close or warned(lab, path) or warned(labs.measured(lab), path)
 
-    def good(seen: tuple[list[probe.Row], bool]) -> bool:
-        (delay, rate), rate_explained = seen
-        wakes_late = abs(delay.observed - delay.asked) < 2 * GUEST_WAKES_MS
+    def passes(outcome: tuple[list[probe.Row], bool]) -> bool:
+        (delay, rate), rate_explained = outcome
+        wakes_late = abs(delay.observed - delay.expected) < 2 * GUEST_WAKES_MS
         return (
             (delay.close or wakes_late)
             and rate_explained
-            and rate.observed < (1 + TOLERANCE) * rate.asked
+            and rate.observed < (1 + TOLERANCE) * rate.expected
         )
 
-    rows, _ = seen = settled(look, good)
-    assert good(seen), "\n".join(map(str, rows))
+    rows, _ = outcome = settled(measured, passes)
+    assert passes(outcome), "\n".join(map(str, rows))
 
 
 def warned(lab: Lab, path: Path) -> bool:
-    found = labs.warnings(lab, load_network(path))
-    return any(re.match(r"a link asks .* Gbit/s; the router carries", warning) for warning in found)
+    warnings = labs.warnings(lab, load_network(path))
+    return any(
+        re.match(r"a link asks .* Gbit/s; the router carries", warning) for warning in warnings
+    )
 
 
-def test_links_that_differ_are_each_seen_as_asked(lab, profile):
+def test_links_that_differ_are_each_measured_as_in_the_profile(lab, profile):
     far, near = Link(20, 0.04), Link(40, 0.03)  # so slow that a busy router carries them
     blocks = text(far, "[[link]]\nfrom = 0\nto = 1") + text(near, "[[link]]\nfrom = 0\nto = 2")
     labs.set_profile(lab, profile(text(Link(5, 0.02)) + blocks))
@@ -116,11 +118,11 @@ def test_links_of_a_host_share_its_egress(lab, profile):
     blocks = text(slow, "[[link]]\nfrom = 0\nto = 2")
     labs.set_profile(lab, profile(text(fast) + blocks))
     links = {(lab.hosts[0], lab.hosts[1]): fast, (lab.hosts[0], lab.hosts[2]): slow}
-    seen = measure.observe_together(links, seconds=1.0)
-    assert sum(each.bandwidth_gbps for each in seen.values()) < 0.4 * 1.1
+    observed = measure.observe_together(links, seconds=1.0)
+    assert sum(link.bandwidth_gbps for link in observed.values()) < 0.4 * 1.1
 
 
-def test_jitter_and_loss_are_seen_as_asked(lab, profile):
+def test_jitter_and_loss_are_measured_as_in_the_profile(lab, profile):
     labs.set_profile(lab, profile(text(Link(20, 1), "jitter_ms = 5\nloss_percent = 5")))
     within = lab.hosts[0].enter([])
     round_trips, lost = probe.ping(
@@ -139,31 +141,31 @@ def test_profile_that_cannot_be_read_changes_nothing(lab, profile):
     assert measure.delay_ms(*lab.hosts[:2]) == pytest.approx(5, rel=0.1)
 
 
-def test_commands_say_what_the_lab_is(lab, profile):
+def test_set_and_status_describe_the_lab(lab, profile):
     path = profile(text(Link(10, 0.05), 'name = "ten"'))
     was_set = CliRunner().invoke(main, ["lab", "set", str(path), "--name", NAME])
     status = CliRunner().invoke(main, ["lab", "status", "--name", NAME])
     assert was_set.output == status.output
     assert f"lab {NAME}: ten" in status.output
     assert f"host 2: {lab.hosts[2].address}" in status.output
-    seen = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
-    assert seen.output.count("asked    20.000") == 3
+    verified = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
+    assert verified.output.count("expected    20.000") == 3
 
 
-def test_verify_holds_a_link_against_its_profile(lab, profile):
+def test_verify_compares_a_link_with_its_profile(lab, profile):
     slow = profile(text(Link(5, 0.1)))
     labs.set_profile(lab, slow)
     with lab.hosts[1].program("answer") as answering:
         assert answering.stdout.readline() == "answering on port 7990\n"
-        words = ["--node", "0", "--peer", "1", "--interval", "0.01", lab.hosts[1].address]
-        right = python(lab.hosts[0], "verify", str(slow), *words)
-        wrong = python(lab.hosts[0], "verify", str(profile(text(Link(1, 0.1)))), *words)
-    assert (right.returncode, right.stdout.count("ok")) == (0, 2)
-    assert (wrong.returncode, wrong.stdout.splitlines()[0][-3:]) == (1, "OFF")
+        arguments = ["--node", "0", "--peer", "1", "--interval", "0.01", lab.hosts[1].address]
+        matching = python(lab.hosts[0], "verify", str(slow), *arguments)
+        differing = python(lab.hosts[0], "verify", str(profile(text(Link(1, 0.1)))), *arguments)
+    assert (matching.returncode, matching.stdout.count("ok")) == (0, 2)
+    assert (differing.returncode, differing.stdout.splitlines()[0][-3:]) == (1, "OFF")
 
 
 def test_command_runs_on_its_host(lab):
-    words = [
+    argv = [
         sys.executable,
         "-m",
         "netem",
@@ -177,12 +179,12 @@ def test_command_runs_on_its_host(lab):
         "-c",
         "ip -br addr; exit 7",
     ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7
     assert lab.hosts[1].address in done.stdout
 
 
-def test_host_that_is_not_there_is_refused(lab):
+def test_host_that_does_not_exist_is_refused(lab):
     with pytest.raises(NetemError, match="has hosts 0 to 2, not 3"):
         labs.execute(lab, 3, ["true"])
 
@@ -205,10 +207,10 @@ def test_shaping_of_a_device_ends_with_the_command(lab, profile):
         for line in shown.splitlines()
         if "netem" in line or "ended" in line or "cleared" in line
     ]
-    put_on = "qdisc netem d1be: root refcnt 2 limit 12500 delay 50ms rate 1Gbit"
+    shaped = "qdisc netem d1be: root refcnt 2 limit 12500 delay 50ms rate 1Gbit"
     assert [line.strip() for line in lines if "pfifo" not in line] in (
-        [put_on, "ended:", put_on, "cleared"],
-        [put_on, put_on, "cleared"],
+        [shaped, "ended:", shaped, "cleared"],
+        [shaped, shaped, "cleared"],
     )
 
 
@@ -232,11 +234,11 @@ def test_kernel_without_netem_says_so(lab, profile):
 
 def test_verify_of_an_unshaped_lab_is_refused(lab, monkeypatch):
     monkeypatch.setattr(Lab, "network", lambda lab: None)
-    seen = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
-    assert (seen.exit_code, seen.output) == (
+    result = CliRunner().invoke(main, ["lab", "verify", "--name", NAME])
+    assert (result.exit_code, result.output) == (
         2,
-        f"netem: lab '{NAME}' is unshaped: there is nothing to hold it against; lab set PROFILE "
-        "first\n",
+        f"netem: lab '{NAME}' is unshaped: there is no profile to compare with; set one "
+        "first: lab set PROFILE\n",
     )
 
 
@@ -246,33 +248,31 @@ def test_name_that_is_up_is_refused_and_stays_up(lab):
     assert measure.delay_ms(*lab.hosts[:2]) < 1000
 
 
-def test_router_that_refuses_says_what(lab):
+def test_failure_in_the_router_names_the_device(lab):
     with pytest.raises(NetemError, match=r"(?s)'port9'|\"port9\""):
         lab.router.run("ip link set port9 up")
 
 
 @pytest.fixture
 def other(monkeypatch) -> Iterator[str]:
-    """The name of a second lab, which is not measured as it comes up, and of which nothing is
-    left.
-    """
+    """The name of a second lab, which is not measured as it comes up and must leave nothing."""
     monkeypatch.setattr(labs, "measured", lambda lab: lab)
     yield OTHER
     labs.down(OTHER)
     assert left_of(OTHER) == []
 
 
-def test_hosts_have_the_tcp_that_was_asked_for(other):
+def test_hosts_have_the_tcp_settings_of_sysctl(other):
     reno = "net.ipv4.tcp_congestion_control=reno"
-    asked = CliRunner().invoke(
+    lab_up = CliRunner().invoke(
         main, ["lab", "up", "--name", other, "--hosts", "2", "--sysctl", reno]
     )
-    assert "TCP: reno" in asked.output
-    seen = [
+    assert "TCP: reno" in lab_up.output
+    settings = [
         shell.run(host.enter(["sysctl", "-n", reno.partition("=")[0]]))
         for host in labs.load(other).hosts
     ]
-    assert seen == ["reno\n", "reno\n"]
+    assert settings == ["reno\n", "reno\n"]
 
 
 def test_setting_that_the_kernel_refuses_leaves_no_lab(other):

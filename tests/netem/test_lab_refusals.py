@@ -1,4 +1,4 @@
-"""What a lab refuses before it makes anything, and what it warns of: as anybody, in no time."""
+"""What a lab refuses before it changes anything, and what it warns of. Needs no root."""
 
 from dataclasses import replace
 
@@ -27,10 +27,10 @@ def _root_of_an_empty_machine(monkeypatch, tmp_path):
         ("a lab's name is .* got '../x'", lambda: labs.down("../x")),
         ("a lab has 2 to 64 hosts, got 1", lambda: labs.up("a", 1)),
         ("a lab has 2 to 64 hosts, got 65", lambda: labs.up("a", 65)),
-        ("no lab 'a' is up; up are: none", lambda: labs.load("a")),
+        ("no lab 'a' is up; labs that are up: none", lambda: labs.load("a")),
     ],
 )
-def test_lab_that_cannot_be_is_refused(refused, call, monkeypatch):
+def test_impossible_lab_is_refused(refused, call, monkeypatch):
     monkeypatch.setattr(labs, "_namespaces", lambda name: pytest.fail("nothing may be looked for"))
     with pytest.raises(NetemError, match=refused):
         call()
@@ -52,7 +52,7 @@ def test_profile_is_read_before_anything_is_made(tmp_path):
     assert not labs.STATE.exists()
 
 
-def test_profile_of_fewer_nodes_is_refused_before_anything_is_made(tmp_path):
+def test_profile_with_too_few_nodes_is_refused_before_anything_is_changed(tmp_path):
     (tmp_path / "pair.toml").write_text(
         "[[link]]\nfrom = 0\nto = 1\ndelay_ms = 1\nbandwidth_gbps = 1\n"
     )
@@ -63,7 +63,7 @@ def test_profile_of_fewer_nodes_is_refused_before_anything_is_made(tmp_path):
 
 def test_lab_whose_up_was_killed_says_so():
     (labs.STATE / "a").mkdir(parents=True)
-    with pytest.raises(NetemError, match="lab 'a' never came up whole: lab down --name a"):
+    with pytest.raises(NetemError, match="lab 'a' did not come up completely: lab down --name a"):
         labs.load("a")
 
 
@@ -101,7 +101,7 @@ def test_warning_names_the_congestion_control_that_spaces_packets():
     assert "BBR, which spaces them: --sysctl net.ipv4.tcp_congestion_control=reno" in warning
 
 
-def test_own_delay_of_the_router_is_taken_off_what_is_asked():
+def test_own_delay_of_the_router_is_subtracted_from_each_link():
     network = Network(
         default=Link(0.1, 10), links={(0, 1): Link(5, 2, jitter_ms=5, loss_percent=1)}
     )

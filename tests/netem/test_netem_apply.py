@@ -51,26 +51,26 @@ def test_shaping_is_put_on(kernel):
     ]
 
 
-def test_shaping_of_before_is_replaced(kernel):
+def test_earlier_shaping_is_replaced(kernel):
     apply(SLOW, 0, "lo")
     apply(SLOW, 0, "lo")
     assert kernel.ran[1:] == ["tc qdisc del dev lo root", kernel.ran[0]]
 
 
-def test_clear_takes_off_what_was_put_on_and_says_whether(kernel):
+def test_clear_removes_the_shaping_and_returns_whether_there_was_one(kernel):
     apply(SLOW, 0, "lo")
     assert clear("lo")
     assert not clear("lo")
 
 
-def test_qdisc_of_another_is_left_alone(kernel):
+def test_qdisc_that_is_not_ours_is_left_alone(kernel):
     kernel.root = '{"kind": "htb", "handle": "1:", "root": true}'
     with pytest.raises(NetemError, match=r"lo carries a qdisc that is not ours: htb 1:; remove it"):
         apply(SLOW, 0, "lo")
     assert kernel.ran == []
 
 
-def test_refused_command_leaves_nothing_on(kernel):
+def test_command_that_fails_leaves_the_device_unshaped(kernel):
     kernel.refuses = "filter"
     with pytest.raises(NetemError, match="refused: tc filter"):
         apply(UNEVEN, 0, "lo", ["10.0.0.1", "10.0.0.2", "10.0.0.3"])
@@ -85,7 +85,7 @@ def test_device_that_does_not_exist_is_named_with_those_that_do():
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_wait_and_undoes_the_shaping(kernel, ending):
     with applied(SLOW, 0, "lo") as wait:
-        signal.raise_signal(ending)  # held back until the wait asks for it
+        signal.raise_signal(ending)  # blocked until `wait` takes it
         wait()
         assert "d1be:" in kernel.root
     assert kernel.root == "{}"

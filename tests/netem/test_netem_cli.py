@@ -20,8 +20,8 @@ def profile(tmp_path):
     return write
 
 
-def invoke(*words: str):
-    return CliRunner().invoke(main, words)
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, arguments)
 
 
 def test_show_prints_the_commands(profile):
@@ -32,8 +32,8 @@ def test_show_prints_the_commands(profile):
     )
 
 
-def test_show_takes_addresses_where_links_differ(profile):
-    words = [
+def test_show_takes_addresses_if_links_differ(profile):
+    arguments = [
         "show",
         profile(UNEVEN),
         "--device",
@@ -43,7 +43,7 @@ def test_show_takes_addresses_where_links_differ(profile):
         "--addresses",
         "10.0.0.1, 10.0.0.2,10.0.0.3",
     ]
-    assert "match ip dst 10.0.0.2/32 flowid d1be:11" in invoke(*words).output
+    assert "match ip dst 10.0.0.2/32 flowid d1be:11" in invoke(*arguments).output
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_show_takes_addresses_where_links_differ(profile):
         (UNEVEN, "give the address of every node"),
     ],
 )
-def test_profile_that_cannot_work_is_an_error_of_input(profile, text, message):
+def test_profile_with_a_mistake_ends_with_exit_code_2_and_one_line(profile, text, message):
     shown = invoke("show", profile(text), "--device", "eth0", "--node", "0")
     assert (shown.exit_code, shown.output.count("\n")) == (2, 1)
     assert message in shown.output
 
 
-def test_command_line_is_run_as_a_module():
+def test_commands_run_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "netem", "--help"], capture_output=True, text=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""The guest as the lab talks to it, without one."""
+"""The protocol between lab and guest, with a thread as the guest."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ from typing import TextIO
 from netem import router
 
 
-def test_guest_that_has_missed_a_line_is_sent_another(tmp_path, monkeypatch):
+def test_guest_that_has_missed_a_line_is_sent_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(router, "NUDGE_S", 0.05)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "console").touch()

@@ -1,4 +1,4 @@
-"""Profiles in, tc commands out: nothing here runs them."""
+"""Profiles in, tc commands out: no test runs them."""
 
 import pytest
 
@@ -42,14 +42,14 @@ def test_links_that_differ_are_classes_by_address():
     ]
 
 
-def test_traffic_to_others_is_not_shaped_where_a_profile_has_no_default():
+def test_traffic_to_others_is_not_shaped_without_a_default_link():
     network = Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(1, 2)})
     commands = lines(network, 0, ADDRESSES)
     assert commands[0] == "tc qdisc add dev eth0 root handle d1be: htb default 0"
     assert [line for line in commands if "classid d1be:f " in line] == []
 
 
-def test_addresses_change_nothing_where_links_are_alike():
+def test_addresses_change_nothing_if_links_are_alike():
     network = Network(default=Link(5, 2))
     assert lines(network, 1, ADDRESSES) == lines(network, 1)
 
@@ -82,7 +82,7 @@ def test_peers_of_another_family_have_filters_of_their_own():
         (Link(100, 10), 250_000),
     ],
 )
-def test_limit_holds_three_times_what_is_under_way(link, packets):
+def test_limit_is_three_times_the_packets_in_flight(link, packets):
     assert limit_packets(link) == packets
 
 

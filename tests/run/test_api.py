@@ -109,6 +109,17 @@ def test_launch_runs_all_ranks_and_tells_each_row(
     assert capfd.readouterr() == ("", "")
 
 
+def test_launched_ranks_do_not_import_what_only_compiling_needs(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch._dynamo takes a third of the time in which a rank starts."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line on stderr
+    log = dpipe.launch(tiny()) / "logs" / "rank-0.log"
+    imported = {line.rpartition("|")[2].strip() for line in log.read_text().splitlines()}
+    assert "torch.nn" in imported
+    assert "torch._dynamo" not in imported
+
+
 def test_launch_of_a_file_with_another_number_of_ranks(tiny: Make, tmp_path: Path) -> None:
     job = as_file(tiny(), tmp_path / "job.toml")
     folder = dpipe.launch(str(job), overrides=["train.steps=1"], num_ranks=2)

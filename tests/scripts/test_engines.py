@@ -136,7 +136,7 @@ def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(
     )
     result = run(sweep, tmp_path)
     assert result.exit_code == 2
-    assert 'venue "local" goes without networks' in result.output
+    assert 'venue "local" takes no networks' in result.output
 
 
 def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, monkeypatch):
@@ -255,7 +255,7 @@ def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(
     )
     with pytest.raises(
         AssertionError,
-        match="of the same parameters megatron has a first loss of 5.0005, ours: 5.0",
+        match="with the same parameters the first loss of megatron is 5.0005, ours 5.0",
     ):
         engines.difference_in_training(
             "megatron", tmp_path / "config.toml", given, None, timeout_s=1.0

@@ -167,7 +167,7 @@ def test_damaged_line_of_the_results_is_named(quick, results):
     results.write_text(results.read_text()[:-30])
     result = run(quick, "--mode", "replay", "--results", results)
     assert result.exit_code == 2
-    assert f"table: {results}, line 2 is no row" in result.output
+    assert f"table: {results}, line 2 is not a row of JSON" in result.output
 
 
 @pytest.mark.parametrize("path", ["nowhere/table.png", "table.drawing"])
@@ -176,7 +176,7 @@ def test_png_that_cannot_be_written_is_refused_before_anything_is_simulated(
 ):
     result = run(table, "--mode", "replay", "--results", results, "--png", tmp_path / path)
     assert result.exit_code == 2
-    assert "is to end in .png, in a folder that exists" in result.output
+    assert "must end in .png and be in a folder that exists" in result.output
 
 
 def test_markdown_shows_the_error(quick, results):

@@ -23,8 +23,8 @@ def model(dropout: float = 0.0, *, tied: bool = True) -> LayeredModel:
 
 
 def layers(**options: float) -> list[nn.Module]:
-    made = model(**options)
-    return [materialise(made, index, 0, "cpu") for index in range(len(made.layers))]
+    the_model = model(**options)
+    return [materialise(the_model, index, 0, "cpu") for index in range(len(the_model.layers))]
 
 
 def outputs(
@@ -108,7 +108,7 @@ def test_masked_words_are_learned_from_the_words_around_them() -> None:
     log(WORDS - 1).
     """
     mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
-    made = bert(
+    the_model = bert(
         vocab_size=WORDS,
         num_layers=1,
         width=64,
@@ -117,7 +117,10 @@ def test_masked_words_are_learned_from_the_words_around_them() -> None:
         dropout=0.0,
         tied=True,
     )
-    learning, seen = [materialise(made, index, 0, "cpu") for index in range(3)], list[float]()
+    learning, losses = (
+        [materialise(the_model, index, 0, "cpu") for index in range(3)],
+        list[float](),
+    )
     adam = torch.optim.Adam(
         [parameter for layer in learning for parameter in layer.parameters()], lr=3e-3
     )
@@ -137,8 +140,8 @@ def test_masked_words_are_learned_from_the_words_around_them() -> None:
         adam.zero_grad()
         loss.backward()
         adam.step()
-        seen.append(loss.item())
-    assert sum(seen[-10:]) / 10 < 0.25 * math.log(mask)
+        losses.append(loss.item())
+    assert sum(losses[-10:]) / 10 < 0.25 * math.log(mask)
 
 
 def test_logits_come_from_the_embeddings_table() -> None:

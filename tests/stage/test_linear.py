@@ -48,10 +48,10 @@ def deferring(module: nn.Module) -> tuple[nn.Module, WeightGradients]:
 def test_gradients_are_those_of_nn_linear_to_the_bit(bias: bool) -> None:
     plain = seeded_linear(bias)
     converted, store = deferring(plain)
-    expected, got = gradients(plain, batch()), gradients(converted, batch(), store)
-    assert expected.keys() == got.keys()
+    expected, actual = gradients(plain, batch()), gradients(converted, batch(), store)
+    assert expected.keys() == actual.keys()
     for name in expected:
-        assert torch.equal(expected[name], got[name]), name
+        assert torch.equal(expected[name], actual[name]), name
 
 
 def test_output_is_that_of_nn_linear_to_the_bit() -> None:
@@ -90,9 +90,9 @@ def test_linear_used_twice_gets_both_gradients_added_as_autograd_does() -> None:
     torch.manual_seed(0)
     plain = Twice()
     converted, store = deferring(plain)
-    expected, got = gradients(plain, batch()), gradients(converted, batch(), store)
+    expected, actual = gradients(plain, batch()), gradients(converted, batch(), store)
     for name in expected:
-        assert torch.equal(expected[name], got[name]), name
+        assert torch.equal(expected[name], actual[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -101,10 +101,10 @@ def test_autocast_computes_as_it_does_for_nn_linear(dtype: torch.dtype) -> None:
     converted, store = deferring(plain)
     with torch.autocast("cpu", dtype):
         assert converted(batch()).dtype is dtype
-        expected, got = gradients(plain, batch()), gradients(converted, batch(), store)
+        expected, actual = gradients(plain, batch()), gradients(converted, batch(), store)
     for name in expected:
-        assert got[name].dtype is torch.float32
-        assert torch.equal(expected[name], got[name]), name
+        assert actual[name].dtype is torch.float32
+        assert torch.equal(expected[name], actual[name]), name
 
 
 def test_names_and_parameters_stay() -> None:

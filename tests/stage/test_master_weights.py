@@ -34,25 +34,25 @@ def stages(cut: list[int], parameters: str = "bf16", device: str = "cpu", **opti
     ]
 
 
-def train(made: list[Stage], num_steps: int = 5) -> list[float]:
+def train(stages_: list[Stage], num_steps: int = 5) -> list[float]:
     """The loss of each step, learning one batch by heart."""
     tokens = torch.randint(32, (M, 2, 9), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW([p for s in made for p in s.parameters()], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for s in stages_ for p in s.parameters()], lr=1e-2)
     losses = []
     for step in range(num_steps):
         loss = 0.0
-        for s in made:
+        for s in stages_:
             s.begin_step(step)
         for m in range(M):
             tensors = (tokens[m, :, :-1],)
-            for s in made:
+            for s in stages_:
                 tensors = s.forward(m, tensors, tokens[m, :, 1:])
             loss += tensors[0].item() / M
             grads: tuple[torch.Tensor, ...] = ()
-            for s in reversed(made):
+            for s in reversed(stages_):
                 grads = s.backward(m, grads)
         optimizer.step()
-        for s in made:
+        for s in stages_:
             s.zero_grad()
         losses.append(loss)
     return losses
@@ -142,7 +142,7 @@ def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) ->
     """But for the last step, which makes machine code of what was traced: that takes a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
-    found = []
+    results = []
     for compiled in (True, False):
         torch.manual_seed(0)
         layer = torch.nn.Linear(4, 2)
@@ -156,9 +156,9 @@ def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) ->
         (loss,) = stage.forward(0, (torch.ones(3, 4),), torch.zeros(3, 2))
         stage.backward(0, ())
         assert (layer._compiled_call_impl is not None) == compiled
-        found.append((loss.item(), layer.weight.grad))
-    assert found[0][0] == pytest.approx(found[1][0])
-    assert torch.allclose(found[0][1], found[1][1])
+        results.append((loss.item(), layer.weight.grad))
+    assert results[0][0] == pytest.approx(results[1][0])
+    assert torch.allclose(results[0][1], results[1][1])
 
 
 @pytest.mark.gpu
@@ -172,4 +172,4 @@ def test_fused_optimizer_goes_on_where_it_was() -> None:
     optimizer.step(1e-3)
     optimizer.restore(1, {name: value.cpu() for name, value in optimizer.state().items()})
     optimizer.step(1e-3)
-    assert optimizer._adamw.defaults["fused"]
+    assert optimizer._fused

@@ -17,10 +17,10 @@ MODEL = gpt(vocab_size=11, num_layers=1, width=D, num_heads=N, context=T, dropou
 
 def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
     """Bytes of the distinct storages that the graph of one layer holds after a forward pass."""
-    kept: dict[int, int] = {}
+    bytes_of_storage: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        bytes_of_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     stage = Stage(
@@ -28,7 +28,7 @@ def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         stage.forward(0, (torch.ones(B, T, D),))
-    return sum(kept.values())
+    return sum(bytes_of_storage.values())
 
 
 def test_selective_recomputation_keeps_no_matrix_of_scores() -> None:

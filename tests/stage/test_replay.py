@@ -32,7 +32,7 @@ MESSAGE = (torch.zeros(BYTES // 4),)
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "given", "output", "grads", "input_grads"),
+    ("first", "last", "inputs", "output", "grads", "input_grads"),
     [
         (False, False, MESSAGE, [(100,)], MESSAGE, [(100,)]),
         (True, False, (), [(100,)], MESSAGE, []),
@@ -42,15 +42,15 @@ MESSAGE = (torch.zeros(BYTES // 4),)
 def test_stage_takes_and_gives_real_bytes(
     first: bool,
     last: bool,
-    given: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
     output: list[tuple[int, ...]],
     grads: tuple[torch.Tensor, ...],
     input_grads: list[tuple[int, ...]],
 ) -> None:
     stage = make(first, last)
-    assert shapes(stage.forward(0, given)) == output
+    assert shapes(stage.forward(0, inputs)) == output
     assert shapes(stage.backward(0, grads)) == input_grads
-    assert shapes(stage.evaluate(given)) == output
+    assert shapes(stage.evaluate(inputs)) == output
     assert stage.held == 0
 
 
@@ -65,13 +65,13 @@ def test_held_counts_as_a_stage_does() -> None:
     stage = make()
     stage.forward(0, MESSAGE)
     stage.forward(1, MESSAGE)
-    seen = [stage.held]
+    held = [stage.held]
     stage.backward_input(0, MESSAGE)
-    seen.append(stage.held)
+    held.append(stage.held)
     stage.backward_weight(0)
-    seen.append(stage.held)
+    held.append(stage.held)
     stage.clear()
-    assert [*seen, stage.held] == [2, 2, 1, 0]
+    assert [*held, stage.held] == [2, 2, 1, 0]
 
 
 def test_parts_of_the_backward_pass_take_their_shares() -> None:

@@ -30,9 +30,9 @@ def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
     the gradient.
     """
     stage = Scattered(a_stage(group), group, first=False, last=False)
-    (mine, gradient) = (group.part(tensor, -1).contiguous() for tensor in (GIVEN, GRADIENT))
-    evaluated = stage.evaluate((mine,))
-    sent = stage.forward(0, (mine,))
+    (part, gradient) = (group.part(tensor, -1).contiguous() for tensor in (GIVEN, GRADIENT))
+    evaluated = stage.evaluate((part,))
+    sent = stage.forward(0, (part,))
     assert stage.held == 1
     return sent, evaluated, stage.backward(0, (gradient,))
 

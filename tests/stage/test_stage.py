@@ -230,8 +230,8 @@ def test_gradients_are_those_of_the_model_without_stages() -> None:
 
     torch.testing.assert_close(sum(losses) / MICROBATCHES, loss.detach())
     gradients = [p.grad for stage in stages for p in stage.parameters()]
-    for got, parameter in zip(gradients, plain.parameters(), strict=True):
-        torch.testing.assert_close(got, parameter.grad)
+    for gradient, parameter in zip(gradients, plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
 def test_parameters_of_one_cut_go_on_in_another() -> None:
@@ -309,13 +309,13 @@ def test_held_counts_micro_batches_until_their_weight_gradients_are_made() -> No
     (stage,) = stages
     for m in range(2):
         forward(stages, 0, m)
-    seen = [stage.held]
+    held = [stage.held]
     stage.backward_input(0, ())
-    seen.append(stage.held)
+    held.append(stage.held)
     stage.backward_weight(0)
-    seen.append(stage.held)
+    held.append(stage.held)
     stage.backward(1, ())
-    assert [*seen, stage.held] == [2, 2, 1, 0]
+    assert [*held, stage.held] == [2, 2, 1, 0]
 
 
 def test_clear_lets_an_aborted_step_run_again() -> None:
@@ -448,7 +448,7 @@ def test_input_that_a_layer_does_not_use_gets_a_zero_gradient() -> None:
 class Strides(torch.autograd.Function):
     """Nothing, that sees how the gradient lies which comes back."""
 
-    seen: ClassVar[list[tuple[int, ...]]] = []
+    strides: ClassVar[list[tuple[int, ...]]] = []
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -456,7 +456,7 @@ class Strides(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        Strides.seen.append(grad.stride())
+        Strides.strides.append(grad.stride())
         return grad
 
 
@@ -470,9 +470,9 @@ def test_gradient_lies_between_layers_as_it_comes_over_a_wire(cut: tuple[int, ..
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sum(1)  # gives a gradient back that repeats one column
 
-    Strides.seen.clear()
+    Strides.strides.clear()
     one_at_a_time(cut_model(LayeredModel((Watched, Sum), squares), cut), 0)
-    assert Strides.seen == [(4, 1)] * MICROBATCHES
+    assert Strides.strides == [(4, 1)] * MICROBATCHES
 
 
 def test_layers_own_randomness_is_repeated_in_recomputation() -> None:

@@ -17,8 +17,8 @@ def rows(group: TensorGroup) -> torch.Tensor:
 
 def test_all_reduce_adds_and_leaves_what_was_given() -> None:
     def on_rank(group: TensorGroup) -> tuple[list[float], list[float]]:
-        given = rows(group).clone()
-        return group.all_reduce(given)[0].tolist(), given[0].tolist()
+        tensor = rows(group).clone()
+        return group.all_reduce(tensor)[0].tolist(), tensor[0].tolist()
 
     results = on_ranks(3, on_rank)
     assert [total for total, _ in results] == [[30 + 3 * column for column in range(6)]] * 3
@@ -27,8 +27,8 @@ def test_all_reduce_adds_and_leaves_what_was_given() -> None:
 
 def test_all_gather_puts_parts_in_the_order_of_ranks() -> None:
     expected = [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15]
-    for gathered in on_ranks(2, lambda group: group.all_gather(rows(group), 1)):
-        assert gathered.tolist() == [expected] * 2
+    for whole in on_ranks(2, lambda group: group.all_gather(rows(group), 1)):
+        assert whole.tolist() == [expected] * 2
 
 
 def test_reduce_scatter_gives_each_rank_its_part_of_the_sum() -> None:

@@ -121,11 +121,11 @@ def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
 
 
 def agree(results: list[Found], losses: list[float], gradients: dict[str, torch.Tensor]) -> None:
-    for got_losses, got in results:
-        assert got_losses == pytest.approx(losses, rel=TOLERANCE)
-        assert got.keys() == gradients.keys()
+    for losses_of_rank, gradients_of_rank in results:
+        assert losses_of_rank == pytest.approx(losses, rel=TOLERANCE)
+        assert gradients_of_rank.keys() == gradients.keys()
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(got[parameter], gradient, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(gradients_of_rank[parameter], gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 3), (1, 1)])
@@ -147,7 +147,7 @@ def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
     batch, context, width, size = 4, 64, 16, 4
     unit = batch * context * width * 4
 
-    def kept(group: TensorGroup) -> int:
+    def kept_bytes(group: TensorGroup) -> int:
         model = gpt(
             vocab_size=24,
             num_layers=1,
@@ -171,8 +171,8 @@ def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
             stage.forward(0, (torch.ones(batch, context // size, width),))
         return sum(storages.values()) - parameters
 
-    for found in on_ranks(size, kept, sequence=True):
-        assert found <= 17 * unit // size
+    for num_bytes in on_ranks(size, kept_bytes, sequence=True):
+        assert num_bytes <= 17 * unit // size
 
 
 LOGITS = torch.randn(5, 12, generator=torch.Generator().manual_seed(2)) * 30
@@ -189,16 +189,16 @@ def cross_entropy_of_one_process(targets: torch.Tensor) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("targets", [[0, 3, 4, 8, 11], [-100, 3, -100, 8, 0]])
 def test_loss_over_parts_of_the_words_is_that_over_all(targets: list[int]) -> None:
     """Also if some targets are ignored, as those of words that are not masked."""
-    asked = torch.tensor(targets)
+    expected_words = torch.tensor(targets)
 
     def on_rank(group: TensorGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = group.part(LOGITS, -1).clone().requires_grad_()
-        loss = split_cross_entropy(mine, asked, group)
+        part = group.part(LOGITS, -1).clone().requires_grad_()
+        loss = split_cross_entropy(part, expected_words, group)
         loss.backward()
-        assert mine.grad is not None
-        return loss.detach(), group.all_gather(mine.grad, -1)
+        assert part.grad is not None
+        return loss.detach(), group.all_gather(part.grad, -1)
 
-    loss, gradient = cross_entropy_of_one_process(asked)
-    for got_loss, got in on_ranks(3, on_rank):
-        torch.testing.assert_close(got_loss, loss)
-        torch.testing.assert_close(got, gradient)
+    loss, gradient = cross_entropy_of_one_process(expected_words)
+    for loss_of_rank, gradient_of_rank in on_ranks(3, on_rank):
+        torch.testing.assert_close(loss_of_rank, loss)
+        torch.testing.assert_close(gradient_of_rank, gradient)

@@ -79,10 +79,10 @@ def save_together(
 
 def files(url: str | Path) -> list[str]:
     """As paths below `url`, digests left out."""
-    found = sorted(path for path in Path(url).rglob("*") if path.is_file())
+    paths = sorted(path for path in Path(url).rglob("*") if path.is_file())
     return [
         "/".join([p.parent.name, *p.name.rsplit("-", 1)[:1]]) if "-0" in p.name else str(p.name)
-        for p in found
+        for p in paths
     ]
 
 
@@ -91,10 +91,8 @@ def only(url: str | Path, pattern: str) -> Path:
     return path
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -113,23 +111,23 @@ def folder(tmp_path: Path) -> str:
 
 def test_what_was_saved_is_loaded(url: str) -> None:
     save_alone(url, 7, loss_scale=2.0, configuration={"train.steps": 9})
-    found = load(url, everything)
-    assert (found.step, found.state) == (
+    loaded = load(url, everything)
+    assert (loaded.step, loaded.state) == (
         7,
         {"loss_scale": 2.0, "configuration": {"train.steps": 9}},
     )
-    assert same(found.tensors, parameters(range(LAYERS), 7))
-    assert same(found.optimizer, moments(range(LAYERS), 7))
+    assert same(loaded.tensors, parameters(range(LAYERS), 7))
+    assert same(loaded.optimizer, moments(range(LAYERS), 7))
 
 
 @pytest.mark.parametrize("after", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]])
 def test_any_cut_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
     save_together([url] * 2, [[0, 1], [2, 3]], step=5)
     for layers in after:
-        wanted = set(layers)
-        found = load(url, lambda name, wanted=wanted: int(name.split(".")[1]) in wanted)
-        assert same(found.tensors, parameters(layers, 5))
-        assert same(found.optimizer, moments(layers, 5))
+        own_layers = set(layers)
+        loaded = load(url, lambda name, own=own_layers: int(name.split(".")[1]) in own)
+        assert same(loaded.tensors, parameters(layers, 5))
+        assert same(loaded.optimizer, moments(layers, 5))
 
 
 def test_only_files_that_hold_what_is_asked_for_are_read(folder: str) -> None:
@@ -202,19 +200,19 @@ def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
 
 
 def test_what_a_crash_left_goes_with_the_next_checkpoint(folder: str) -> None:
-    left = Path(folder) / "step-00000001"
-    left.mkdir(parents=True)
-    (left / ".0.tmp").write_bytes(b"half")
+    unfinished = Path(folder) / "step-00000001"
+    unfinished.mkdir(parents=True)
+    (unfinished / ".0.tmp").write_bytes(b"half")
     save_alone(folder, 2)
-    assert not left.exists()
+    assert not unfinished.exists()
 
 
 def test_step_may_be_saved_again(url: str) -> None:
     save_alone(url, 3, attempt=1)
     save_alone(url, 3, attempt=2)
-    found = load(url, everything)
-    assert found.state == {"attempt": 2}
-    assert same(found.tensors, parameters(range(LAYERS), 3))
+    loaded = load(url, everything)
+    assert loaded.state == {"attempt": 2}
+    assert same(loaded.tensors, parameters(range(LAYERS), 3))
 
 
 def test_parts_of_a_moment_are_loaded_as_one(folder: str) -> None:
@@ -280,9 +278,9 @@ def test_crash_anywhere_leaves_a_whole_checkpoint(
         faulty.setattr(target, function, _after(calls, getattr(target, function)))
         with pytest.raises(Crash):
             save_alone(folder, step)
-    found = load(folder, everything)
-    assert same(found.tensors, parameters(range(LAYERS), found.step))
-    assert same(found.optimizer, moments(range(LAYERS), found.step))
+    loaded = load(folder, everything)
+    assert same(loaded.tensors, parameters(range(LAYERS), loaded.step))
+    assert same(loaded.optimizer, moments(range(LAYERS), loaded.step))
     save_alone(folder, 7)
     assert load(folder, everything).step == 7
 
@@ -369,10 +367,10 @@ def test_fallback_takes_the_one_before_and_says_so(
         save_alone(folder, step)
     damage(only(folder, f"step-00000006/{pattern}"))
     with caplog.at_level(logging.WARNING, "dpipe"):
-        found = load(folder, everything, fallback=True)
-    assert found.step == 5
-    assert same(found.tensors, parameters(range(LAYERS), 5))
-    (skipped,) = found.skipped
+        loaded = load(folder, everything, fallback=True)
+    assert loaded.step == 5
+    assert same(loaded.tensors, parameters(range(LAYERS), 5))
+    (skipped,) = loaded.skipped
     assert re.search(message, skipped)
     assert "skipping the checkpoint of step 6" in caplog.text
 
@@ -448,9 +446,9 @@ def test_layer_that_is_not_there_is_named(folder: str) -> None:
         CheckpointError, match=r"step-00000005 holds no layers.9.weight: .*check \[model\]"
     ):
         load(folder, ["layers.9.weight"])
-    found = load(folder, everything)
+    loaded = load(folder, everything)
     with pytest.raises(CheckpointError, match=r"holds no layers.9.weight.exp_avg"):
-        found.optimizer["layers.9.weight.exp_avg"]
+        loaded.optimizer["layers.9.weight.exp_avg"]
 
 
 def test_url_that_cannot_be_used_is_named() -> None:

@@ -18,12 +18,12 @@ def kind(request: pytest.FixtureRequest) -> type[End]:
 @pytest.fixture
 def make(kind: type[End]) -> Iterator[Make]:
     """`make(rank, **options)`: a transport that listens."""
-    made: list[End] = []
+    transports: list[End] = []
 
     def make_transport(rank: int, **options: object) -> End:
-        made.append(kind(rank, **options))
-        return made[-1]
+        transports.append(kind(rank, **options))
+        return transports[-1]
 
     yield make_transport
-    for transport in made:
+    for transport in transports:
         transport.close()

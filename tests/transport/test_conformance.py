@@ -85,16 +85,16 @@ PAIRS: dict[str, Callable[[float], Pair]] = {
 
 @pytest.fixture(params=PAIRS)
 def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[[float], Pair]]:
-    made: list[Transport] = []
+    transports: list[Transport] = []
 
     def make(transfer_timeout_s: float) -> Pair:
         pair = PAIRS[request.param](transfer_timeout_s)
-        made.extend(pair)
+        transports.extend(pair)
         prepare(pair)
         return pair
 
     yield make
-    for transport in made:
+    for transport in transports:
         transport.close()
 
 

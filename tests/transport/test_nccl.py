@@ -26,8 +26,10 @@ def transports(
     num_ranks: int, ids: type = bytes, **options
 ) -> tuple[list[NcclTransport], FakeNccl]:
     nccl, cuda = FakeNccl(ids), FakeCuda()
-    made = [NcclTransport(r, ThreadedStreams(cuda), nccl=nccl, **options) for r in range(num_ranks)]
-    return made, nccl
+    all_transports = [
+        NcclTransport(r, ThreadedStreams(cuda), nccl=nccl, **options) for r in range(num_ranks)
+    ]
+    return all_transports, nccl
 
 
 def connect(ends: list[NcclTransport]) -> None:
@@ -93,14 +95,14 @@ def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(
 ) -> None:
     ends, nccl = transports(2)
     connect(ends)
-    came = Event()
+    peer_closed = Event()
     for communicator in nccl.communicators:
-        communicator.destroy = lambda: came.wait(30)
+        communicator.destroy = lambda: peer_closed.wait(30)
     monkeypatch.setattr("dpipe.transport.nccl._CLOSE_S", 0.2)
     began = time.monotonic()
     ends[0].close()
     assert time.monotonic() - began < 5
-    came.set()
+    peer_closed.set()
     ends[1].close()
 
 
@@ -206,9 +208,9 @@ def test_bytes_go_through_nccl_itself() -> None:
     )
     target = torch.zeros_like(source)
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-    made = streams.mark()
+    written = streams.mark()
     with streams.on(stream):
-        streams.wait(made)
+        streams.wait(written)
         nccl.groupStart()
         communicator.send(source.data_ptr(), source.nbytes, nccl.NCCL_UINT8, 0, stream.cuda_stream)
         communicator.recv(target.data_ptr(), target.nbytes, nccl.NCCL_UINT8, 0, stream.cuda_stream)

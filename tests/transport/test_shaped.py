@@ -29,17 +29,17 @@ Make = Callable[..., list[ShapedTransport]]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[ShapedTransport] = []
+    transports: list[ShapedTransport] = []
 
     def make_ranks(network: Network, num_ranks: int = 2, **options: Any) -> list[ShapedTransport]:
         hub = LocalHub(num_ranks)
-        made.extend(
+        transports.extend(
             ShapedTransport(hub.transport(rank), network, **options) for rank in range(num_ranks)
         )
-        return made
+        return transports
 
     yield make_ranks
-    for transport in made:
+    for transport in transports:
         transport.close()
 
 
@@ -140,7 +140,7 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
+def written(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
     """An event that a device has not reached: until it has, tensors of more than one value are not
     on the host.
     """
@@ -149,7 +149,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
     return event
 
 
-def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, made: FakeEvent) -> None:
+def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, written: FakeEvent) -> None:
     ranks = make(
         Network(default=Link(delay_ms=0, bandwidth_gbps=0.1)), streams=ThreadedStreams(FakeCuda())
     )
@@ -157,13 +157,13 @@ def test_slot_begins_once_the_device_has_made_the_tensor(make: Make, made: FakeE
     time.sleep(0.05)
     assert not pending.done()
     made_ns = time.perf_counter_ns()
-    made._fire()
+    written._fire()
     pending.wait()
     assert pending.moved is not None and pending.moved.start_ns >= made_ns
 
 
 def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(
-    make: Make, made: FakeEvent
+    make: Make, written: FakeEvent
 ) -> None:
     network = Network(default=Link(delay_ms=0, bandwidth_gbps=0.1))
     ranks = make(network, num_ranks=3, transfer_timeout_s=5, streams=ThreadedStreams(FakeCuda()))
@@ -171,7 +171,7 @@ def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(
     behind, beside = (ranks[0].send(torch.tensor(7.0), peer, "x") for peer in (1, 2))
     beside.wait()
     assert ranks[2].recv(one, 0, "x").wait() == 7 and not (late.done() or behind.done())
-    made._fire()
+    written._fire()
     assert ranks[1].recv(TensorSpec.of(MEGABIT), 0, "late").wait().shape == MEGABIT.shape
     assert ranks[1].recv(one, 0, "x").wait() == 7
 

@@ -46,10 +46,10 @@ def test_logs_end_with_the_last_lines_of_each_rank(cloud):
 
 
 def test_logs_of_nothing_are_refused(cloud):
-    assert "no host knows of any run" in cloud("logs").output
+    assert "no host has any run" in cloud("logs").output
     done = cloud("logs", "--run", "x")
     assert done.exit_code == 2
-    assert "no host knows of run x" in done.output
+    assert "no host has a run x" in done.output
 
 
 def test_collect_brings_all_but_tensors(cloud, tmp_path):
@@ -86,7 +86,7 @@ def test_collect_puts_every_machine_s_tensors_together(cloud, tmp_path):
 def test_collect_of_an_unknown_run_is_refused(cloud):
     done = cloud("collect", "--run", "x")
     assert done.exit_code == 2
-    assert "no host knows of a run x" in done.output
+    assert "no host has a run x" in done.output
 
 
 def test_down_stops_ranks_and_takes_profiles_off(cloud):

@@ -162,14 +162,14 @@ def test_tag_in_use_is_refused_and_what_runs_stays(ec2_of):
         (["--key", "you"], "describe_key_pairs: An error occurred (InvalidKeyPair.NotFound)"),
         (["--image", f"{ONE}=ami-00000000,{TWO}=ami-00000000"], "ami-00000000"),
         (["--image", "/aws/service/none"], "get_parameter: An error occurred (ParameterNotFound)"),
-        (["--image", "ami-1"], "ami-1 is there in one region only; give --image R=AMI,R2=AMI2"),
+        (["--image", "ami-1"], "ami-1 exists in one region only; give --image R=AMI,R2=AMI2"),
         (["--image", f"{ONE}=ami-1"], f"--image names none for {TWO}"),
         (["--count", "1"], "1 instances cannot be in 2 regions"),
         (
             ["--ssh-from", "203.0.113.7/8"],
             "--ssh-from 203.0.113.7/8: 203.0.113.7/8 has host bits set",
         ),
-        (["--hosts-file", "me.pem"], "me.pem is there already; choose another --hosts-file"),
+        (["--hosts-file", "me.pem"], "me.pem exists already; choose another --hosts-file"),
     ],
 )
 def test_mistake_is_named_before_anything_is_launched(ec2_of, words, expected):
@@ -220,13 +220,14 @@ def test_what_cannot_be_taken_back_is_named(ec2_of):
     with pytest.raises(AwsError) as error:
         launch(left, [])
     assert f"{ONE}: terminate_instances: InsufficientInstanceCapacity" in str(error.value)
-    assert "what is left costs money: scripts/aws down --tag t" in str(error.value)
+    assert "what remains costs money: scripts/aws down --tag t" in str(error.value)
     assert len(there(ONE)) == 2
 
 
 def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
     with pytest.raises(
-        AwsError, match=r"no SSH on [\d., ]+; does --ssh-from hold this machine's public address?"
+        AwsError,
+        match=r"no SSH on [\d., ]+; does --ssh-from include this machine's public address?",
     ):
         launch(aws.Boto(None), [], answers=lambda address: False)
     assert there(ONE) == []
@@ -234,7 +235,7 @@ def test_machine_on_which_ssh_does_not_answer_is_named(ec2_of):
 
 def test_group_that_stays_is_named(ec2_of):
     up()
-    with pytest.raises(AwsError, match=r"group sg-\w+ is left: .*delete_security_group"):
+    with pytest.raises(AwsError, match=r"group sg-\w+ remains: .*delete_security_group"):
         ec2.down(
             "t", [ONE], Failing((ONE, "delete_security_group")), lambda said: None, timeout_s=0.05
         )
@@ -247,7 +248,7 @@ def test_interrupt_leaves_nothing(ec2_of):
     said = []
     with pytest.raises(KeyboardInterrupt):
         launch(aws.Boto(None), said, answers=interrupt)
-    assert "failed, so all of it is terminated: KeyboardInterrupt" in said
+    assert "failed, so all instances are terminated: KeyboardInterrupt" in said
     assert [there(ONE), groups(TWO)] == [[], []]
 
 

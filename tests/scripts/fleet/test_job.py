@@ -114,7 +114,8 @@ def test_run_starts_on_all_hosts_or_on_none(cloud):
     done = cloud.run("--name", "r")
     assert done.exit_code == 2
     assert (
-        f"host 127.0.0.2:{cloud.port}: a run r was here before; choose another --name, or --resume "
+        f"host 127.0.0.2:{cloud.port}: there was a run r here before; choose another --name, or "
+        "--resume "
         "r" in done.output
     )
     assert not (cloud.folder(1) / "cluster/current").exists()
