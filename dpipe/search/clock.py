@@ -89,10 +89,8 @@ class Pipeline:
     def hops(self) -> tuple[tuple[Hop | None, ...], ...]:
         """By kind and stage; None where nothing crosses a link."""
         stages = range(self.num_stages)
-        sizes = (
-            self.cost.activation_bytes,
-            (0, *self.cost.gradient_bytes),
-        )
+        # The first stage sends no gradient: those of the others begin at stage 1.
+        sizes = self.cost.activation_bytes, (0, *self.cost.gradient_bytes)
         forward = tuple(self._hop(s, s + 1, sizes[0]) for s in stages)
         back = tuple(self._hop(s, s - 1, sizes[1]) for s in stages)
         return forward, back, (None,) * len(stages), back
@@ -193,6 +191,7 @@ class PipelineClock:
             elif kind == _CAME_BACK:
                 self.gradients[place] += 1
                 self._go_on(self.pipeline.rank_of[place], now_us)
+            # A departure planned before the egress was shared anew is void.
             elif number == self._plans[place]:
                 self._left(place)
         return self._times()
@@ -211,13 +210,8 @@ class PipelineClock:
             ),
         )
         if any(number < pipeline.num_microbatches for number in finished):
-            return Times(
-                programs,
-                math.inf,
-                0,
-                self.start_us,
-                frozenset(),
-            )
+            # Came to a halt: some rank waits for what no other will send.
+            return Times(programs, math.inf, 0, self.start_us, frozenset())
         taken_us = list(map(add, self.end_us, pipeline.tails_us))
         if pipeline.steps_overlap:
             began_us = (self.start_us[program[0]] for program in programs)

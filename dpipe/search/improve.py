@@ -64,6 +64,7 @@ def improve(
     more than `enough_us`, and after `max_trials` replays.
     """
     found = {times.programs: times for times in orders}
+    # Numbered: of equal ones the first found goes first, and `Times` do not compare.
     open_orders = [(times.score_us, number, times) for number, times in enumerate(found.values())]
     heapq.heapify(open_orders)
     best_us = min((times.score_us for times in found.values()), default=math.inf)
@@ -96,6 +97,7 @@ def _moves(pipeline: Pipeline, limits: Sequence[int], times: Times) -> Iterator[
         passed = program[move.before : move.position]
         if any(_must_precede(step, moved) for step in passed):
             continue
+        # Only a forward that begins earlier can make a rank hold more at once.
         if moved[0] != FORWARD or peak_held(move(program)) <= limits[move.rank]:
             yield move
 
@@ -163,6 +165,7 @@ class _CriticalPath:
         kind, stage, _ = before = self._times.programs[rank][position - 1]
         step = self._times.programs[rank][position]
         start_us = self._times.start_us
+        # Exactly equal: the clock made the one from the other by this very sum.
         return start_us[before] + self._pipeline.duration_us[kind][stage] == start_us[step]
 
     def _source(self, step: Step) -> Step | None:
@@ -172,6 +175,7 @@ class _CriticalPath:
             return (FORWARD, stage - 1, microbatch) if stage > 0 else None
         if kind == WEIGHT:
             return INPUT, stage, microbatch
+        # The last stage's backward begins with its own forward's loss.
         if stage + 1 == self._pipeline.num_stages:
             return FORWARD, stage, microbatch
         made = INPUT, stage + 1, microbatch

@@ -125,8 +125,9 @@ class _Track:
         """The pipeline-parallel group of the span's rank, within which messages stay: by replica,
         and by tensor-parallel rank.
         """
-        replica = span.rank * self.timeline.num_replicas // self.timeline.num_ranks
-        return replica * self.timeline.tensor_size + span.rank % self.timeline.tensor_size
+        timeline = self.timeline
+        replica = span.rank * timeline.num_replicas // timeline.num_ranks
+        return replica * timeline.tensor_size + span.rank % timeline.tensor_size
 
     def _slice(self, span: Span) -> Event:
         args: Event = {
@@ -150,7 +151,12 @@ class _Track:
         end = self._event("f", receive, receive.start_us)
         yield end | {"id": name, "bp": "e"}
 
-    def _event(self, phase: str, span: Span, at_us: float) -> Event:
+    def _event(
+        self,
+        phase: str,
+        span: Span,
+        at_us: float,
+    ) -> Event:
         waiting = "wait for " if span.lane == Lane.WAIT else ""
         return {
             "ph": phase,

@@ -59,47 +59,61 @@ class Replicas:
         """
         if not self.exchange.symmetric:
             return False
+        if not network.links:
+            return True
         ranks = range(per_replica)
+        others = range(1, self.count)
+        # Replica 0's own links, and those from it to each other replica; the rest is these, moved.
         pipeline = [(a, b) for a, b in product(ranks, ranks) if a != b]
-        across = [
-            (rank, rank + hop * per_replica) for rank, hop in product(ranks, range(1, self.count))
-        ]
-        return not network.links or all(
+        across = []
+        for rank, hop in product(ranks, others):
+            across.append((rank, rank + hop * per_replica))
+        return all(
             self._same(network, per_replica, pair, replica)
-            for pair, replica in product(pipeline + across, range(1, self.count))
+            for pair, replica in product(pipeline + across, others)
         )
 
     def _same(
-        self, network: Network, per_replica: int, pair: tuple[int, int], replica: int
+        self,
+        network: Network,
+        per_replica: int,
+        pair: tuple[int, int],
+        replica: int,
     ) -> bool:
-        source, target = (self.rotated(rank, replica, per_replica) for rank in pair)
-        return network.link(source, target) == network.link(*pair) and (
-            network.egress_gbps(source) == network.egress_gbps(pair[0])
-        )
+        first, second = pair
+        source = self.rotated(first, replica, per_replica)
+        target = self.rotated(second, replica, per_replica)
+        if network.link(source, target) != network.link(first, second):
+            return False
+        return network.egress_gbps(source) == network.egress_gbps(first)
 
-    def rotated(self, rank: int, by: int, per_replica: int) -> int:
+    def rotated(
+        self,
+        rank: int,
+        by: int,
+        per_replica: int,
+    ) -> int:
         """The rank that is to the replica `by` further on what `rank` is to its own."""
-        return (rank + by * per_replica) % (self.count * per_replica)
+        num_ranks = self.count * per_replica
+        return (rank + by * per_replica) % num_ranks
 
     def everyone(self, spans: Sequence[Span], per_replica: int) -> list[Span]:
         """The spans of all replicas, from those of replica 0."""
 
-        def moved(rank: int | str | None, by: int) -> int | None:
-            return self.rotated(rank, by, per_replica) if isinstance(rank, int) else None
+        everyone = []
+        for by in range(self.count):
+            for span in spans:
+                # A symmetric exchange has no server: whom a rank sends to is a rank.
+                peer = span.peer
+                if isinstance(peer, int):
+                    peer = self.rotated(peer, by, per_replica)
+                rank = span.rank + by * per_replica
+                everyone.append(span._replace(rank=rank, peer=peer))
+        return everyone
 
-        return [
-            Span(
-                s.rank + by * per_replica,
-                s.lane,
-                s.action,
-                s.start_us,
-                s.end_us,
-                s.num_bytes,
-                peer=moved(s.peer, by),
-            )
-            for by in range(self.count)
-            for s in spans
-        ]
+
+_StageEnd = tuple[int, int, int]  # step, stage, and which end of its exchange
+_Held = tuple[set[tuple[int, Action]], int, int]  # messages under way, rank, stage
 
 
 @dataclass
@@ -148,13 +162,13 @@ class StageExchanges:
         self._mirrored = mirrored
         self._simulated = 1 if mirrored else replicas.count
         self._exchange = replicas.exchange
-        # By step, stage and end.
-        self._arrived: defaultdict[tuple[int, int, int], set[Message]] = defaultdict(set)
+        # By step, stage and end. A message may come before its receiver has begun the exchange.
+        self._arrived: defaultdict[_StageEnd, set[Message]] = defaultdict(set)
         self._queues: defaultdict[int, deque[_Leg]] = defaultdict(deque)
         # What must have left, then which rank's stage may begin.
-        self._held: list[tuple[set[tuple[int, Action]], int, int]] = []
+        self._held: list[_Held] = []
         self._serving: dict[tuple[int, int], _Leg] = {}  # by step and stage
-        self._reduced: Counter[tuple[int, int, int]] = Counter()  # by step, rank and stage
+        self._reduced: Counter[_StageEnd] = Counter()  # by step, stage and rank
         self._final: Counter[int] = Counter()  # by step, the stages whose gradients are
 
     @property
@@ -173,7 +187,8 @@ class StageExchanges:
             self._serve(step)
         if not self._replicas.delayed:
             return
-        for action in self._schedule.programs[rank % self._schedule.num_ranks]:
+        pipeline_rank = rank % self._schedule.num_ranks
+        for action in self._schedule.programs[pipeline_rank]:
             if action.op is Op.REDUCE_GRAD:
                 self._begin(rank, action.stage)
 
@@ -186,14 +201,22 @@ class StageExchanges:
 
     def reduce(self, rank: int, stage: int) -> None:
         """The gradient of `stage` is final on `rank`."""
+        step = self._machines.step[rank]
         if self._replicas.delayed:
-            self._half_done(self._machines.step[rank], rank, stage)
+            self._half_done(step, rank, stage)
             return
-        self._held.append((set(self._machines.sending[rank]), rank, stage))
-        self._final[self._machines.step[rank]] += 1
+        # Only what it sends now: its later messages do not hold this exchange up.
+        sending = set(self._machines.sending[rank])
+        self._held.append((sending, rank, stage))
+        self._final[step] += 1
         self._release()
 
-    def sent(self, rank: int, step: int, action: Action) -> None:
+    def sent(
+        self,
+        rank: int,
+        step: int,
+        action: Action,
+    ) -> None:
         """A message to a neighbour in the pipeline has left."""
         for sending, holder, _ in self._held:
             if holder == rank:
@@ -207,25 +230,30 @@ class StageExchanges:
         step = self._machines.step[rank]
         over = partial(self._settled, rank, stage)
         end = self._end(rank)
-        self._enqueue(self._leg(step, stage, end, rank, self._exchange.after_step, over))
+        roles = self._exchange.after_step
+        leg = self._leg(step, stage, end, rank, roles, over)
+        self._enqueue(leg)
 
     def _release(self) -> None:
         held = []
         free = []
         for sending, rank, stage in self._held:
-            if sending or not self._may_begin(self._machines.step[rank]):
+            step = self._machines.step[rank]
+            if sending or not self._may_begin(step):
                 held.append((sending, rank, stage))
             else:
                 free.append((rank, stage))
+        # Set before any begins, which may release others.
         self._held = held
         for rank, stage in free:
             self._begin(rank, stage)
 
     def _may_begin(self, step: int) -> bool:
         """Where nothing is overlapped, all pipelines run dry first."""
-        return self._exchange.overlapped or self._final[step] == (
-            self._schedule.num_stages * self._simulated
-        )
+        if self._exchange.overlapped:
+            return True
+        num_gradients = self._schedule.num_stages * self._simulated
+        return self._final[step] == num_gradients
 
     def _begin(self, rank: int, stage: int) -> None:
         step = self._machines.step[rank]
@@ -233,14 +261,22 @@ class StageExchanges:
         done = partial(self._over, rank, stage)
         if self._replicas.delayed:
             done = partial(self._half_done, step, rank, stage)
-        self._enqueue(self._leg(step, stage, self._end(rank), rank, roles, done))
+        end = self._end(rank)
+        leg = self._leg(step, stage, end, rank, roles, done)
+        self._enqueue(leg)
 
-    def _half_done(self, step: int, rank: int, stage: int) -> None:
+    def _half_done(
+        self,
+        step: int,
+        rank: int,
+        stage: int,
+    ) -> None:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
-        self._reduced[step, rank, stage] += 1
-        if self._reduced[step, rank, stage] == 2:
+        halves = self._reduced[step, stage, rank] + 1
+        self._reduced[step, stage, rank] = halves
+        if halves == 2:
             self._over(rank, stage)
 
     def _end(self, rank: int) -> int:
@@ -255,13 +291,15 @@ class StageExchanges:
         roles: Set[Role],
         over: Callable[[], None] = lambda: None,
     ) -> _Leg:
+        program = self._exchange.programs[end]
+        messages = [message for message in program if message.role in roles]
         return _Leg(
             step,
             stage,
             end,
             rank,
             roles,
-            [m for m in self._exchange.programs[end] if m.role in roles],
+            messages,
             over,
         )
 
@@ -272,19 +310,21 @@ class StageExchanges:
             self._start(leg)
 
     def _start(self, leg: _Leg) -> None:
-        comes = (m for m in self._exchange.arrivals[leg.end] if m.role in leg.roles)
         arrived = self._arrived[leg.step, leg.stage, leg.end]
-        leg.missing = {m for m in comes if m not in arrived}
+        comes = [m for m in self._exchange.arrivals[leg.end] if m.role in leg.roles]
+        leg.missing = {message for message in comes if message not in arrived}
         self._advance(leg)
 
     def _advance(self, leg: _Leg) -> None:
         """Send what may go; a rank whose leg is over goes on with its next one."""
         while (index := self._next(leg)) is not None:
-            leg.messages.insert(leg.position, leg.messages.pop(index))
+            message = leg.messages.pop(index)
+            leg.messages.insert(leg.position, message)
             leg.position += 1
-            self._send(leg, leg.messages[leg.position - 1])
-        if leg.position == len(leg.messages) and not leg.leaving and not leg.missing:
-            self._close(leg)
+            self._send(leg, message)
+        if leg.position < len(leg.messages) or leg.leaving or leg.missing:
+            return
+        self._close(leg)
 
     def _next(self, leg: _Leg) -> int | None:
         """Which message goes next: they keep their order, but a stale server answers each replica
@@ -292,14 +332,22 @@ class StageExchanges:
         """
         arrived = self._arrived[leg.step, leg.stage, leg.end]
         waits = self._exchange.waits
-        left = range(leg.position, len(leg.messages))[: None if self._exchange.stale else 1]
-        return next((index for index in left if arrived >= waits[leg.messages[index]]), None)
+        end = len(leg.messages)
+        if not self._exchange.stale:
+            end = min(end, leg.position + 1)
+        for index in range(leg.position, end):
+            message = leg.messages[index]
+            if arrived >= waits[message]:
+                return index
+        return None
 
     def _close(self, leg: _Leg) -> None:
         queue = self._queues[leg.rank]
+        # A server's leg is in no queue: it serves all replicas while its rank goes on.
         if queue and queue[0] is leg:
             queue.popleft()
             leg.over()
+            # `over` may itself have queued the next one, which is then under way.
             if queue and queue[0].position == 0:
                 self._start(queue[0])
 
@@ -315,25 +363,37 @@ class StageExchanges:
         def left(start_us: float) -> None:
             action = Action(leg.stage, Op.REDUCE_GRAD)
             end_us = self._machines.clock.now_us
-            span = Span(leg.rank, Lane.REDUCE, action, start_us, end_us, size, peer=target)
+            span = Span(
+                leg.rank,
+                Lane.REDUCE,
+                action,
+                start_us,
+                end_us,
+                size,
+                peer=target,
+            )
             self._note(leg, span)
             leg.leaving -= 1
             self._advance(leg)
 
         arrived: Since = lambda _: self._arrive(leg, message)  # noqa: E731
-        self._machines.sender(leg.rank).send(target, size, left, arrived)
+        sender = self._machines.sender(leg.rank)
+        sender.send(target, size, left, arrived)
 
     def _note(self, leg: _Leg, span: Span) -> None:
         """As a run does, which reads at the end of a step what has been exchanged in it."""
         at = self._machines.step
-        self._machines.note(span, at[leg.rank] if leg.rank < len(at) else leg.step)
+        # A server behind the last rank runs no program: it is at no step of its own.
+        step = at[leg.rank] if leg.rank < len(at) else leg.step
+        self._machines.note(span, step)
 
     def sent_bytes(self, rank: int, stage: int) -> int:
         """What the exchange of `stage` puts on the egress of `rank`."""
-        messages = self._exchange.programs[self._end(rank)]
-        return sum(
-            self._num_bytes(stage, m) for m in messages if self._rank_of(stage, m.target) != rank
-        )
+        sent_bytes = 0
+        for message in self._exchange.programs[self._end(rank)]:
+            if self._rank_of(stage, message.target) != rank:
+                sent_bytes += self._num_bytes(stage, message)
+        return sent_bytes
 
     def _num_bytes(self, stage: int, message: Message) -> int:
         stage_bytes = self._cost.exchanged_bytes(stage, message.role)
@@ -342,10 +402,12 @@ class StageExchanges:
     def _rank_of(self, stage: int, end: int) -> int:
         if end == self._exchange.num_replicas:
             return self._replicas.servers[stage]
-        return end * self._schedule.num_ranks + self._schedule.rank_of_stage[stage]
+        first_of_replica = end * self._schedule.num_ranks
+        return first_of_replica + self._schedule.rank_of_stage[stage]
 
     def _arrive(self, sender: _Leg, message: Message) -> None:
         if self._mirrored:
+            # What would come from the replica before, which replica 0 sends to the one after.
             message = self._exchange.rotated(message, -message.target)
         self._arrived[sender.step, sender.stage, message.target].add(message)
         leg = self._leg_of(sender.step, sender.stage, message.target)
@@ -353,11 +415,19 @@ class StageExchanges:
             leg.missing.discard(message)
             self._advance(leg)
 
-    def _leg_of(self, step: int, stage: int, end: int) -> _Leg | None:
+    def _leg_of(
+        self,
+        step: int,
+        stage: int,
+        end: int,
+    ) -> _Leg | None:
         """What the end is at; None where its rank is at another stage, or has not begun."""
         if end == self._exchange.num_replicas:
             return self._serving.get((step, stage))
         queue = self._queues[self._rank_of(stage, end)]
-        if queue and queue[0].step == step and queue[0].stage == stage:
-            return queue[0]
+        if not queue:
+            return None
+        leg = queue[0]
+        if (leg.step, leg.stage) == (step, stage):
+            return leg
         return None

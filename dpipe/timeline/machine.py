@@ -25,7 +25,9 @@ class Clock:
         self._requests = count()
 
     def at(self, time_us: float, call: Call) -> None:
-        heapq.heappush(self._events, (time_us, next(self._requests), call))
+        # Calls do not compare: at the same time the one that was asked for first goes first.
+        event = (time_us, next(self._requests), call)
+        heapq.heappush(self._events, event)
 
     def run(self) -> None:
         while self._events and not self.stopped:
@@ -43,20 +45,27 @@ class Cores:
     def __init__(self, clock: Clock, host: Host) -> None:
         self.host = host
         self._clock = clock
-        self._threads: dict[
-            Hashable, deque[tuple[float, Call]]
-        ] = {}  # microseconds left on a whole core
+        # By thread its tasks, each with the microseconds that it still needs of a whole core.
+        self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}
         self._since_us = 0.0
         self._plans = 0  # as in `Sender`
 
-    def run(self, thread: Hashable, duration_us: float, over: Call) -> None:
+    def run(
+        self,
+        thread: Hashable,
+        duration_us: float,
+        over: Call,
+    ) -> None:
+        # With one thread more all are slower from now on: what they did so far counts first.
         self._progress()
-        self._threads.setdefault(thread, deque()).append((duration_us, over))
+        tasks = self._threads.setdefault(thread, deque())
+        tasks.append((duration_us, over))
         self._plan()
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self.host.cores / max(1, len(self._threads)))
+        num_threads = max(1, len(self._threads))
+        return min(1.0, self.host.cores / num_threads)
 
     def _progress(self) -> None:
         done_us = (self._clock.now_us - self._since_us) * self._speed
@@ -70,17 +79,19 @@ class Cores:
         if self._threads:
             plan = self._plans
             left_us = min(tasks[0][0] for tasks in self._threads.values())
-            self._clock.at(
-                self._clock.now_us + max(0.0, left_us) / self._speed, lambda: self._complete(plan)
-            )
+            # Rounding in `_progress` may leave a hair less than nothing.
+            takes_us = max(0.0, left_us) / self._speed
+            due_us = self._clock.now_us + takes_us
+            self._clock.at(due_us, lambda: self._complete(plan))
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
             return
         self._progress()
         thread = min(self._threads, key=lambda thread: self._threads[thread][0][0])
-        _, over = self._threads[thread].popleft()
-        if not self._threads[thread]:
+        tasks = self._threads[thread]
+        _, over = tasks.popleft()
+        if not tasks:
             del self._threads[thread]
         self._plan()
         over()
@@ -120,43 +131,64 @@ class Sender:
     """
 
     def __init__(
-        self, clock: Clock, network: Network, rank: int, cores: Mapping[int, Cores]
+        self,
+        clock: Clock,
+        network: Network,
+        rank: int,
+        cores: Mapping[int, Cores],
     ) -> None:
         self._clock = clock
         self._network = network
         self._rank = rank
         self._cores = cores
         self._egress = Egress[Since](network, rank)
-        self._plans = (
-            0  # the completion that is due belongs to the latest plan; earlier ones are void
-        )
+        # An event cannot be taken off the clock: the completion that is due belongs to the latest
+        # plan, and those of earlier ones are void when they come.
+        self._plans = 0
 
-    def send(self, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
+    def send(
+        self,
+        target: int,
+        num_bytes: int,
+        left: Since,
+        arrived: Since,
+    ) -> None:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
         delay_us = self._network.link(self._rank, target).delay_us
-        came = self._with_work(target, ("from", self._rank), num_bytes, delay_us, arrived)
+        receiver = ("from", self._rank)
+        came = self._with_work(target, receiver, num_bytes, delay_us, arrived)
 
         def gone(start_us: float) -> None:
-            self._clock.at(self._clock.now_us + delay_us, lambda: came(start_us + delay_us))
+            due_us = self._clock.now_us + delay_us
+            self._clock.at(due_us, lambda: came(start_us + delay_us))
             left(start_us)
 
-        through = self._with_work(self._rank, ("to", target), num_bytes, 0.0, gone)
+        sender = ("to", target)
+        through = self._with_work(self._rank, sender, num_bytes, 0.0, gone)
         self._egress.offer(target, through, num_bytes, self._clock.now_us)
         self._plan()
 
     def _with_work(
-        self, rank: int, thread: Hashable, num_bytes: int, after_us: float, over: Since
+        self,
+        rank: int,
+        thread: Hashable,
+        num_bytes: int,
+        after_us: float,
+        over: Since,
     ) -> Since:
         """`over`, to be told that the bytes are through, but not before `rank` has done its work on
         them.
         """
         cores = self._cores.get(rank)
-        if cores is None or not cores.host.moving_us(num_bytes):
+        if cores is None:
+            return over
+        work_us = cores.host.moving_us(num_bytes)
+        if not work_us:
             return over
         both = _Both(over)
-        work = partial(cores.run, (rank, thread), cores.host.moving_us(num_bytes), both.worked)
+        work = partial(cores.run, (rank, thread), work_us, both.worked)
         self._clock.at(self._clock.now_us + after_us, work)
         return both.moved
 
@@ -179,7 +211,12 @@ class Sender:
 class Machines:
     """All that the ranks of a simulation share, and what has happened so far."""
 
-    def __init__(self, network: Network, num_ranks: int, hosts: Sequence[Host] = ()) -> None:
+    def __init__(
+        self,
+        network: Network,
+        num_ranks: int,
+        hosts: Sequence[Host] = (),
+    ) -> None:
         self.clock = Clock()
         self.network = network
         self.step = [0] * num_ranks  # by rank, which step it is at

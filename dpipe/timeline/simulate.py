@@ -109,7 +109,9 @@ def period(
 
 
 def _lowered(schedule: Schedule, replicas: Replicas | None) -> Schedule:
-    return schedule if schedule.lowered else lower(schedule, reduce=replicas is not None)
+    if schedule.lowered:
+        return schedule
+    return lower(schedule, reduce=replicas is not None)
 
 
 class Steady(Simulation):
@@ -130,9 +132,14 @@ class Steady(Simulation):
         self.steady = MOST_STEPS - 1  # the step that repeats
         self.period_us: float | None = None
         # By rank: what it has still to compute of the first step, what of that is the optimizer's.
-        self.left_us = [sum(map(cost.duration_us, program)) for program in self.programs]
-        self.update_us = [self._of_updates_us(program) for program in self.programs]
-        self.tail_us = [self._of_exchange_us(rank) for rank in range(len(self.programs))]
+        self.left_us: list[float] = []
+        self.update_us: list[float] = []
+        # By rank, what its last exchange takes at least behind its last computation.
+        self.tail_us: list[float] = []
+        for rank, program in enumerate(self.programs):
+            self.left_us.append(sum(map(cost.duration_us, program)))
+            self.update_us.append(self._of_updates_us(program))
+            self.tail_us.append(self._of_exchange_us(rank))
 
     def steady_step(self) -> Timeline:
         period_us = self.period()
@@ -143,23 +150,33 @@ class Steady(Simulation):
 
     def period(self) -> float:
         """Raises `_LateError` as soon as it is certain to be above `most_us`."""
+        # A rank computes one action at a time: no period is shorter than its work.
         if max(self.left_us) > self._certain_us:
             raise _LateError
-        self.run(self._verdicts_us() if self.ballots is not None else ())
+        if self.ballots is None:
+            self.run()
+        else:
+            self.run(self._verdicts_us())
         if self.period_us is None:
-            half = MOST_STEPS // 2
-            self.period_us = max(
-                (starts_us[-1] - starts_us[half]) / (MOST_STEPS - half)
-                for starts_us in self.starts_us
-            )
+            self.period_us = self._mean_us()
         return self.period_us
+
+    def _mean_us(self) -> float:
+        """The slowest rank's step time, of those that never repeated."""
+        half = MOST_STEPS // 2
+        means_us = []
+        for starts_us in self.starts_us:
+            took_us = starts_us[-1] - starts_us[half]
+            means_us.append(took_us / (MOST_STEPS - half))
+        return max(means_us)
 
     def _verdicts_us(self) -> list[float]:
         """When each rank begins a step, after the moment when a vote is counted."""
         assert self.ballots is not None
         starts_us = []
         for rank in range(len(self.programs)):
-            starts_us.append(delay_us(self.ballots, COORDINATOR, rank) + self.update_us[rank])
+            verdict_us = delay_us(self.ballots, COORDINATOR, rank)
+            starts_us.append(verdict_us + self.update_us[rank])
         return starts_us
 
     def ended(self, step: int) -> None:
@@ -171,15 +188,23 @@ class Steady(Simulation):
             steady = self._begins_alike(step)
         if steady:
             self.steady = step
-            self.period_us = self.starts_us[0][step + 1] - self.starts_us[0][step]
+            self.period_us = self._later_us(step, step + 1)
             self.clock.stopped = True
+
+    def _later_us(self, step: int, other: int) -> float:
+        """How much later than `step` rank 0 began `other`."""
+        starts_us = self.starts_us[0]
+        return starts_us[other] - starts_us[step]
 
     @property
     def _carries_more(self) -> bool:
         """Whether more lasts from step to step than when each rank begins."""
+        if self.machines.cores:
+            return True
+        if self.replicas is not None and self.replicas.servers:
+            return True
         votes = any(action.op is Op.VOTE for action in self.programs[0])
-        serves = self.replicas is not None and bool(self.replicas.servers)
-        return bool(self.machines.cores) or serves or not votes
+        return not votes
 
     def _begins_alike(self, step: int) -> bool:
         """Whether each rank begins the step after `step` as it began `step`, equally much later."""
@@ -189,28 +214,38 @@ class Steady(Simulation):
         # What is exchanged from the beginning of a step begins with it.
         waits = exchanges is None or not (exchanges.after_step or exchanges.delayed)
         first_us = self._first_us(step) if waits else {}
-        later_us = self.starts_us[0][step + 1] - self.starts_us[0][step]
+        later_us = self._later_us(step, step + 1)
         for rank, starts_us in enumerate(self.starts_us):
+            began_us = starts_us[step]
             begins_us = starts_us[step + 1] - later_us
-            same = math.isclose(begins_us, starts_us[step], rel_tol=_SAME, abs_tol=_SAME)
-            if not same and not begins_us <= first_us.get(rank, -math.inf):
+            if math.isclose(begins_us, began_us, rel_tol=_SAME, abs_tol=_SAME):
+                continue
+            if not begins_us <= first_us.get(rank, -math.inf):
                 return False
         return True
 
     def _first_us(self, step: int) -> dict[int, float]:
         """By rank that began `step` with a wait, until when it waited."""
-        waits = (span for span in self.machines.spans[step] if span.lane is Lane.WAIT)
-        return {s.rank: s.end_us for s in waits if s.start_us == self.starts_us[s.rank][step]}
+        first_us = {}
+        for span in self.machines.spans[step]:
+            began_us = self.starts_us[span.rank][step]
+            if span.lane is Lane.WAIT and span.start_us == began_us:
+                first_us[span.rank] = span.end_us
+        return first_us
 
     def _same_spans(self, step: int, other: int) -> bool:
         """Whether all that happened in `step` happened in `other`, equally much later."""
-        later_us = self.starts_us[0][other] - self.starts_us[0][step]
-        before = [span.later(later_us) for span in sorted(self.machines.spans[step], key=_place)]
+        later_us = self._later_us(step, other)
+        before = sorted(self.machines.spans[step], key=_place)
         after = sorted(self.machines.spans[other], key=_place)
-        return len(before) == len(after) and all(map(_same, before, after))
+        if len(before) != len(after):
+            return False
+        moved = [span.later(later_us) for span in before]
+        return all(map(_same, moved, after))
 
     def compute(self, rank: int, action: Action) -> None:
-        if self.machines.step[rank] == 0 and self._least_us(rank, action) > self._certain_us:
+        first = self.machines.step[rank] == 0
+        if first and self._least_us(rank, action) > self._certain_us:
             raise _LateError
         self.left_us[rank] -= self.cost.duration_us(action)
         super().compute(rank, action)
@@ -226,14 +261,18 @@ class Steady(Simulation):
         the step before only ever delays the next one; other ranks begin the first one early, and
         wait.
         """
-        tail_us = 0.0 if action.op in (Op.VOTE, Op.STEP) else self.tail_us[rank]
+        # At the vote and the optimizer's step the exchange is behind the rank.
+        exchanged = action.op in (Op.VOTE, Op.STEP)
+        tail_us = 0.0 if exchanged else self.tail_us[rank]
         end_us = self.clock.now_us + self.left_us[rank] + tail_us
         if self.ballots is None:
             return end_us if rank == 0 else 0.0
-        return end_us - self.update_us[rank] + delay_us(self.ballots, rank, COORDINATOR)
+        ballot_us = delay_us(self.ballots, rank, COORDINATOR)
+        return end_us - self.update_us[rank] + ballot_us
 
     def _of_updates_us(self, program: Sequence[Action]) -> float:
-        return sum(self.cost.duration_us(action) for action in program if action.op is Op.STEP)
+        updates = [action for action in program if action.op is Op.STEP]
+        return sum(map(self.cost.duration_us, updates))
 
     def _of_exchange_us(self, rank: int) -> float:
         """How long the gradient of a rank's stage is on its way at least. Several stages hide each
@@ -243,7 +282,8 @@ class Steady(Simulation):
         if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
             return 0.0
         sent_bytes = self.exchanges.sent_bytes(rank, *stages)
-        return sent_bytes * 8 / (self.network.egress_gbps(rank) * 1e3)
+        bits_per_us = self.network.egress_gbps(rank) * 1e3
+        return sent_bytes * 8 / bits_per_us
 
 
 class _LateError(Exception):
@@ -255,6 +295,10 @@ def _place(span: Span) -> tuple[int, str, str, str, float]:
 
 
 def _same(span: Span, other: Span) -> bool:
-    times = (span.start_us, other.start_us), (span.end_us, other.end_us)
-    alike = span.rank == other.rank and span.lane == other.lane and span.action == other.action
-    return alike and all(math.isclose(*pair, rel_tol=_SAME, abs_tol=1e-3) for pair in times)
+    if (span.rank, span.lane, span.action) != (other.rank, other.lane, other.action):
+        return False
+    return _at_once(span.start_us, other.start_us) and _at_once(span.end_us, other.end_us)
+
+
+def _at_once(time_us: float, other_us: float) -> bool:
+    return math.isclose(time_us, other_us, rel_tol=_SAME, abs_tol=1e-3)

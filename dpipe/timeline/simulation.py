@@ -118,12 +118,19 @@ class Simulation:
 
     def run(self, starts_us: Sequence[float] = ()) -> None:
         """Run all steps. `starts_us` is when each rank begins; by default all do at once."""
-        for rank, start_us in enumerate(starts_us or [0.0 for _ in self.programs]):
+        if not starts_us:
+            starts_us = [0.0 for _ in self.programs]
+        for rank, start_us in enumerate(starts_us):
             self.clock.at(start_us, partial(self._begin, rank))
         self.clock.run()
-        places = zip(self.position, self.programs, strict=True)
-        if not self.clock.stopped and any(at < len(program) for at, program in places):
+        if not self.clock.stopped and self._is_stuck:
             check(self.schedule)  # says which action on which rank waits for what
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Nothing is due any more: whether a rank still has something to do."""
+        places = zip(self.position, self.programs, strict=True)
+        return any(position < len(program) for position, program in places)
 
     def timeline(self, step: int) -> Timeline:
         """The spans of one step."""
@@ -168,7 +175,12 @@ class Simulation:
         """All ranks have ended `step`."""
 
     def finish(
-        self, rank: int, lane: Lane, action: Action, start_us: float, step: int | None = None
+        self,
+        rank: int,
+        lane: Lane,
+        action: Action,
+        start_us: float,
+        step: int | None = None,
     ) -> None:
         """`action` is over, of the step that its rank is at unless given; its rank may have waited
         for it.
@@ -176,11 +188,19 @@ class Simulation:
         if step is None:
             step = self.machines.step[rank]
         num_bytes = self.cost.num_bytes(action)
-        self.machines.note(Span(rank, lane, action, start_us, self.clock.now_us, num_bytes), step)
+        span = Span(rank, lane, action, start_us, self.clock.now_us, num_bytes)
+        self.machines.note(span, step)
         self.complete(rank, action, step)
 
-    def complete(self, rank: int, action: Action, step: int) -> None:
-        self.done[step, rank // self.schedule.num_ranks].add(action)
+    def complete(
+        self,
+        rank: int,
+        action: Action,
+        step: int,
+    ) -> None:
+        replica = rank // self.schedule.num_ranks
+        self.done[step, replica].add(action)
+        # A message may leave when its rank is at the next step, which waits for none of it.
         if step == self.machines.step[rank]:
             self._arrived(rank, action)
 
@@ -198,6 +218,7 @@ class Simulation:
                 self._end_step(rank)
                 continue
             action = program[self.position[rank]]
+            # A receive is posted, and what needs its message waits, not the rank.
             if action.op not in RECVS:
                 self.awaited[rank] = self._lacking(rank, action)
                 if self.awaited[rank]:
@@ -206,12 +227,18 @@ class Simulation:
             self.start(rank, action)
 
     def _lacking(self, rank: int, action: Action) -> set[Action]:
-        done = self.done[self.machines.step[rank], rank // self.schedule.num_ranks]
-        lacking = {need for need in self.schedule.requires(action) if need not in done}
+        step = self.machines.step[rank]
+        replica = rank // self.schedule.num_ranks
+        done = self.done[step, replica]
+        requires = self.schedule.requires(action)
+        lacking = {need for need in requires if need not in done}
         if action.op is Op.F and self.unsettled[rank]:
-            lacking |= self.unsettled[rank] & {Action(action.stage, Op.STEP)}
+            # The STEP of the step before, whose parameters this forward computes with.
+            update = Action(action.stage, Op.STEP)
+            lacking |= self.unsettled[rank] & {update}
         if action.op is Op.VOTE:
-            lacking |= {sent for _, sent in self.machines.sending[rank]}
+            sending = self.machines.sending[rank]
+            lacking |= {sent for _, sent in sending}
         return lacking
 
     def start(self, rank: int, action: Action) -> None:
@@ -241,36 +268,52 @@ class Simulation:
 
     def compute(self, rank: int, action: Action) -> None:
         """Keep an idle rank for as long as `action` takes."""
-        start = self.clock.now_us
+        start_us = self.clock.now_us
         self._waited(rank, action)
         self.idle_since[rank] = None
         cores = self.machines.cores.get(rank)
-        over = partial(self._computed, rank, action, start)
+        takes_us = self.cost.duration_us(action)
+        over = partial(self._computed, rank, action, start_us)
         if cores is not None and cores.host.computes:
-            cores.run(rank, self.cost.duration_us(action), over)
+            cores.run(rank, takes_us, over)
         else:
-            self.clock.at(start + self.cost.duration_us(action), over)
+            self.clock.at(start_us + takes_us, over)
 
-    def _computed(self, rank: int, action: Action, start_us: float) -> None:
+    def _computed(
+        self,
+        rank: int,
+        action: Action,
+        start_us: float,
+    ) -> None:
         self.idle_since[rank] = self.clock.now_us
         if action.op is Op.VOTE:
-            span = Span(rank, Lane.UPDATE, action, start_us, self.clock.now_us)
-            self.machines.note(span, self.machines.step[rank])
+            self._note(rank, Lane.UPDATE, action, start_us)
             self._vote(rank, action)
             return
-        if action.op is Op.STEP and self.exchanges is not None:
+        updates = action.op is Op.STEP
+        if updates and self.exchanges is not None:
             if self.exchanges.after_step:
                 self.unsettled[rank].add(action)
             self.exchanges.stepped(rank, action.stage)
-        lane = Lane.UPDATE if action.op is Op.STEP else Lane.COMPUTE
+        lane = Lane.UPDATE if updates else Lane.COMPUTE
         self.finish(rank, lane, action, start_us)
+
+    def _note(
+        self,
+        rank: int,
+        lane: Lane,
+        action: Action,
+        start_us: float,
+    ) -> None:
+        """A span that is over, though `action` may not be."""
+        span = Span(rank, lane, action, start_us, self.clock.now_us)
+        self.machines.note(span, self.machines.step[rank])
 
     def _waited(self, rank: int, action: Action) -> None:
         """An idle rank goes on with `action`."""
         since = self.idle_since[rank]
         if since is not None and since < self.clock.now_us:
-            span = Span(rank, Lane.WAIT, action, since, self.clock.now_us)
-            self.machines.note(span, self.machines.step[rank])
+            self._note(rank, Lane.WAIT, action, since)
             self.idle_since[rank] = self.clock.now_us
 
     def _send(self, rank: int, action: Action) -> None:
@@ -278,19 +321,22 @@ class Simulation:
         first_of_replica = rank - rank % self.schedule.num_ranks
         target = first_of_replica + self.schedule.rank_of_stage[receive.stage]
         step = self.machines.step[rank]
-        self.machines.sending[rank].add((step, action))
+        message = (step, action)
+        self.machines.sending[rank].add(message)
 
         def left(start_us: float) -> None:
-            self.machines.sending[rank].remove((step, action))
+            self.machines.sending[rank].remove(message)
             if self.exchanges is not None:
                 self.exchanges.sent(rank, step, action)
             self.finish(rank, Lane.SEND, action, start_us, step)
 
         arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
-        self.machines.sender(rank).send(target, self.cost.num_bytes(action), left, arrived)
+        sender = self.machines.sender(rank)
+        sender.send(target, self.cost.num_bytes(action), left, arrived)
 
     def _reduced(self, rank: int, stage: int) -> None:
-        self.complete(rank, Action(stage, Op.REDUCE_GRAD), self.machines.step[rank])
+        reduce = Action(stage, Op.REDUCE_GRAD)
+        self.complete(rank, reduce, self.machines.step[rank])
 
     def _settled(self, rank: int, stage: int) -> None:
         """The parameters of the step before are there."""
@@ -310,6 +356,7 @@ class Simulation:
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:
-        vote = self.schedule.of_rank(rank % self.schedule.num_ranks, Op.VOTE)
+        pipeline_rank = rank % self.schedule.num_ranks
+        vote = self.schedule.of_rank(pipeline_rank, Op.VOTE)
         self._waited(rank, vote)
         self.complete(rank, vote, self.machines.step[rank])

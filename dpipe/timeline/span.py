@@ -82,14 +82,9 @@ class Timeline:
         """From the first work of any rank to the last. A rank that has nothing to do before the
         step reaches it has not begun.
         """
-        first_us = min(
-            (s.start_us for s in self.spans if s.lane is not Lane.WAIT),
-            default=0.0,
-        )
-        last_us = max(
-            (span.end_us for span in self.spans),
-            default=0.0,
-        )
+        worked = [span for span in self.spans if span.lane is not Lane.WAIT]
+        first_us = min((span.start_us for span in worked), default=0.0)
+        last_us = max((span.end_us for span in self.spans), default=0.0)
         return last_us - first_us
 
     def on(self, rank: int, lane: Lane) -> tuple[Span, ...]:

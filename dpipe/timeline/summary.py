@@ -44,21 +44,14 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, where a link is "0->1"."""
-        links = {
-            f"{source}->{target}": count
-            for (
-                source,
-                target,
-            ), count in self.link_bytes.items()
-        }
-        means = {
-            "mean_bubble": self.mean_bubble,
-            "mean_overlap": self.mean_overlap,
-        }
+        links = {}
+        for (source, target), num_bytes in self.link_bytes.items():
+            links[f"{source}->{target}"] = num_bytes
         return {
             **asdict(self),
             "link_bytes": links,
-            **means,
+            "mean_bubble": self.mean_bubble,
+            "mean_overlap": self.mean_overlap,
         }
 
 
@@ -90,15 +83,28 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
         raise ValueError(
             "a timeline in which no time passes has no summary; was anything recorded?"
         )
-    ranks = range(timeline.num_ranks)
-    lanes = [_lanes(timeline, rank) for rank in ranks]
+    bubble = []
+    waiting = []
+    overlap = []
+    sent_bytes = []
+    reduce_bytes = []
+    for rank in range(timeline.num_ranks):
+        lanes = _lanes(timeline, rank)
+        busy_us = _length(_busy(lanes))
+        waiting_us = _length(_union(lanes[Lane.WAIT]))
+        exchanged = _sent(lanes[Lane.REDUCE])
+        bubble.append(1 - busy_us / step_us)
+        waiting.append(waiting_us / step_us)
+        overlap.append(_overlap(lanes))
+        sent_bytes.append(_num_bytes(lanes[Lane.SEND] + exchanged))
+        reduce_bytes.append(_num_bytes(exchanged))
     return Summary(
         step_us=step_us,
-        bubble=tuple(1 - _length(_busy(lane)) / step_us for lane in lanes),
-        waiting=tuple(_length(_union(lane[Lane.WAIT])) / step_us for lane in lanes),
-        overlap=tuple(_overlap(lane) for lane in lanes),
-        sent_bytes=tuple(_num_bytes(lane[Lane.SEND] + _sent(lane[Lane.REDUCE])) for lane in lanes),
-        reduce_bytes=tuple(_num_bytes(_sent(lane[Lane.REDUCE])) for lane in lanes),
+        bubble=tuple(bubble),
+        waiting=tuple(waiting),
+        overlap=tuple(overlap),
+        sent_bytes=tuple(sent_bytes),
+        reduce_bytes=tuple(reduce_bytes),
         link_bytes=_link_bytes(timeline, schedule),
         peak_in_flight=peak_in_flight(schedule) * timeline.num_replicas,
     )
@@ -130,8 +136,11 @@ def _busy(
 def _overlap(lanes: dict[Lane, list[Span]]) -> float:
     sending = _union(lanes[Lane.SEND] + lanes[Lane.REDUCE])
     computing = _union(lanes[Lane.COMPUTE])
-    total = _length(sending)
-    return _length(_intersection(sending, computing)) / total if total else 1.0
+    total_us = _length(sending)
+    if not total_us:
+        return 1.0
+    hidden_us = _length(_intersection(sending, computing))
+    return hidden_us / total_us
 
 
 def _sent(spans: list[Span]) -> list[Span]:
@@ -149,21 +158,17 @@ def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Ends, int]:
         if span.peer is not None:
             moved[span.rank, span.peer] += span.num_bytes
         elif span.lane == Lane.SEND and span.action.op in SENDS:
-            first = span.rank - span.rank % schedule.num_ranks  # of this replica
-            moved[
-                span.rank,
-                first + peer(schedule, span.action),
-            ] += span.num_bytes
-    return dict(
-        sorted(
-            moved.items(),
-            key=lambda item: (
-                item[0][0],
-                isinstance(item[0][1], str),
-                item[0][1],
-            ),
-        )
-    )
+            # A schedule knows the ranks of one pipeline; the peer is in the sender's own.
+            first = span.rank - span.rank % schedule.num_ranks
+            target = first + peer(schedule, span.action)
+            moved[span.rank, target] += span.num_bytes
+    return {ends: moved[ends] for ends in sorted(moved, key=_by_ends)}
+
+
+def _by_ends(ends: Ends) -> tuple[int, bool, int | str]:
+    """Servers, which have names, behind the ranks: a name and a number do not compare."""
+    source, target = ends
+    return source, isinstance(target, str), target
 
 
 def _union(spans: list[Span]) -> list[Interval]:
@@ -171,10 +176,8 @@ def _union(spans: list[Span]) -> list[Interval]:
     merged: list[Interval] = []
     for start, end in sorted((span.start_us, span.end_us) for span in spans):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (
-                merged[-1][0],
-                max(end, merged[-1][1]),
-            )
+            first, last = merged[-1]
+            merged[-1] = (first, max(end, last))
         else:
             merged.append((start, end))
     return merged
@@ -190,6 +193,7 @@ def _intersection(ours: list[Interval], theirs: list[Interval]) -> list[Interval
         end = min(ours[i][1], theirs[j][1])
         if start < end:
             shared.append((start, end))
+        # The one that ends first can share nothing with what follows in the other list.
         if ours[i][1] < theirs[j][1]:
             i += 1
         else:

@@ -17,9 +17,16 @@ from dpipe.timeline.machine import Clock
 COORDINATOR = 0  # the rank on whose host it is
 
 
-def delay_us(network: Network, source: int, target: int) -> float:
+def delay_us(
+    network: Network,
+    source: int,
+    target: int,
+) -> float:
     """Of a ballot or a verdict; ranks `source` and `target` may be the same."""
-    return 0.0 if source == target else network.link(source, target).delay_us
+    # The coordinator is on this rank's own host; `link` would answer with the network's default.
+    if source == target:
+        return 0.0
+    return network.link(source, target).delay_us
 
 
 class Votes:
