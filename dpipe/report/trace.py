@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, TypeVar
 
 from dpipe.errors import CheckpointError, ConfigError, ScheduleError
@@ -209,10 +209,6 @@ class Trace:
     inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
     predicted: Timeline
-
-    @property
-    def measured_us(self) -> float:
-        return median(timeline.duration_us for _, _, timeline in self.steps)
 
 
 def load_trace(run: Path) -> Trace:

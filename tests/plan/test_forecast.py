@@ -165,8 +165,8 @@ def test_all_reduce_adds_what_the_first_stage_sends() -> None:
 
 
 def test_clipping_adds_the_vote_to_a_step() -> None:
-    """The last ballot is there one delay after the other replica's step has ended. The verdict is one
-    delay on its way back, but then the coordinator's replica is ahead with all that it sends.
+    """The last ballot is there one delay after the other replica's step has ended. The verdict is
+    one delay on its way back, but then the coordinator's replica is ahead with all that it sends.
     """
     config = replicated("all-reduce")
     clipping = config.with_(train__clip_norm=1.0)
