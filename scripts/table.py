@@ -358,7 +358,8 @@ def as_predicted_and_measured(rows: Sequence[Row]) -> str:
     for wire in PAGE_WIRES:
         head += [f"dpipe, {wire}: predicted", "measured"]
     lines = [_line(head), _line(["---"] * len(head))]
-    for network, pipeline in dict.fromkeys((*_pipeline(row),) for row in rows if row.measured_s):
+    pipelines = dict.fromkeys(_pipeline(row) for row in rows if row.measured_s is not None)
+    for network, pipeline in pipelines:
         published_s = None if pipeline else beside.get(network)
         cells = [", ".join(filter(None, (network.replace("\n", ", "), pipeline)))]
         cells.append("" if published_s is None else f"{published_s:.2f}")
