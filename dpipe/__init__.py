@@ -3,8 +3,10 @@
 The rooms, from the ground up; imports point down only (`tests/test_architecture.py` holds them):
 
     front door    cli            parses, then calls one function
-    comparison    baselines      other engines, measured beside this one
+    comparison    bench          two ways in one run, and their ratio
+                  baselines      other engines on our configuration
     composition   run            a configuration becomes ranks that train
+                  processes      which rank a process is, and starting them all
     training      engine         the loop: executor, recorder, update, trainer
                   report         metrics, what a person sees, the trace of a run
                   plan           before a run: what it takes, where to cut the model
@@ -14,8 +16,10 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
+                  session        the connection that carries it
                   dataparallel   how replicas agree
-                  paramserver    how they agree through a server
+                  paramworker    how they agree through a server
+                  paramserver    that server
                   coordinator    who is there
     configuration config         every setting, from TOML
     alphabets     schedule       what runs where in which order

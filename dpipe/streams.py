@@ -135,7 +135,8 @@ class CudaStreams:
         index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._cuda = cuda
-        cuda.set_device(self.device)
+        cuda.set_device(self.device)  # libraries that are given no device use the current one
+        # One for each direction: a copy to the host and one from it run beside each other.
         self._send = cuda.Stream(self.device)
         self._receive = cuda.Stream(self.device)
         self._tells_use = True
@@ -234,4 +235,5 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`, for use on the current stream; the host does not wait for a GPU."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
+    # Pinned, because CUDA copies from other memory only while the host waits.
     return tensor.pin_memory().to(device, non_blocking=True)

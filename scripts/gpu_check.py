@@ -27,8 +27,8 @@ from typing import Any, TextIO
 import click
 import torch
 
-from dpipe.baselines.mfu import MEDIUM, TINY, XL, Case, compare_mfu, measure, row
-from dpipe.stage.efficiency import peak_of
+from dpipe.bench.mfu import MEDIUM, TINY, XL, Case, compare_mfu, measure, row
+from dpipe.report.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
@@ -152,7 +152,7 @@ def in_own_process(case: Case, timeout_s: float) -> Outcome:
     one that hangs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dpipe.baselines.mfu"])  # so that torch is imported once
+    context.set_forkserver_preload(["dpipe.bench.mfu"])  # so that torch is imported once
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(case, theirs))
     process.start()

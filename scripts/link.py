@@ -94,8 +94,7 @@ def dpipe(hosts: Sequence[Host], connections: int, warm_up_s: float, seconds: fl
         str(warm_up_s),
     ]
     argv = [
-        [sys.executable, "-m", "dpipe.baselines.rate", str(rank), *addresses, *how]
-        for rank in (0, 1)
+        [sys.executable, "-m", "dpipe.bench.rate", str(rank), *addresses, *how] for rank in (0, 1)
     ]
     with _program(hosts[1], argv[1]) as receiver:
         _until_it_listens(receiver)

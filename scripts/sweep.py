@@ -41,7 +41,7 @@ from table import NUM_STAGES, ROOT, WIRES, Row, order_of
 from trials import append, commit_of_tree, key_of, read_table, whole_lines
 from venue import Kind, Venue, overrides, venue
 
-from dpipe.baselines.torch_pipelining import SMALL, compare_pipelining
+from dpipe.bench.torch_pipelining import SMALL, compare_pipelining
 from dpipe.config.load import Config, load
 from dpipe.config.section import Count
 from dpipe.errors import ConfigError, DpipeError, RunError

@@ -10,6 +10,8 @@
         measured on a real model
     scripts/table.py gpt3xl_networks --mode replay
         the same networks and others, measured with the settings of a real training
+    scripts/table.py gpt3xl_gpipe_micro_batches --mode sim
+        thirty rows of the same system that nothing is fitted to
     scripts/table.py megatron_memory_time --mode sim
         memory and time of Megatron's strategies
     scripts/table.py gpt3xl_megatron --mode sim
@@ -35,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tables import SIMULATED, replayed
+from tables import SIMULATED, micro_batches, replayed, tcp
 from tables import measured as on_gpus
-from tables.form import as_text
+from tables.form import Parameter, as_text, with_parameters
 
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
@@ -56,10 +58,10 @@ ROOT = Path(__file__).resolve().parent.parent
 NETWORKS = "gpt3xl_networks"
 TABLES = ("gpt3xl_gpipe_network", NETWORKS, *SIMULATED)
 
-# GPT-3 XL in 12 stages, batch 64, micro-batch 1. The times are fitted to the first published row
-# alone.
+# GPT-3 XL in 12 stages, batch 64, micro-batch 1.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
-FORWARD_US, BACKWARD_US = 66_000.0, 132_000.0
+FORWARD_US = micro_batches.FORWARD_MS.value * 1e3
+BACKWARD_US = micro_batches.BACKWARD_MS.value * 1e3
 MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
@@ -77,7 +79,9 @@ WIRES = {
 PARAMETER_BYTES = (626_000_000, *(400_000_000,) * (NUM_STAGES - 1))
 CENTRAL, ALL_REDUCE, LOCAL_SGD = "central", "all-reduce", "local-sgd"
 INNER_STEPS = 100  # of local SGD, between two steps at which replicas agree
-NUM_PARTS = 16  # of a stage; along the chain of the published system two of them are waited for
+PIECE_BYTES = Parameter("piece that a reduce passes on", 2**22, "bytes", "nominal: NCCL's buffer")
+PARAMETERS = (*micro_batches.PARAMETERS, PIECE_BYTES)
+NUM_PARTS = 16  # of a stage, in dpipe's own exchanges
 
 
 @dataclass(frozen=True)
@@ -159,15 +163,16 @@ def profile_of(row: Row) -> Path:
 
 
 def published_network(row: Row) -> Network:
-    """The network of the published table that a row stands for: one connection a link in the
-    source, enough in ours.
+    """The network of the published table that a row stands for. Systems are compared on the same
+    frames; what was measured in a lab had its own (`measured_network`).
 
-    The source does not say what its frames were. Messages get the whole rate, in its row and in
-    ours: systems are compared on one network. What was measured behind netem had less of it:
-    `measured_network`.
+    The published system's messages find its sockets quiet, and these have no window of their own:
+    the window of the profile says as much, deduced from the last row of the table.
     """
     network = load_network(profile_of(row))
-    return network.over(1) if row.engine == "published" else network.over_enough()
+    if row.engine == "published":
+        return network.with_links(lambda link: tcp.after_quiet(link, 4 * MESSAGE_VALUES))
+    return network.with_links(tcp.for_payload).over_enough()
 
 
 def measured_network(line: dict[str, Any]) -> Network:
@@ -235,7 +240,10 @@ def cost_of(wire: str, num_stages: int = NUM_STAGES) -> Cost:
 def replicas_of(row: Row) -> Replicas | None:
     if not row.replicated:
         return None
-    kind = {"published": CENTRAL, LOCAL_SGD_ENGINE: LOCAL_SGD}.get(row.engine, ALL_REDUCE)
+    if row.engine == "published":
+        parts = PARAMETER_BYTES[1] // int(PIECE_BYTES.value)
+        return Replicas(exchange(CENTRAL, row.data_parallel, parts))
+    kind = LOCAL_SGD if row.engine == LOCAL_SGD_ENGINE else ALL_REDUCE
     return Replicas(exchange(kind, row.data_parallel, NUM_PARTS))
 
 
@@ -249,7 +257,13 @@ def simulated(name: str) -> list[Row]:
         for wire in WIRES
     ]
     with ProcessPoolExecutor() as pool:
-        return [*pool.map(with_prediction, source), *pool.map(with_prediction, ours)]
+        return [*pool.map(with_prediction, source), *pool.map(in_training, ours)]
+
+
+def in_training(row: Row) -> Row:
+    """With the prediction of a training with the default settings: every step waits for a vote."""
+    network = published_network(row)
+    return with_prediction(row, network, network)
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
@@ -462,17 +476,24 @@ def new_figure() -> Any:
     return Figure(figsize=(9, 5), layout="constrained")
 
 
-def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Path | None) -> str:
+def layouts_text(
+    name: str,
+    mode: str,
+    results: Path,
+    form: str | None,
+    png: Path | None,
+    pages: Sequence[Path],
+) -> str:
     """A table of `tables`: simulated, or measured where its layouts can be run."""
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
     if mode not in table.MODES:
         raise ConfigError(f"{name} has no mode {mode!r}; use --mode {' or '.join(table.MODES)}")
     if form == "compare":
         raise ConfigError(
-            f"{name} has layouts, no systems by network: --compare and --page are of {TABLES[0]} "
-            "alone"
+            f"{name} has layouts, no systems by network: --compare is of {TABLES[0]} alone"
         )
     shown: Any = {"sim": table, "real": on_gpus, "replay": replayed}[mode]
+    parameters = table.PARAMETERS if mode == "sim" else ()
     match mode:
         case "sim":
             rows = table.simulated(source)
@@ -487,7 +508,9 @@ def layouts_text(name: str, mode: str, results: Path, form: str | None, png: Pat
     if png is not None:
         shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)
-    return as_text(rows, form, shown.note(rows))
+    for page in pages:
+        put_between_marks(page, name, mode, with_parameters(shown.note(rows), parameters))
+    return as_text(rows, form, shown.note(rows), parameters)
 
 
 def _cell(value: float | str | None) -> str:
@@ -529,7 +552,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
-    help="Also put a table between the marks of this page: docs/results.md, README.md.",
+    help="Also put what it comes to between the marks of this page: docs/results.md, README.md.",
 )
 def main(
     name: str,
@@ -542,7 +565,7 @@ def main(
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
-            click.echo(layouts_text(name, mode, results, "compare" if page else form, png))
+            click.echo(layouts_text(name, mode, results, form, png, page))
             return
         if name == NETWORKS and mode != "replay":
             raise ConfigError(f"{name} has no mode {mode!r}; use --mode replay")

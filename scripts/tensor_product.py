@@ -26,10 +26,10 @@ from rich.console import Console
 from tokenizers import BertWordPieceTokenizer
 
 from dpipe.config.load import Config, build
+from dpipe.processes.environment import ProcessInfo
+from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import ProcessInfo
-from dpipe.run.launch import free_port
 
 BOUND = 1e-5
 SUBJECTS, VERBS = (

@@ -20,9 +20,9 @@ from venue import Venue
 
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, RunError
+from dpipe.processes.environment import environment
+from dpipe.processes.launch import STOPPING, launch
 from dpipe.report.metrics import read_rows
-from dpipe.run.environment import environment
-from dpipe.run.launch import STOPPING, launch
 
 TableT = TypeVar("TableT", bound=BaseModel)
 

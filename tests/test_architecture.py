@@ -17,9 +17,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"choices", "errors", "ranks", "streams"}
 ALPHABETS = {"network", "schedule", "wire"}
-SPECIALISTS = {"timeline", "stage", "transport", "coordinator", "dataparallel", "paramserver"}
+SPECIALISTS = {
+    "timeline",
+    "stage",
+    "transport",
+    "coordinator",
+    "dataparallel",
+    "paramserver",
+    "paramworker",
+}
 BELOW_CONFIG = GROUND | ALPHABETS
 BELOW_MEETING = BELOW_CONFIG | {"config"} | SPECIALISTS
+BELOW_TRAINING = BELOW_MEETING | {"data", "store", "plan", "report"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -30,7 +39,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
-    "paramserver": BELOW_CONFIG | {"dataparallel"},  # one more kind of data parallelism
+    "session": {"errors", "wire"},
+    "transport": BELOW_CONFIG | {"session"},
+    "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
+    "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
@@ -38,9 +50,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": BELOW_MEETING | {"data", "store", "memory"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
-    "run": BELOW_MEETING | {"data", "store", "plan", "report", "engine"},
-    "baselines": BELOW_MEETING | {"data", "store", "plan", "report", "engine", "run"},
-    "cli": BELOW_MEETING | {"data", "store", "plan", "report", "engine", "run", "baselines"},
+    "processes": {"errors", "report"},
+    "run": BELOW_TRAINING | {"engine", "processes"},
+    "baselines": BELOW_TRAINING | {"engine", "processes", "run"},
+    "bench": BELOW_TRAINING | {"engine", "processes", "run", "baselines"},
+    "cli": BELOW_TRAINING | {"engine", "processes", "run", "bench"},
     "__init__": BELOW_CONFIG | {"config", "timeline", "run"},  # for type checkers: it is lazy
     "__main__": {"cli"},
 }
@@ -50,7 +64,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "wire/rpc.py",  # opens every server and channel of the rooms below, with token and TLS
         "transport/grpc.py",
         "paramserver/server.py",
-        "paramserver/client.py",
+        "paramworker/client.py",
         "coordinator/",
     ),
     "pickle": (),
@@ -72,7 +86,8 @@ WITHOUT_TORCH = (
     "wire/format.py",
 )
 MAX_ROOM_LINES, MAX_FILE_LINES, MAX_FUNCTION_TOKENS = 2500, 600, 300
-MAX_TOKENS_A_LINE = 8.0
+MAX_TOKENS_A_LINE, MIN_COMMENTS_PER_100_LINES = 8.0, 6
+STILL_DENSE = {"timeline": 8.6}  # rooms whose lines have not been opened yet: at most so many
 
 SOURCES = sorted(p for p in (ROOT / "dpipe").rglob("*.py") if "v1" not in p.parts)
 NAMES = [str(path.relative_to(ROOT / "dpipe")) for path in SOURCES]
@@ -94,10 +109,17 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-def code_tokens(text: str) -> list[tokenize.TokenInfo]:
-    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+def tokens_of(text: str, *kinds: int) -> list[tokenize.TokenInfo]:
     every = tokenize.generate_tokens(io.StringIO(text).readline)
     return [token for token in every if token.type in kinds]
+
+
+def code_tokens(text: str) -> list[tokenize.TokenInfo]:
+    return tokens_of(text, tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+
+
+def num_lines(tokens: list[tokenize.TokenInfo]) -> int:
+    return len({token.start[0] for token in tokens})
 
 
 def room_of(name: str) -> str:
@@ -149,7 +171,7 @@ def test_room_needs_no_torch(name: str) -> None:
     assert "torch" not in {module.split(".")[0] for module in imports(tree)}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "run/environment.py"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "processes/environment.py"])
 def test_environment_is_read_in_one_file(name: str) -> None:
     text = (ROOT / "dpipe" / name).read_text()
     assert "os.environ" not in text
@@ -189,10 +211,20 @@ def test_room_stays_small(room: str) -> None:
     assert sum(path.read_text().count("\n") for path in files) <= MAX_ROOM_LINES
 
 
-def test_lines_have_air() -> None:
-    tokens = [code_tokens(path.read_text()) for path in SOURCES]
-    lines = sum(len({token.start[0] for token in file}) for file in tokens)
-    assert sum(map(len, tokens)) / lines <= MAX_TOKENS_A_LINE
+@pytest.mark.parametrize("room", sorted({room_of(name) for name in NAMES}))
+def test_lines_have_air(room: str) -> None:
+    files = [path for path, name in zip(SOURCES, NAMES, strict=True) if room_of(name) == room]
+    tokens = [code_tokens(path.read_text()) for path in files]
+    lines = sum(map(num_lines, tokens))
+    assert sum(map(len, tokens)) / lines <= STILL_DENSE.get(room, MAX_TOKENS_A_LINE)
+
+
+def test_code_says_why() -> None:
+    """Over all rooms: some have little to say beside what their docstrings say."""
+    texts = [path.read_text() for path in SOURCES]
+    comments = sum(num_lines(tokens_of(text, tokenize.COMMENT)) for text in texts)
+    lines = sum(num_lines(code_tokens(text)) for text in texts)
+    assert 100 * comments / lines >= MIN_COMMENTS_PER_100_LINES
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dpipe.run.launch import free_port
+from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
 pytestmark = pytest.mark.alone
@@ -190,7 +190,7 @@ def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
 DIES_PUSHING = """
 import os, signal
 from dpipe.cli.main import main
-from dpipe.paramserver.client import StageClient
+from dpipe.paramworker.client import StageClient
 
 plain = StageClient._chunks
 

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.plan.run_plan import check_device, local_device
+from dpipe.processes.environment import ProcessInfo, environment, process_info
 from dpipe.report.metrics import Metrics
-from dpipe.run.environment import ProcessInfo, environment, process_info
 from dpipe.run.results import utilisation
 from dpipe.store.run_folder import open_folder
 from dpipe.streams import Streams, streams_of
@@ -38,7 +38,12 @@ def refuse(engine: str, reasons: dict[str, bool]) -> None:
         raise ConfigError(f"{engine} is run as it is: {'; '.join(held)}")
 
 
-def train_rank(config: Config, process: ProcessInfo, check: Check, make: Make) -> None:
+def train_rank(
+    config: Config,
+    process: ProcessInfo,
+    check: Check,
+    make: Make,
+) -> None:
     """One rank, `train.steps` long; rank 0 writes a row a step. Nothing is written before `check`
     has passed.
     """
@@ -90,31 +95,46 @@ def _open(config: Config, process: ProcessInfo, device: torch.device) -> None:
         process.coordinator_host, process.port, process.world_size, is_master=first, timeout=timeout
     )
     if device.type == "cuda":
+        # NCCL takes the current device for its communicator's, whatever tensors come later.
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout
+        backend,
+        store=store,
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=timeout,
     )
 
 
-def _of_gpus(config: Config, streams: Streams, seconds: float) -> dict[str, Any]:
+def _of_gpus(
+    config: Config,
+    streams: Streams,
+    seconds: float,
+) -> dict[str, Any]:
     """As our own rows have it: peak memory and use by rank, and MFU where the device's peak is
     known. All ranks meet here.
     """
     if (peak := streams.peak_bytes()) is None:
         return {}
     use = streams.use_percent()
+    # NaN where a driver does not say: every rank must bring two numbers to the gather.
     own = torch.tensor([peak / 1e6, math.nan if use is None else use], device=streams.device)
     every = torch.empty(dist.get_world_size(), 2, device=streams.device)
     dist.all_gather_into_tensor(every, own)
-    by_rank = {str(rank): told for rank, told in enumerate(every.tolist())}
-    uses = {rank: int(use) for rank, (_, use) in by_rank.items() if not math.isnan(use)}
+    memory_mb: dict[str, float] = {}
+    uses: dict[str, int] = {}
+    for rank, (mb, percent) in enumerate(every.tolist()):
+        memory_mb[str(rank)] = mb
+        if not math.isnan(percent):
+            uses[str(rank)] = int(percent)
+    row: dict[str, Any] = {"gpu_memory_mb": memory_mb}
+    if uses:
+        row["gpu_use_percent"] = uses
     mfu = utilisation(config, streams.device, seconds)
-    return (
-        {"gpu_memory_mb": {rank: mb for rank, (mb, _) in by_rank.items()}}
-        | ({"gpu_use_percent": uses} if uses else {})
-        | ({} if mfu is None else {"mfu": mfu})
-    )
+    if mfu is not None:
+        row["mfu"] = mfu
+    return row
 
 
 def command(about: str, check: Check, make: Make) -> click.Command:
@@ -125,7 +145,8 @@ def command(about: str, check: Check, make: Make) -> click.Command:
     @click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE")
     def main(config: str, overrides: tuple[str, ...]) -> None:
         try:
-            train_rank(load(config, overrides), process_info(environment()), check, make)
+            process = process_info(environment())
+            train_rank(load(config, overrides), process, check, make)
         except DpipeError as error:
             click.echo(f"dpipe: {error}", err=True)
             sys.exit(error.exit_code)

@@ -12,8 +12,8 @@ learning rate), so that its losses are ours but for rounding.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from dpipe.data.feed import feed_of
 from dpipe.dataparallel.kinds import names_where
 from dpipe.engine.update import learning_rate
 from dpipe.plan.run_plan import RunPlan, draft
+from dpipe.ranks import ParallelRanks
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.model import materialise
 from dpipe.stage.recompute import recompute_attention
@@ -76,12 +77,14 @@ def make_step(config: Config, rank: int) -> Step:
     here = config.ranks_of(rank)
     device = torch.device(config.node.device)
     assert run_plan.model is not None and run_plan.corpus is not None
-    mesh = init_device_mesh(device.type, (here.dp_size, here.pp_size), mesh_dim_names=("dp", "pp"))
+    mesh = _mesh(here, device)
     order = run_plan.forecast.schedule
-    own = [s for s, pp_rank in enumerate(order.rank_of_stage) if pp_rank == here.pp_rank]
-    modules = {s: _module(run_plan, s, mesh["dp"]) for s in own}
-    plan = torch_schedule(order, _stages(modules, order, device, mesh), run_plan.model.loss)
-    update = _ShardedUpdate(config.train, list(nn.ModuleList(modules.values()).parameters()))
+    own = [stage for stage in range(order.num_stages) if order.rank_of_stage[stage] == here.pp_rank]
+    modules = {stage: _module(run_plan, stage, mesh["dp"]) for stage in own}
+    stages = _stages(modules, order, device, mesh)
+    plan = torch_schedule(order, stages, run_plan.model.loss)
+    parameters = nn.ModuleList(modules.values()).parameters()
+    update = _ShardedUpdate(config.train, list(parameters))
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
     first = 0 in own
     last = order.num_stages - 1 in own
@@ -94,6 +97,12 @@ def make_step(config: Config, rank: int) -> Step:
         return mean_loss(losses, here.dp_size, device)
 
     return step
+
+
+def _mesh(here: ParallelRanks, device: torch.device) -> DeviceMesh:
+    """In our order: the ranks of a replica are neighbours."""
+    shape = (here.dp_size, here.pp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))
 
 
 def _stages(
@@ -116,7 +125,8 @@ def _whole_batch(
     inputs: tuple[torch.Tensor, ...] = ()
     targets = None
     if first:
-        inputs = (upload(torch.cat([x for (x,) in batch.inputs]), device),)
+        tokens = [x for (x,) in batch.inputs]
+        inputs = (upload(torch.cat(tokens), device),)
     if last:
         targets = upload(torch.cat(list(batch.targets)), device)
     return inputs, targets
@@ -127,7 +137,13 @@ class Layer(nn.Module):
     its boundary.
     """
 
-    def __init__(self, layer: nn.Module, *, half: bool, recompute: str) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        half: bool,
+        recompute: str,
+    ) -> None:
         super().__init__()
         self.layer = layer
         self._half = half
@@ -136,10 +152,11 @@ class Layer(nn.Module):
             recompute_attention(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16) if self._half else nullcontext():
-            y: torch.Tensor = (
-                checkpoint(self.layer, x, use_reentrant=False) if self._again else self.layer(x)
-            )
+        run: Callable[[torch.Tensor], torch.Tensor] = self.layer
+        if self._again:
+            run = partial(checkpoint, self.layer, use_reentrant=False)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._half):
+            y: torch.Tensor = run(x)
         return y.float()
 
 
@@ -153,7 +170,8 @@ def _module(run_plan: RunPlan, stage: int, replicas: DeviceMesh) -> nn.Sequentia
         materialise(model, index, config.train.seed, config.node.device)
         for index in run_plan.layers_of(stage)
     ]
-    module = nn.Sequential(*(Layer(layer, half=half, recompute=recompute) for layer in layers))
+    wrapped = [Layer(layer, half=half, recompute=recompute) for layer in layers]
+    module = nn.Sequential(*wrapped)
     if replicas.size() > 1:
         # Gathered once a step and kept for it: else each micro-batch would gather all parameters
         # again, twice.
@@ -172,12 +190,13 @@ class _ShardedUpdate:
         self._parameters = parameters
         groups = [
             {
+                # Of a sharded parameter, `ndim` is the whole one's.
                 "params": [p for p in parameters if (p.ndim >= 2) is decays],
                 "weight_decay": train.weight_decay * decays,
             }
             for decays in (True, False)
         ]
-        fused = parameters[0].is_cuda or None
+        fused = parameters[0].is_cuda or None  # as `dataparallel/optimizer.py` has it
         self._adamw = torch.optim.AdamW(
             groups, lr=train.learning_rate, betas=train.betas, fused=fused
         )
@@ -196,9 +215,11 @@ class _ShardedUpdate:
         just add up.
         """
         grads = [_here(p.grad) for p in self._parameters if p.grad is not None]
-        square = torch.stack([grad.float().square().sum() for grad in grads]).sum()
+        squares = [grad.float().square().sum() for grad in grads]
+        square = torch.stack(squares).sum()
         dist.all_reduce(square)
-        scale = min(1.0, self._train.clip_norm / (math.sqrt(float(square)) + 1e-6))
+        norm = math.sqrt(float(square))
+        scale = min(1.0, self._train.clip_norm / (norm + 1e-6))  # 1e-6: as torch's own clipping
         for grad in grads:
             grad.mul_(scale)
 
@@ -207,12 +228,18 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def mean_loss(losses: Iterable[torch.Tensor], num_replicas: int, device: torch.device) -> float:
+def mean_loss(
+    losses: Iterable[torch.Tensor],
+    num_replicas: int,
+    device: torch.device,
+) -> float:
     """The mean over micro-batches and replicas, known to all ranks; those off the last stage give
     none.
     """
     known = [loss.detach() for loss in losses]
-    total = (torch.stack(known).mean() if known else torch.zeros((), device=device)) / num_replicas
+    total = torch.zeros((), device=device)
+    if known:
+        total = torch.stack(known).mean() / num_replicas
     dist.all_reduce(total)
     return float(total)
 

@@ -41,7 +41,7 @@ from dpipe.stage.model import materialise
 from dpipe.streams import upload
 from dpipe.wire.format import FORMATS
 
-VERSION = "0.16.1"
+VERSION = "0.16.1"  # whose interfaces this file uses; they change with each release
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -114,6 +114,7 @@ def make_step(config: Config, rank: int) -> Step:
     optimizer = _optimizer(config, chunks)
     settings.grad_scale_func = optimizer.scale_loss
     settings.finalize_model_grads_func = part_of_megatron("distributed").finalize_model_grads
+    # Megatron chooses by its own state: 1F1B, the interleaved one, or none on one rank.
     run = part_of_megatron("pipeline_parallel").get_forward_backward_func()
     feed = feed_of(config, run_plan.corpus, here.dp_rank, here.dp_size)
 
@@ -122,8 +123,9 @@ def make_step(config: Config, rank: int) -> Step:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        # One iterator a chunk: each goes through all micro-batches at its own pace.
         feeds = [_microbatches(batch, device) for _ in chunks]
-        told = run(
+        reduced = run(
             forward_step_func=_forward_bert if config.model.layers == "bert" else _forward_gpt,
             data_iterator=feeds if len(chunks) > 1 else feeds[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -133,7 +135,7 @@ def make_step(config: Config, rank: int) -> Step:
             forward_only=False,
         )
         _update(optimizer, config.train, number)
-        return _mean_loss([each["loss"] for each in told], here, device)
+        return _mean_loss([each["loss"] for each in reduced], here, device)
 
     return step
 
@@ -182,10 +184,10 @@ def transformer_config(config: Config, device: torch.device) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        deallocate_pipeline_outputs=device.type
-        == "cuda",  # gloo would still be sending what is freed
-        overlap_p2p_comm=per_rank
-        > 1,  # in batches two ranks would mistake what each sends both forward and backward
+        # gloo would still be sending what is freed
+        deallocate_pipeline_outputs=device.type == "cuda",
+        # in batches two ranks would mistake what each sends both forward and backward
+        overlap_p2p_comm=per_rank > 1,
         batch_p2p_comm=per_rank == 1,
         use_cpu_initialization=device.type == "cpu",
         **again,
@@ -193,7 +195,11 @@ def transformer_config(config: Config, device: torch.device) -> Any:
 
 
 def _chunk(
-    run_plan: RunPlan, settings: Any, here: ParallelRanks, index: int, device: torch.device
+    run_plan: RunPlan,
+    settings: Any,
+    here: ParallelRanks,
+    index: int,
+    device: torch.device,
 ) -> Any:
     """The model chunk `index` of this rank, with our parameters, wrapped for half precision and for
     its replicas.
@@ -202,23 +208,34 @@ def _chunk(
     model = _bare_model(config, settings, here, index).to(device)
     assert run_plan.model is not None
     names = BERT if config.model.layers == "bert" else GPT
-    for layer, given in parameters_by_layer(model, names, config.model.num_layers):
+    for layer, theirs in parameters_by_layer(model, names, config.model.num_layers):
         ours = materialise(run_plan.model, layer, config.train.seed, "cpu")
-        load(given, ours, config.model.num_heads, here.tp_rank, here.tp_size)
+        load(
+            theirs,
+            ours,
+            config.model.num_heads,
+            here.tp_rank,
+            here.tp_size,
+        )
     if config.train.parameters != "fp32":
         model = part_of_megatron("transformer.module").Float16Module(settings, model)
     distributed = part_of_megatron("distributed")
     shares = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=True,  # as ours: masters and gradients are fp32
         use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return distributed.DistributedDataParallel(settings, shares, model)
 
 
-def _bare_model(config: Config, settings: Any, here: ParallelRanks, index: int) -> Any:
+def _bare_model(
+    config: Config,
+    settings: Any,
+    here: ParallelRanks,
+    index: int,
+) -> Any:
     per_rank = config.pipeline.stages_per_rank
-    stage = index * here.pp_size + here.pp_rank
-    what: dict[str, Any] = {
+    stage = index * here.pp_size + here.pp_rank  # interleaved: chunk 1 begins behind the last rank
+    options: dict[str, Any] = {
         "config": settings,
         "vocab_size": vocabulary_of(config),
         "max_sequence_length": config.model.context,
@@ -228,12 +245,13 @@ def _bare_model(config: Config, settings: Any, here: ParallelRanks, index: int) 
         "position_embedding_type": "learned_absolute",
         "vp_stage": index if per_rank > 1 else None,
     }
+    # Its local layers: those of Transformer Engine need that library.
     if config.model.layers == "bert":
         layer = part_of_megatron("models.bert.bert_layer_specs").bert_layer_local_spec
         kind = part_of_megatron("models.bert.bert_model").BertModel
-        return kind(num_tokentypes=NUM_TYPES, transformer_layer_spec=layer, **what)
+        return kind(num_tokentypes=NUM_TYPES, transformer_layer_spec=layer, **options)
     layer = part_of_megatron("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
-    return part_of_megatron("models.gpt").GPTModel(transformer_layer_spec=layer, **what)
+    return part_of_megatron("models.gpt").GPTModel(transformer_layer_spec=layer, **options)
 
 
 def _optimizer(config: Config, chunks: list[Any]) -> Any:
@@ -251,7 +269,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         fp16=train.parameters == "fp16",
         initial_loss_scale=INITIAL_LOSS_SCALE,
         loss_scale_window=GROWTH_INTERVAL,
-        hysteresis=1,
+        hysteresis=1,  # one overflow halves the scale, as with us
         use_distributed_optimizer=KINDS[config.data_parallel.kind].shards_optimizer,
     )
     return optimizers.get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
@@ -269,58 +287,71 @@ def _update(optimizer: Any, train: TrainConfig, number: int) -> None:
 
 Tensors = tuple[torch.Tensor, ...]
 Feed = Iterator[tuple[Tensors, torch.Tensor]]  # of micro-batches: inputs, targets
-Told = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # to go back from, and to report
 
 
 def _microbatches(batch: Batch, device: torch.device) -> Feed:
     for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-        yield tuple(upload(tensor, device) for tensor in inputs), upload(targets, device)
+        here = tuple(upload(tensor, device) for tensor in inputs)
+        yield here, upload(targets, device)
 
 
-def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Told]]:
+def _forward_gpt(feed: Feed, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """As `get_forward_backward_func` wants it: the output of a chunk, and what makes the loss of
     the last one's.
     """
     (tokens,), targets = next(feed)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, None, labels=targets), _mean_of_words
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    output = model(tokens, positions.expand_as(tokens), None, labels=targets)
+    return output, _mean_of_words
 
 
-def _mean_of_words(losses: torch.Tensor) -> Told:
+def _mean_of_words(losses: torch.Tensor) -> Loss:
     """Of the loss of each token [B, T]."""
-    return _told(losses.float().mean())
+    return _loss(losses.float().mean())
 
 
 def _forward_bert(
     feed: Feed, model: Any
-) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Told]]:
+) -> tuple[torch.Tensor | Tensors, Callable[[Tensors], Loss]]:
     """As `_forward_gpt`; the last chunk gives the loss of each token [B, T], and logits of the
     pairs [B, 2].
     """
     (tokens, types, lengths), targets = next(feed)
-    within = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    within = positions < lengths[:, None]
     asked = targets != IGNORED
     asked[:, 0] = False  # there the target is the pair's
-    output = model(tokens, within, tokentype_ids=types, lm_labels=targets.where(asked, 0))
+    words = targets.where(asked, 0)
+    output = model(tokens, within, tokentype_ids=types, lm_labels=words)
     return output, partial(_masked_words_and_pairs, asked, targets[:, 0])
 
 
-def _masked_words_and_pairs(asked: torch.Tensor, pairs: torch.Tensor, output: Tensors) -> Told:
+def _masked_words_and_pairs(
+    asked: torch.Tensor,
+    pairs: torch.Tensor,
+    output: Tensors,
+) -> Loss:
     """As `stage.bert.masked_and_pair_loss`, of losses."""
     losses, judged = (tensor.float() for tensor in output)
-    words = (
-        losses * asked
-    ).sum() / asked.sum()  # not picked out: the host would wait to hear how many there are
-    return _told(words + F.cross_entropy(judged, pairs))
+    # Multiplied, not picked out: the host would wait to hear how many there are.
+    words = (losses * asked).sum() / asked.sum()
+    return _loss(words + F.cross_entropy(judged, pairs))
 
 
-def _told(loss: torch.Tensor) -> Told:
+def _loss(loss: torch.Tensor) -> Loss:
     return loss, {"loss": loss.detach().clone()}  # Megatron scales the first in place
 
 
-def _mean_loss(losses: list[torch.Tensor], here: ParallelRanks, device: torch.device) -> float:
+def _mean_loss(
+    losses: list[torch.Tensor],
+    here: ParallelRanks,
+    device: torch.device,
+) -> float:
     """Over micro-batches and replicas. All ranks of a last stage know the same, and count once."""
-    total = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+    total = torch.zeros((), device=device)
+    if losses:
+        total = torch.stack(losses).mean()
     total /= here.tp_size * here.dp_size
     dist.all_reduce(total)
     return float(total)

@@ -27,9 +27,16 @@ class Source:
 
 
 Sources = Mapping[str, Source]  # by the name of theirs
+# By the name of theirs, each parameter beside where it comes from.
+Theirs = dict[str, tuple[nn.Parameter, Source]]
 
 
-def _both(name: str, dim: int | None = None, *, by_head: bool = False) -> dict[str, Source]:
+def _both(
+    name: str,
+    dim: int | None = None,
+    *,
+    by_head: bool = False,
+) -> dict[str, Source]:
     return {kind: Source(f"{name}.{kind}", dim, by_head) for kind in ("weight", "bias")}
 
 
@@ -75,6 +82,7 @@ GPT = Names(
 BERT = Names(
     "encoder",
     {**_EMBEDDING, "embedding.tokentype_embeddings.weight": Source("types.weight")},
+    # Our BERT's block wraps the GPT's.
     {name: replace(source, name=f"block.{source.name}") for name, source in _BLOCK.items()},
     {
         **_named("encoder.final_layernorm", _both("norm")),
@@ -88,8 +96,10 @@ BERT = Names(
 
 
 def parameters_by_layer(
-    model: Any, names: Names, num_layers: int
-) -> Iterator[tuple[int, dict[str, tuple[nn.Parameter, Source]]]]:
+    model: Any,
+    names: Names,
+    num_layers: int,
+) -> Iterator[tuple[int, Theirs]]:
     """The parameters of a Megatron model by our layer; theirs count blocks from 1, as ours are
     behind an embedding.
 
@@ -99,21 +109,20 @@ def parameters_by_layer(
     inside = {id(p) for block in blocks for p in block.parameters()}
     ends = {name: p for name, p in model.named_parameters() if id(p) not in inside}
     for index, sources in ((0, names.embedding), (num_layers + 1, names.head)):
-        mine = {name: ends.pop(name) for name in sources if name in ends}
+        # A chunk in the middle has neither end; tied embeddings leave a head without its own.
+        mine = {name: (ends.pop(name), sources[name]) for name in sources if name in ends}
         if mine:
-            yield index, {name: (p, sources[name]) for name, p in mine.items()}
+            yield index, mine
     if ends:
         raise KeyError(f"Megatron's {', '.join(ends)} have no counterpart in dpipe's model")
     for block in blocks:
-        yield (
-            block.layer_number,
-            {name: (p, names.block[name]) for name, p in block.named_parameters()},
-        )
+        inner = block.named_parameters()
+        yield block.layer_number, {name: (p, names.block[name]) for name, p in inner}
 
 
 @torch.no_grad()
 def load(
-    given: Mapping[str, tuple[nn.Parameter, Source]],
+    theirs: Theirs,
     layer: nn.Module,
     num_heads: int,
     rank: int,
@@ -123,12 +132,22 @@ def load(
     it.
     """
     ours = dict(layer.named_parameters())
-    for parameter, source in given.values():
-        parameter.copy_(part(ours[source.name], source, num_heads, rank, size))
+    for parameter, source in theirs.values():
+        whole = ours[source.name]
+        parameter.copy_(part(whole, source, num_heads, rank, size))
 
 
-def part(whole: torch.Tensor, source: Source, num_heads: int, rank: int, size: int) -> torch.Tensor:
+def part(
+    whole: torch.Tensor,
+    source: Source,
+    num_heads: int,
+    rank: int,
+    size: int,
+) -> torch.Tensor:
     """What of a parameter of ours is on tensor parallel rank `rank` of `size`."""
     if source.by_head:
-        whole = whole.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
-    return whole if source.dim is None else whole.chunk(size, source.dim)[rank]
+        q_k_v = whole.unflatten(0, (3, num_heads, -1))
+        whole = q_k_v.transpose(0, 1).flatten(0, 2)
+    if source.dim is None:
+        return whole
+    return whole.chunk(size, source.dim)[rank]

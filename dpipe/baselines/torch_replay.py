@@ -34,7 +34,7 @@ class _Wait(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.stage = stage
         wait(stage.forward_s)
-        return stage.output.detach()
+        return stage.output.detach()  # a view of its own: autograd marks what is returned here
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
@@ -86,12 +86,13 @@ def make_step(config: Config, rank: int) -> Step:
     microbatches = config.train.num_microbatches
     last = config.pipeline.stages - 1
     order = forecast(config).schedule
-    modules = {
-        index: ReplayModule(config, index)
-        for index, of in enumerate(order.rank_of_stage)
-        if of == rank
-    }
-    stages = [_stage(module, index, order.num_stages) for index, module in modules.items()]
+    modules = {}
+    for index in range(order.num_stages):
+        if order.rank_of_stage[index] == rank:
+            modules[index] = ReplayModule(config, index)
+    stages = []
+    for index, module in modules.items():
+        stages.append(_stage(module, index, order.num_stages))
     plan = torch_schedule(order, stages, lambda output, target: output.sum())
     inputs = (torch.zeros(microbatches, 1),) if 0 in modules else ()
     target = torch.zeros(microbatches) if last in modules else None
@@ -107,9 +108,8 @@ def make_step(config: Config, rank: int) -> Step:
 
 def _stage(module: ReplayModule, index: int, num_stages: int) -> PipelineStage:
     # As tensors that require grad: else torch takes the boundary for one that no gradient crosses.
-    inputs, outputs = (
-        torch.empty_like(t, requires_grad=True) for t in (module.input, module.output)
-    )
+    inputs = torch.empty_like(module.input, requires_grad=True)
+    outputs = torch.empty_like(module.output, requires_grad=True)
     device = torch.device("cpu")
     weight_gradient = module.weight_gradient
     return PipelineStage(

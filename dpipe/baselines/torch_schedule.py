@@ -27,6 +27,7 @@ def torch_schedule(
     """What runs `order` on this rank, whose stages are `stages`, lowest first."""
     text = to_csv(order)
     microbatches = order.num_microbatches
+    # Its own classes post messages in another way than its runtime, and are what its users run.
     for make, engine in _OWN.items():
         if text == to_csv(make(order.num_stages, microbatches)):
             return engine(stages[0], microbatches, loss_fn=loss)

@@ -13,7 +13,7 @@ from dpipe.cli.measuring import bench
 from dpipe.cli.model import generate
 from dpipe.cli.training import launch, serve, train
 from dpipe.errors import DpipeError
-from dpipe.run.environment import set_up_grpc
+from dpipe.processes.environment import set_up_grpc
 
 
 class _Commands(click.Group):
@@ -35,6 +35,7 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 def main() -> None:
     """Train large models as pipelines over slow, uneven networks."""
+    # Here, ahead of every command: grpc reads its settings when it is first imported.
     set_up_grpc()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without some character shows "?" in its place

@@ -34,7 +34,7 @@ def bench(name: str, hosts: str, rank: int, quick: bool, as_json: bool) -> None:
     Example:
       dpipe bench engine
     """
-    from dpipe.baselines.bench import bench_text
+    from dpipe.bench.bench import bench_text
 
     addresses = tuple(hosts.split(",")) if hosts else ()
     show(bench_text(name, as_json, addresses, rank, quick=quick))

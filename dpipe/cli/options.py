@@ -44,7 +44,7 @@ def resuming(command: F) -> F:
         metavar="RUN",
         help="Continue the run in this folder from its newest checkpoint.",
     )
-    return resume(fallback(change(command)))
+    return resume(fallback(change(command)))  # click lists the outermost first
 
 
 class NumberRange(click.FloatRange):

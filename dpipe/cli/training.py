@@ -64,6 +64,7 @@ def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     from dpipe.report.display import lasting
     from dpipe.run.start import launch_ranks
 
+    # To standard error: standard output is rank 0's.
     sys.exit(
         launch_ranks(config, overrides, say=partial(click.echo, file=lasting(sys.stderr)), **flags)
     )

@@ -21,7 +21,7 @@ from dpipe.config.load import build, override, read_table
 from dpipe.config.presets import PRESETS
 from dpipe.config.toml import to_toml
 
-_SECRETS = ("node.token",)
+_SECRETS = ("node.token",)  # shown as set, not as they are
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setting]:
     config = build(table)
     if config.model.preset is not None:
         for key in PRESETS[config.model.preset]:
+            # A size that is set as well wins, and so does where it is from.
             origins.setdefault(f"model.{key}", f"preset {config.model.preset}")
     return [
         Setting(f"{section}.{key}", value, origins.get(f"{section}.{key}", "default"))

@@ -114,12 +114,14 @@ class Config(Section):
 
     def digest(self) -> str:
         """A hash of `shared()`."""
+        # Short enough to be compared by eye: it tells configurations apart, and is no secret.
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
 
     def with_(self, **overrides: Any) -> "Config":
         """A copy with some keys replaced, `config.with_(train__steps=5)`, and checked again. Raises
         `ConfigError`.
         """
+        # From the whole table: what goes together is checked anew.
         table = self.model_dump()
         for name, value in overrides.items():
             section, _, key = name.partition("__")
@@ -156,7 +158,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"configuration {path} is not {language}: {error}") from None
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
-    if not isinstance(table, dict):
+    if not isinstance(table, dict):  # JSON's top may be a list or a number
         raise ConfigError(f"configuration {path} must be a JSON object of sections")
     return table
 
@@ -183,6 +185,7 @@ def override(table: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str) -> Any:
+    # A bare word is a string: quotes within a shell's quotes are easily lost.
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

@@ -76,6 +76,7 @@ class PipelineConfig(Section):
         return self
 
     def _check_stages_per_rank(self) -> None:
+        # The search itself leaves out what does not go with it.
         if self.schedule == AUTO:
             return
         generator = GENERATORS[self.schedule]
@@ -229,6 +230,7 @@ class DataParallelConfig(Section):
 
     @field_validator("address", mode="before")
     @classmethod
+    # One server is what most runs have.
     def _accept_one(cls, address: Any) -> Any:
         return (address,) if isinstance(address, str) else address
 

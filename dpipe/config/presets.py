@@ -37,6 +37,7 @@ def filled(table: dict[str, Any]) -> dict[str, Any]:
     not known adds none. The family says whether embeddings are tied.
     """
     preset = table.get("preset")
+    # Before anything is validated: what is of another type, the sections refuse by themselves.
     if isinstance(preset, str):
         table = PRESETS.get(preset, {}) | table
     layers = table.get("layers")

@@ -167,6 +167,7 @@ def _alternative(schema: Schema) -> Alternative:
         case "object":
             return Alternative("table")
         case name:
+            # Names of a choice, or the one value of a `Literal` with one.
             names = schema.get("enum", [schema["const"]] if "const" in schema else [])
             return Alternative(name, _bounds(schema), tuple(names))
 

@@ -15,6 +15,7 @@ def to_toml(value: Any) -> str:
             return "[" + ", ".join(to_toml(each) for each in value) + "]"
         case str():
             return _string(value)
+        # Before numbers: True is an int as well.
         case bool():
             return "true" if value else "false"
         case int() | float():

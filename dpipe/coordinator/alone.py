@@ -24,6 +24,7 @@ class Alone(Coordination):
         self._callbacks: list[Callable[[RunAborted], None]] = []
 
     def gather(self, key: str, payload: bytes) -> Gathered:
+        # Nobody is ever missing, so that the question is never asked.
         gathered = Gathered(key, lambda: None)
         if self._over:
             gathered.parts.set_exception(self._over)

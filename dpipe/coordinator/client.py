@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 _NO_SECURITY = Security()
 
-_CLOCK_SAMPLES = 16
+_CLOCK_SAMPLES = 16  # round trips, of which the fastest counts
 _FIRST_RETRY_S = 0.02  # ranks that start together miss the coordinator by little
 _RETRY_S = 0.5  # between attempts to reach a coordinator that is not up
 _AGAIN_S = 30.0  # before the same text is reported again
 _SLACK_S = 2.0  # beyond the coordinator's own deadline, whose message names who is missing
-_STOP_S = 5.0
+_STOP_S = 5.0  # for the reading thread, once the call is cancelled
 _VERDICT_S = 5.0  # for the cause of an abort; above the coordinator's grace for a symptom
 _LEAVE_S = 60.0  # for uploads under way to arrive
 
@@ -77,6 +77,7 @@ class Coordinator(Coordination):
         self._outbox: queue.SimpleQueue[pb.ToCoordinator | None] = queue.SimpleQueue()
         self._outbox.put(pb.ToCoordinator(join=join))
         self._heard_at = time.monotonic()
+        # Last: its thread reads what is set above.
         self._open(address, security)
 
     def _open(self, address: str, security: Security) -> None:
@@ -116,6 +117,7 @@ class Coordinator(Coordination):
         )
         say = _now_and_then(on_wait)
         deadline = time.monotonic() + join_s
+        # Each attempt on a channel of its own: one that has failed waits longer and longer.
         retry_s = _FIRST_RETRY_S
         while True:
             self = cls(address, join, security, heartbeat_s, say)
@@ -146,6 +148,7 @@ class Coordinator(Coordination):
             ) from None
         for rank, address in enumerate(welcome.addresses):
             self.addresses[rank] = address.advertised if address.HasField("advertised") else None
+        # As many as the estimate takes, at once: the first spans of a run are on the clock already.
         for _ in range(_CLOCK_SAMPLES):
             self._ponged.clear()
             self._send(_ping())
@@ -163,6 +166,7 @@ class Coordinator(Coordination):
     def gather(self, key: str, payload: bytes) -> Gathered:
         gathered = Gathered(key, lambda: self._send(pb.ToCoordinator(ask=pb.Ask(key=key))))
         with self._lock:
+            # Here, by name: for a second part the coordinator would put this rank out.
             if key in self._gathers:
                 raise ValueError(
                     f"rank {self.rank} has already given its part of {key!r}, which is still under "
@@ -233,6 +237,7 @@ class Coordinator(Coordination):
         ping_at = time.monotonic() + interval_s
         while True:
             try:
+                # What is queued goes first: it is a sign of life as well.
                 message = self._outbox.get(timeout=max(0.0, ping_at - time.monotonic()))
             except queue.Empty:
                 now = time.monotonic()
@@ -280,6 +285,7 @@ class Coordinator(Coordination):
                 self._end(RunAborted(message.abort.reason))
 
     def _note_clock(self, pong: pb.Pong, now_ns: int) -> None:
+        # Of a round trip that took as long there as back; the fastest one errs least.
         self._clock.append((now_ns - pong.sent_ns, pong.clock_ns - (pong.sent_ns + now_ns) // 2))
         self._ponged.set()
 
@@ -308,6 +314,7 @@ class Coordinator(Coordination):
             if self._over:
                 return
             self._over = error
+            # Taken out under the lock, told outside: a callback may come back to this object.
             gathers = list(self._gathers.values())
             self._gathers = {}
             callbacks = self._callbacks

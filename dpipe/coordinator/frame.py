@@ -31,6 +31,7 @@ def cut(message: Message) -> Iterator[bytes]:
     """The frames of one message."""
     data = message.SerializeToString()
     for start in range(0, len(data) or 1, FRAME_BYTES):
+        # An empty message, which the clock sends, is a frame as well.
         end = start + FRAME_BYTES
         mark = _MORE if end < len(data) else _LAST
         yield mark + data[start:end]

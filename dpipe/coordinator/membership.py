@@ -113,6 +113,7 @@ class Membership:
             self.members[join.rank] = member
             self._welcome_or_wait()
             return member
+        # In this order: what is behind None is not sent any more.
         tell(_abort(reason))
         tell(None)
         if not self._complete:
@@ -176,6 +177,7 @@ class Membership:
 
     def part(self, member: Member, part: pb.Part) -> None:
         """Raises `DecodeError` where the member gives a part twice, or holds too many open."""
+        # By key, not by order: ranks are at several gathers at once.
         parts = self._parts.setdefault(part.key, {})
         if member.rank in parts:
             raise DecodeError(f"a second part of {part.key!r}")

@@ -25,7 +25,7 @@ MessageQueue = queue.SimpleQueue[pb.FromCoordinator | None]
 
 _NO_SECURITY = Security()
 _STRANGERS = 16  # streams at once beyond one a rank; each holds a thread
-_STOP_S = 2.0
+_STOP_S = 2.0  # for streams that are still open, and for each thread
 
 
 class CoordinatorServer:
@@ -63,6 +63,8 @@ class CoordinatorServer:
             args=(min(heartbeat_s / 4, join_s / 4, SYMPTOM_GRACE_S / 2),),
             name="coordinator clock",
         )
+        # One stream a rank for everything: what it says is in order, and where the stream breaks
+        # the rank is lost.
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self._attend
         )
@@ -71,6 +73,7 @@ class CoordinatorServer:
         self._server, self.port = serve(
             handlers, bind, port, security, max_workers=world_size + _STRANGERS
         )
+        # Behind `serve`: where that cannot bind, there is no thread to end.
         self._clock.start()
 
     def close(self, wait_s: float = 5.0) -> None:
@@ -99,6 +102,7 @@ class CoordinatorServer:
 
     def _attend(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One rank's stream: a thread reads it, this generator writes it."""
+        # Between the two threads of a stream: whoever tells this rank something never waits for it.
         outbox: MessageQueue = queue.SimpleQueue()
         reader = threading.Thread(
             target=self._read,

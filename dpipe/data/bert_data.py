@@ -12,7 +12,7 @@ share a batch changes none.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import dropwhile, pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,13 @@ from dpipe.data.tokenizer import FileTokenizer
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
 
-Sequences = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Ints = NDArray[np.int64]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # tokens, types, lengths
+Sequences = tuple[Inputs, torch.Tensor]  # and targets
 
 _SPECIAL = ("[CLS]", "[SEP]", "[MASK]")
 _FRAME = 3  # special tokens of a sequence: one in front, one after each passage
-_MASKED_SHARE = 0.15
+_MASKED_SHARE = 0.15  # as Devlin et al. have it
 _REACH = 4  # contexts that are read to find sentences
 _PART_NAMES = {"train": "training", "held_out": "held-out"}
 _SAMPLES = 64  # places of a text that are looked at before it is accepted
@@ -48,10 +50,14 @@ class SentenceTokenizer(FileTokenizer):
                 f"{_HOW_TO_TOKENISE}"
             )
         super().__init__(path)
-        ids: dict[str, int | None]
-        ids = {token: self._pieces.token_to_id(token) for token in _SPECIAL}
-        present = {token: number for token, number in ids.items() if number is not None}
-        missing = [token for token in _SPECIAL if token not in present]
+        present: dict[str, int] = {}
+        missing = []
+        for token in _SPECIAL:
+            number = self._pieces.token_to_id(token)
+            if number is None:
+                missing.append(token)
+            else:
+                present[token] = number
         if missing:
             raise DataError(
                 f"data.tokenizer {path} has no {' '.join(missing)}, which BERT needs; "
@@ -60,13 +66,13 @@ class SentenceTokenizer(FileTokenizer):
         self.first = present["[CLS]"]
         self.separator = present["[SEP]"]
         self.masked = present["[MASK]"]
+        # The same tokenizer.json gives other tokens of the same text to a GPT.
         self.fingerprint = b"sentences" + self.fingerprint
         self._pieces.encode_special_tokens = True  # "[SEP]" in a text is text
 
     def encode(self, text: str) -> list[int]:
-        lines = self._pieces.encode_batch(
-            text.removesuffix("\n").split("\n"), add_special_tokens=False
-        )
+        sentences = text.removesuffix("\n").split("\n")
+        lines = self._pieces.encode_batch(sentences, add_special_tokens=False)
         ids: list[int] = []
         for line in lines:
             # Of several blank lines the first already ends the document.
@@ -85,16 +91,21 @@ class _Draws:
     """
 
     def __init__(self, key: int, *counter: int) -> None:
+        # The lowest word is left at 0: Philox counts its own draws there.
         self._philox = np.random.Philox(key=key % 2**64, counter=[0, *counter])
 
     def below(self, limit: int) -> int:
         return int(self._philox.random_raw()) % limit
 
-    def all_below(self, limit: int, count: int) -> NDArray[np.int64]:
-        return (self._philox.random_raw(count) % np.uint64(limit)).astype(np.int64)
+    def all_below(self, limit: int, count: int) -> Ints:
+        raw = self._philox.random_raw(count)
+        return (raw % np.uint64(limit)).astype(np.int64)
 
-    def some_of(self, places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        return places[np.argsort(self._philox.random_raw(len(places)), kind="stable")[:count]]
+    def some_of(self, places: Ints, count: int) -> Ints:
+        raw = self._philox.random_raw(len(places))
+        # Stable, or equal numbers would be ordered as this numpy happens to sort.
+        order = np.argsort(raw, kind="stable")
+        return places[order[:count]]
 
 
 @dataclass(frozen=True)
@@ -105,21 +116,25 @@ class SentencePairs:
     tokenizer: SentenceTokenizer
     context: int
 
-    def training(self, seed: int, step: int, numbers: Iterable[int]) -> Sequences:
+    def training(
+        self,
+        seed: int,
+        step: int,
+        numbers: Iterable[int],
+    ) -> Sequences:
         """Tokens and types [B, T], int64, lengths [B], int32; targets [B, T], int64. `numbers` are
         the sequences' numbers in the batch.
         """
-        return self._stacked(
-            self._sequence("train", _Draws(seed, number, step, 0)) for number in numbers
-        )
+        draws = (_Draws(seed, number, step, 0) for number in numbers)
+        return self._stacked(self._sequence("train", each) for each in draws)
 
     def held_out(self, numbers: Iterable[int]) -> Sequences:
         """As `training`, from the held-out text, without a seed: every run is judged by the same
         sequences.
         """
-        return self._stacked(
-            self._sequence("held_out", _Draws(0, number, 0, 1)) for number in numbers
-        )
+        # The last word keeps these counters apart from those of training with seed 0.
+        draws = (_Draws(0, number, 0, 1) for number in numbers)
+        return self._stacked(self._sequence("held_out", each) for each in draws)
 
     def check(self, *, need_held_out: bool) -> None:
         """Raises `DataError` for a part that is too short, and for a text in which hardly any
@@ -144,7 +159,9 @@ class SentencePairs:
                 "change data.held_out"
             )
         places = np.linspace(start, stop - reach, _SAMPLES).astype(np.int64)
-        pairs = sum(len(self._sentences(int(place))) > 1 for place in places)
+        pairs = 0
+        for place in places:
+            pairs += len(self._sentences(int(place))) > 1
         if 10 * pairs < _SAMPLES:
             raise DataError(
                 f"of {_SAMPLES} places in the {_PART_NAMES[part]} text only {pairs} have a "
@@ -164,35 +181,51 @@ class SentencePairs:
         """
         window = self.corpus.tokens[place : place + _REACH * self.context]
         ends = np.flatnonzero(window == self.tokenizer.separator)
-        between = (window[before + 1 : end] for before, end in pairwise(ends))
-        # An empty sentence is the end of a document.
-        document = list(takewhile(len, dropwhile(lambda sentence: not len(sentence), between)))
+        document: list[NDArray[Any]] = []
+        for before, end in pairwise(ends):
+            sentence = window[before + 1 : end]
+            if len(sentence):
+                document.append(sentence)
+            elif document:  # an empty sentence is the end of a document
+                return document
         if document:
             return document
         return [window[window != self.tokenizer.separator]]
 
     def _somewhere(self, part: Part, draws: _Draws) -> list[NDArray[Any]]:
         start, stop = self._range(part)
-        return self._sentences(start + draws.below(stop - start - _REACH * self.context))
+        reach = _REACH * self.context
+        return self._sentences(start + draws.below(stop - start - reach))
 
-    def _passages(self, part: Part, draws: _Draws) -> tuple[NDArray[Any], NDArray[Any], bool]:
+    def _passages(
+        self,
+        part: Part,
+        draws: _Draws,
+    ) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """A, B, and whether B is from elsewhere. Together they mostly fill the context; one pair in
         ten is shorter.
         """
         most = self.context - _FRAME
-        length = most if draws.below(10) else 2 + draws.below(most - 1)
+        length = most
+        if draws.below(10) == 0:
+            length = 2 + draws.below(most - 1)
         sentences = self._somewhere(part, draws)
         ends = np.cumsum([len(sentence) for sentence in sentences])
-        used = sentences[: int(np.searchsorted(ends, length)) + 1]
+        # As many as fill the length, the one that crosses it included.
+        num_used = int(np.searchsorted(ends, length)) + 1
+        used = sentences[:num_used]
         cut = 1 + draws.below(max(1, len(used) - 1))
+        # A single sentence has no next one. Then nothing is drawn for the choice, nor must be: a
+        # change in the order of draws makes other sequences of the same seed.
         elsewhere = len(used) == 1 or draws.below(2) == 1
+        follows = self._somewhere(part, draws) if elsewhere else used[cut:]
         a = np.concatenate(used[:cut])
-        b = np.concatenate(self._somewhere(part, draws) if elsewhere else used[cut:])
+        b = np.concatenate(follows)
         # The words next to the seam stay: they show whether B follows A.
         b = b[: max(length - len(a), length // 2)]
         return a[-(length - len(b)) :], b, elsewhere
 
-    def _sequence(self, part: Part, draws: _Draws) -> tuple[NDArray[np.int64], ...]:
+    def _sequence(self, part: Part, draws: _Draws) -> tuple[Ints, ...]:
         """Tokens, types and targets [T], and the length."""
         a, b, elsewhere = self._passages(part, draws)
         first = [self.tokenizer.first]
@@ -207,12 +240,13 @@ class SentencePairs:
         targets = np.full(self.context, IGNORED)
         targets[0] = elsewhere
         words = np.r_[1 : seam - 1, seam : length - 1]
-        masked = draws.some_of(words, max(1, round(_MASKED_SHARE * length)))
+        num_masked = max(1, round(_MASKED_SHARE * length))
+        masked = draws.some_of(words, num_masked)
         targets[masked] = tokens[masked]
         tokens[masked] = self._in_place_of(tokens[masked], draws)
         return tokens, types, targets, np.array(length)
 
-    def _in_place_of(self, words: NDArray[np.int64], draws: _Draws) -> NDArray[np.int64]:
+    def _in_place_of(self, words: Ints, draws: _Draws) -> Ints:
         """What the model reads for the words it is to find: for eight of ten the mask, for one any
         word, for one the word itself.
         """
@@ -222,8 +256,7 @@ class SentencePairs:
         return np.select([fate < 8, fate == 8], [masks, others], words)
 
     @staticmethod
-    def _stacked(sequences: Iterable[tuple[NDArray[np.int64], ...]]) -> Sequences:
-        tokens, types, targets, lengths = (
-            torch.from_numpy(np.stack(each)) for each in zip(*sequences, strict=True)
-        )
+    def _stacked(sequences: Iterable[tuple[Ints, ...]]) -> Sequences:
+        columns = zip(*sequences, strict=True)
+        tokens, types, targets, lengths = (torch.from_numpy(np.stack(each)) for each in columns)
         return (tokens, types, lengths.to(torch.int32)), targets

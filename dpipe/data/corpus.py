@@ -36,7 +36,7 @@ LOG = logging.getLogger("dpipe")
 Part = Literal["train", "held_out"]
 TokenBatch = tuple[torch.Tensor, torch.Tensor]
 
-_FORMAT = "dpipe-corpus-2"
+_FORMAT = "dpipe-corpus-2"  # in the digest: what wrote other files is not found
 _BLOCK_BYTES = 1 << 22
 _THREADS = 4  # that check blocks; hashlib lets them run at once
 _PIECE = 1 << 20  # characters that a tokenizer gets at once
@@ -107,7 +107,9 @@ class Corpus:
         (step, replica) are the high words of its counter.
         """
         philox = np.random.Philox(key=seed % 2**64, counter=[0, 0, step, replica])
-        starts = philox.random_raw(batch_size) % np.uint64(self.num_train_tokens - context)
+        # The raw words: what numpy makes of them may change from one version to the next.
+        drawn = philox.random_raw(batch_size)
+        starts = drawn % np.uint64(self.num_train_tokens - context)
         return self._windows(starts.astype(np.int64), context)
 
     def held_out_batch(self, index: int, batch_size: int, context: int) -> TokenBatch:
@@ -116,8 +118,10 @@ class Corpus:
         """
         numbers = range(index * batch_size, (index + 1) * batch_size)
         span = self.num_held_out_tokens - context
-        offsets = [number * _GOLDEN % 2**64 * span >> 64 for number in numbers]
-        starts = [self.num_train_tokens + offset for offset in offsets]
+        starts = []
+        for number in numbers:
+            fraction = number * _GOLDEN % 2**64  # of 2^64, so that whole numbers are enough
+            starts.append(self.num_train_tokens + (fraction * span >> 64))
         return self._windows(np.array(starts), context)
 
     def bytes_per_token(self, split: Part) -> float:
@@ -131,9 +135,12 @@ class Corpus:
         return self.facts.bigram_bits
 
     def _windows(self, starts: NDArray[np.int64], context: int) -> TokenBatch:
+        # One token more than the inputs: the targets are the same windows, a token on.
         places = starts[:, None] + np.arange(context + 1)
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        inputs = windows[:, :-1].contiguous()
+        targets = windows[:, 1:].contiguous()
+        return inputs, targets
 
 
 def prepare(
@@ -175,6 +182,7 @@ def prepare(
     accept(corpus)
     _store(corpus, folder, replaces=is_damaged)
     try:
+        # Mapped from the file: ranks of one machine then share its pages.
         return _open(folder, tokenizer)
     except _DamagedCache as error:
         LOG.warning("the token cache %s cannot be read back (%s): not used", folder, error)
@@ -194,7 +202,8 @@ def _matches(pattern: str) -> list[Path]:
     if pattern.startswith("package:"):
         package, _, inside = pattern.removeprefix("package:").partition("/")
         root = _package_folder(package, pattern)
-    paths = [root / name for name in glob.glob(inside, root_dir=root, recursive=True)]
+    names = glob.glob(inside, root_dir=root, recursive=True)
+    paths = [root / name for name in names]
     files = [path for path in paths if path.is_file()]
     if not files:
         raise DataError(f"data.files {pattern!r} matches no file in {root.absolute()}")
@@ -223,13 +232,16 @@ def check_utf8(path: Path) -> None:
 
 
 def _digest(text: bytes, tokenizer: Tokenizer, held_out: float) -> str:
-    parts = (_FORMAT.encode(), tokenizer.fingerprint, repr(held_out).encode(), text)
+    share = repr(held_out).encode()
+    parts = (_FORMAT.encode(), tokenizer.fingerprint, share, text)
+    # Digests of one length each: of parts that are just joined, a byte could change sides.
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(digests).hexdigest()[:32]
 
 
 def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
     cut = round(len(text) * (1 - held_out))
+    # Apart, so that no token holds characters of both.
     train = _ids(text[:cut], tokenizer)
     rest = _ids(text[cut:], tokenizer)
     if not len(train):
@@ -248,15 +260,18 @@ def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
 
 def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
     dtype = _dtype(tokenizer)
-    ids = [np.array(tokenizer.encode(piece), dtype) for piece in _pieces(text)]
-    return np.concatenate([np.zeros(0, dtype), *ids])
+    ids = [np.zeros(0, dtype)]  # an empty text has no pieces
+    for piece in _pieces(text):
+        ids.append(np.array(tokenizer.encode(piece), dtype))
+    return np.concatenate(ids)
 
 
 def _pieces(text: str) -> Iterator[str]:
     """Cut after a line if possible, so that a cut seldom falls into a word."""
     start = 0
     while start < len(text):
-        end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        behind_line = text.rfind("\n", start, start + _PIECE) + 1  # 0 where there is none
+        end = behind_line or start + _PIECE
         yield text[start:end]
         start = end
 
@@ -267,11 +282,14 @@ def _dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
 
 def _bigram_bits(text: str) -> float:
     values = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    pairs = np.bincount(values[:-1] * 256 + values[1:], minlength=1 << 16).reshape(256, 256)
+    numbers = values[:-1] * 256 + values[1:]
+    pairs = np.bincount(numbers, minlength=1 << 16).reshape(256, 256)
     firsts = pairs.sum(1, keepdims=True)
     # A pair that does not occur counts nothing: 0 log 1.
-    probabilities = np.divide(pairs, firsts, where=pairs > 0, out=np.ones(pairs.shape))
-    return float(-(pairs * np.log2(probabilities)).sum() / max(1, pairs.sum()))
+    ones = np.ones(pairs.shape)
+    probabilities = np.divide(pairs, firsts, where=pairs > 0, out=ones)
+    bits = -(pairs * np.log2(probabilities)).sum()
+    return float(bits / max(1, pairs.sum()))
 
 
 class _DamagedCache(Exception):  # noqa: N818 - never leaves this file
@@ -295,6 +313,8 @@ def _store(corpus: Corpus, folder: Path, *, replaces: bool) -> None:
         _write(ready / "tokens.bin", corpus.tokens.tobytes())
         _write(ready / "corpus.json", _described(corpus))
         if replaces:
+            # A folder cannot be renamed onto one that has files. Another process may have moved it
+            # out of the way before.
             with suppress(FileNotFoundError):
                 os.rename(folder, unfinished / "damaged")
         os.rename(ready, folder)
@@ -319,11 +339,13 @@ def _digests(tokens: NDArray[Any]) -> list[str]:
     starts = range(0, len(content), _BLOCK_BYTES)
     blocks = [content[start : start + _BLOCK_BYTES] for start in starts]
     with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(lambda block: hashlib.sha256(block).hexdigest(), blocks))
+        hashes = threads.map(hashlib.sha256, blocks)
+        return [each.hexdigest() for each in hashes]
 
 
 def _table_digest(table: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(table, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -342,8 +364,10 @@ def _open(folder: Path, tokenizer: Tokenizer) -> Corpus:
         if digest != _table_digest(table):
             raise _DamagedCache("corpus.json does not have its digest")
         facts = Facts(**table["facts"])
-        tokens = np.memmap(path, _dtype(tokenizer), "r", shape=(facts.num_tokens,))
+        shape = (facts.num_tokens,)
+        tokens = np.memmap(path, _dtype(tokenizer), "r", shape=shape)
         num_bytes = path.stat().st_size
+    # What a damaged file makes of the lines above.
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise _DamagedCache(error) from None
     if num_bytes != tokens.nbytes:

@@ -40,14 +40,22 @@ class TextFeed:
     num_replicas: int = 1
 
     def training(self, step: int) -> Batch:
-        train = self.train
-        return self._cut(self.corpus.batch(train.seed, step, 0, train.batch_size, self.context))
+        # Replica 0 for all: each cuts its share from the one batch.
+        batch = self.corpus.batch(
+            self.train.seed,
+            step,
+            0,
+            self.train.batch_size,
+            self.context,
+        )
+        return self._cut(batch)
 
     def held_out(self, index: int) -> Batch:
-        return self._cut(self.corpus.held_out_batch(index, self.train.batch_size, self.context))
+        size = self.train.batch_size
+        return self._cut(self.corpus.held_out_batch(index, size, self.context))
 
     def _cut(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Batch:
-        own = (tensor.chunk(self.num_replicas)[self.replica] for tensor in batch)
+        own = [tensor.chunk(self.num_replicas)[self.replica] for tensor in batch]
         inputs, targets = (tensor.chunk(self.train.num_microbatches) for tensor in own)
         return Batch([(tensor,) for tensor in inputs], list(targets))
 
@@ -62,10 +70,13 @@ class PairFeed:
     num_replicas: int = 1
 
     def training(self, step: int) -> Batch:
-        return self._cut(self.pairs.training(self.train.seed, step, self._share(0)))
+        # Numbered from 0 in every step, which is part of the key itself.
+        numbers = self._share(0)
+        return self._cut(self.pairs.training(self.train.seed, step, numbers))
 
     def held_out(self, index: int) -> Batch:
-        return self._cut(self.pairs.held_out(self._share(index)))
+        numbers = self._share(index)
+        return self._cut(self.pairs.held_out(numbers))
 
     def _share(self, index: int) -> range:
         """This replica's sequences of batch `index`, counted through all batches."""
@@ -76,8 +87,9 @@ class PairFeed:
     def _cut(self, sequences: Sequences) -> Batch:
         inputs, targets = sequences
         count = self.train.num_microbatches
-        cut = [tensor.chunk(count) for tensor in inputs]
-        return Batch(list(zip(*cut, strict=True)), list(targets.chunk(count)))
+        columns = [tensor.chunk(count) for tensor in inputs]
+        by_microbatch = list(zip(*columns, strict=True))
+        return Batch(by_microbatch, list(targets.chunk(count)))
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ class NoFeed:
     num_microbatches: int
 
     def training(self, step: int) -> Batch:
+        # An entry a micro-batch: a replay's first stage asks for its inputs too.
         nothing: Sequence[tuple[torch.Tensor, ...]] = [()] * self.num_microbatches
         return Batch(nothing)
 
@@ -94,7 +107,12 @@ class NoFeed:
         return self.training(index)
 
 
-def feed_of(config: Config, corpus: Corpus | None, replica: int = 0, num_replicas: int = 1) -> Feed:
+def feed_of(
+    config: Config,
+    corpus: Corpus | None,
+    replica: int = 0,
+    num_replicas: int = 1,
+) -> Feed:
     """What the configured model reads of `corpus`; nothing without one."""
     if corpus is None:
         return NoFeed(config.train.num_microbatches)

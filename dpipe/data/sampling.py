@@ -28,7 +28,8 @@ def continue_ids(
     generator = torch.Generator().manual_seed(seed % 2**64)
     out = list(ids)
     for _ in range(num_tokens):
-        x: tuple[torch.Tensor, ...] = (torch.tensor([out[-context:]]),)
+        window = torch.tensor([out[-context:]])
+        x: tuple[torch.Tensor, ...] = (window,)
         for layer in layers:
             returned = layer(*x)
             x = returned if isinstance(returned, tuple) else (returned,)

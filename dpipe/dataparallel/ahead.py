@@ -17,8 +17,7 @@ import torch
 from dpipe.dataparallel.base import Moments
 from dpipe.dataparallel.optimizer import Optimizer
 
-# in a checkpoint; a replica that finds no gradient of its own takes the mean
-_OWN = "own_grad"
+_OWN = "own_grad"  # in a checkpoint; a replica that finds no gradient of its own takes the mean
 _MEAN = "delayed_grad"
 
 
@@ -53,9 +52,12 @@ class LookAhead:
         self._own = []
         if not own or not self._optimizer.learns:
             return
+        # One wait for the device instead of one a parameter. If a finite gradient's sum overflows,
+        # the step is computed at the agreed parameters.
         sums = torch.stack([gradient.sum() for gradient in own])
         if not bool(sums.isfinite().all()):
             return
+        # Copied, not subtracted again later: that would not give back the same bits.
         self._agreed = [s.values.clone() for s in self._optimizer.slices]
         gradients = [gradient * self._scale for gradient in own]
         self._optimizer.look_ahead(gradients, learning_rate)
@@ -80,6 +82,7 @@ class LookAhead:
     def restore(self, moments: Moments) -> None:
         """Take up this replica's gradients, or without them the mean that is still to come."""
         slices = self._optimizer.slices
+        # The first that is there: this replica's own, if the run had as many replicas before.
         for key in (f"{_OWN}{self._mark}", _MEAN):
             names = [f"{s.name}.{key}" for s in slices]
             if not self._own and all(name in moments for name in names):

@@ -76,8 +76,7 @@ class AllReduce(DataParallel):
             name=f"dpipe-reduce-{averaging.replica}",
             device=averaging.device,
         )
-        # by stage; none without a delay
-        self._ahead: dict[int, LookAhead] = {}
+        self._ahead: dict[int, LookAhead] = {}  # by stage; none without a delay
         if lag:
             for index, optimizer in self._single.optimizers.items():
                 self._ahead[index] = LookAhead(optimizer, f"@{averaging.replica}")
@@ -90,6 +89,7 @@ class AllReduce(DataParallel):
         loss_scale: float,
     ) -> None:
         self._loss_scale = loss_scale
+        # 1: the exchange takes the scale off, and the optimizer sees the mean alone.
         self._single.begin(step, learning_rate, 1.0)
         for ahead in self._ahead.values():
             # It may still be away, from a step that was aborted.
@@ -106,7 +106,9 @@ class AllReduce(DataParallel):
             self._background.due(stage)
 
     def report(self, *, measure: bool) -> Report:
+        # A list, because `any` stops at the first stage that has one.
         has_average = [self._set_average(stage) for stage in self._flat]
+        # Replica 0 measures for all: the parts that ranks report are added up.
         measure = measure and self._is_first and any(has_average)
         squares = self._single.report(measure=measure).squares
         return Report(squares, self._background.bad())
@@ -115,6 +117,7 @@ class AllReduce(DataParallel):
         gradient = self._background.take(stage)
         if stage in self._ahead:
             ahead = self._ahead[stage]
+            # Before the step: it belongs on the agreed parameters.
             ahead.come_back()
             if factor is not None:
                 ahead.factor = factor

@@ -23,14 +23,12 @@ import torch
 from dpipe.dataparallel.base import Moments, Traffic
 from dpipe.dataparallel.flat import FlatParameters
 
-# told of each piece of the vector shortly before it is needed
-Ready = Callable[[slice], None]
+Ready = Callable[[slice], None]  # told of each piece of the vector shortly before it is needed
 # (vector [N], stage, ready) -> what was sent
 RunExchange = Callable[[torch.Tensor, int, Ready], list[Traffic]]
 Gradients = Sequence[torch.Tensor | None]
 
-# in a checkpoint
-_DELAYED = "delayed_grad"
+_DELAYED = "delayed_grad"  # in a checkpoint
 
 
 @dataclass
@@ -39,8 +37,7 @@ class PendingGradient:
 
     vector: torch.Tensor
     exchanged: Future[None]
-    # a parameter whose gradient was not finite here
-    bad: str | None = None
+    bad: str | None = None  # a parameter whose gradient was not finite here
 
 
 class BackgroundExchange:
@@ -60,11 +57,13 @@ class BackgroundExchange:
         self._flat = flat
         self._fail = fail
         self._device = device
+        # One: the replicas' exchanges pair up by their order alone.
         self._thread = ThreadPoolExecutor(1, name)
         # by stage, oldest first
         self._pending: dict[int, deque[PendingGradient]] = {stage: deque() for stage in flat}
         # by stage: vectors that nobody uses
         self._spare: dict[int, list[torch.Tensor]] = {stage: [] for stage in flat}
+        # The thread adds at one end, `traffic` takes at the other.
         self._traffic: deque[Traffic] = deque()
 
     def begin(
@@ -81,6 +80,8 @@ class BackgroundExchange:
             gradients = self._flat[stage].gradients()
         vector = self.borrow(stage)
         pending = PendingGradient(vector, Future())
+        # Filled in by the thread, piece by piece: the first message does not wait for the last
+        # copy.
         ready = self._filling(stage, pending, gradients, 1.0 / loss_scale)
         pending.exchanged = self.submit(lambda: exchange(vector, stage, ready))
         self._pending[stage].append(pending)
@@ -127,6 +128,7 @@ class BackgroundExchange:
         return None
 
     def traffic(self) -> list[Traffic]:
+        # Popped one by one: the thread may be adding to it.
         return [self._traffic.popleft() for _ in range(len(self._traffic))]
 
     def delayed(self, stage: int) -> Sequence[PendingGradient]:
@@ -203,5 +205,7 @@ class BackgroundExchange:
         try:
             self._traffic.extend(exchange())
         except Exception as error:
+            # At once: this rank looks at its future only at the end of the step, and its peers
+            # would wait for it until they time out.
             self._fail(error)
             raise

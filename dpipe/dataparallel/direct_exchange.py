@@ -29,8 +29,7 @@ from dpipe.schedule.exchange import AHEAD, Exchange, Message, Role, direct
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Links, Pending
 
-# messages of a link that have a place before they come
-_WINDOW = 2 * AHEAD
+_WINDOW = 2 * AHEAD  # messages of a link that have a place before they come
 
 
 class DirectExchange:
@@ -56,8 +55,7 @@ class DirectExchange:
         self.wire = wire
         self.buffers = _BufferPool()
         self._part_values = max(1, part_bytes // 4)
-        # by stage and vector
-        self._routes: dict[tuple[int, TensorSpec], Route] = {}
+        self._routes: dict[tuple[int, TensorSpec], Route] = {}  # by stage and vector
 
     def average(
         self,
@@ -94,6 +92,7 @@ class DirectExchange:
 
     def shard(self, length: int) -> slice:
         """The part of a vector of `length` that this replica owns."""
+        # Multiplied first: shards differ by one value at most, and each ends where the next begins.
         count = len(self.ranks)
         start = length * self.replica // count
         stop = length * (self.replica + 1) // count
@@ -205,11 +204,9 @@ class _RunningExchange:
         self._wire = end.wire
         # by source: not expected yet
         self._coming: dict[int, deque[Leg]] = {other: deque() for other in route.others}
-        # by part and replica
-        self._shares: dict[tuple[int, int], Pending[torch.Tensor]] = {}
+        self._shares: dict[tuple[int, int], Pending[torch.Tensor]] = {}  # by part and replica
         self._averages: deque[tuple[Leg, Pending[torch.Tensor]]] = deque()
-        # with the rank
-        self._sent: list[tuple[int, Pending[None]]] = []
+        self._sent: list[tuple[int, Pending[None]]] = []  # with the rank
         # the part that goes to everybody now, encoded once
         self._outgoing: tuple[int, torch.Tensor] | None = None
 
@@ -224,6 +221,8 @@ class _RunningExchange:
                 self._expect_next(source)
         for leg in sends:
             self._send(leg)
+            # What has come makes room in the window of its link: the others need not wait until
+            # this end has sent all of its own.
             while self._averages and self._averages[0][1].done():
                 self._collect()
         while self._averages:
@@ -236,11 +235,11 @@ class _RunningExchange:
         self._ready(own.piece)
         mine = self._vector[own.piece]
         received: dict[int, torch.Tensor] = {}
-        if mine.numel():
+        if mine.numel():  # nobody sends an empty piece
             for replica in self._route.others:
                 received[replica] = self._share(part, replica)
-        # a buffer of this exchange, or `mine` itself
-        total: torch.Tensor | None = None
+        total: torch.Tensor | None = None  # a buffer of this exchange, or `mine` itself
+        # By replica, whoever was here first: a sum in another order has other bits.
         for replica in sorted({*received, self._end.replica}):
             if replica in received:
                 share = self._wire.decode(received[replica], own.values)
@@ -273,6 +272,7 @@ class _RunningExchange:
         self._sent.append((rank, self._links.send(wire, rank, leg.tag)))
 
     def _finish_sends(self) -> list[Traffic]:
+        # The step may write to the vector as soon as this returns.
         for _, pending in self._sent:
             pending.wait()
         traffic = []
@@ -289,7 +289,7 @@ class _RunningExchange:
         if not self._reduced:
             self.reduce(part)
         wire = self._wire.encode(self._vector[leg.piece], (self._route.stage, "gather", part))
-        if self._wire.lossy:
+        if self._wire.lossy:  # what the others will read, or replicas would drift apart
             self._put(leg, wire)
         self._outgoing = (part, wire)
         return wire
@@ -319,4 +319,5 @@ class _RunningExchange:
         self._expect_next(leg.message.source)
 
     def _put(self, leg: Leg, wire: torch.Tensor) -> None:
-        self._vector[leg.piece].copy_(self._wire.decode(wire, leg.values))
+        values = self._wire.decode(wire, leg.values)
+        self._vector[leg.piece].copy_(values)

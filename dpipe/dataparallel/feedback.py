@@ -68,6 +68,7 @@ class FeedbackWire(PlainWire):
         if key in self._residuals:
             exact = values + self._residuals[key]
         wire = self._codec.encode(exact)
+        # Of what the others decode: the same code at both ends gives the same values.
         residual = exact - self._codec.decode(wire, TensorSpec.of(exact))
         # Otherwise the step will be skipped, and the residual of the step before still holds.
         if residual.sum().isfinite():

@@ -38,8 +38,7 @@ class FlatParameters:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.length = 0
-        # where each parameter begins
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # where each parameter begins
         for parameter in self.parameters:
             self._starts.append(self.length)
             self.length += parameter.numel()

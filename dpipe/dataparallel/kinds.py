@@ -24,14 +24,11 @@ class HeldVectors:
     parameters in fp32 each.
     """
 
-    # in host memory, unless torch.distributed exchanges them
-    working: int
+    working: int  # in host memory, unless torch.distributed exchanges them
     # with data_parallel.delay, besides one more of the above; where the parameters are
     delayed: int = 0
-    # the same, of 1 / R of a vector each
-    delayed_shards: int = 0
-    # whether each piece that other replicas send has a place of its own
-    pieces: bool = True
+    delayed_shards: int = 0  # the same, of 1 / R of a vector each
+    pieces: bool = True  # whether each piece that other replicas send has a place of its own
 
 
 @dataclass(frozen=True)
@@ -39,27 +36,23 @@ class Kind:
     """What the rest of dpipe needs to know of a kind, without building one.
 
     `builder` is called with a `dataparallel.setup.ReplicaSetup`, and where there is a server also
-    with a `paramserver.client.ServerAccess` by stage. It returns a `base.DataParallel`.
+    with a `paramworker.client.ServerAccess` by stage. It returns a `base.DataParallel`.
     """
 
     name: str
-    # "package.module:function", imported when a rank is built
-    builder: str
+    builder: str  # "package.module:function", imported when a rank is built
     # what replicas send each other: a name in `schedule.exchange.PATTERNS`; None: nothing
     pattern: str | None
     held: HeldVectors
     # the key of [data_parallel] by which what is exchanged may be used later; None: never
     late_by: Literal["delay", "overlap", "staleness"] | None
-    # what is sent with `late_by`, where that differs
-    late_pattern: str | None = None
+    late_pattern: str | None = None  # what is sent with `late_by`, where that differs
     # whether replicas talk to a server instead of each other; it also has the optimizer
     has_server: bool = False
     # whether each replica takes data_parallel.inner_steps by itself between two exchanges
     has_inner_steps: bool = False
-    # whether each replica holds 1 / R of the optimizer's state
-    shards_optimizer: bool = False
-    # whether data_parallel.wire rounds what comes back too
-    rounds_answer: bool = True
+    shards_optimizer: bool = False  # whether each replica holds 1 / R of the optimizer's state
+    rounds_answer: bool = True  # whether data_parallel.wire rounds what comes back too
     # whether data_parallel.group "torch" can take the place of dpipe's own exchange
     torch_group: bool = False
 
@@ -96,11 +89,11 @@ KINDS = Choices[Kind](
         held=HeldVectors(1, delayed=1, delayed_shards=2),
         late_by="delay",
         shards_optimizer=True,
-        rounds_answer=False,
+        rounds_answer=False,  # what comes back are parameters, in which rounding would add up
     ),
     Kind(
         "parameter-server",
-        builder="dpipe.paramserver.kind:build",
+        builder="dpipe.paramworker.kind:build",
         pattern="parameter-server",
         # what came, and a gradient; each step of staleness is a gradient more
         held=HeldVectors(2, pieces=False),

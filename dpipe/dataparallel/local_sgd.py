@@ -87,14 +87,14 @@ class LocalSgd(DataParallel):
         self._mark = f"@{self._replica}" if self._replica else ""
         self._single = Single(stages, settings, uncounted)
         self._named: list[NamedParameter] = []
-        # by stage, in the order of their turns
-        self._fragments: dict[int, list[Fragment]] = {}
+        self._fragments: dict[int, list[Fragment]] = {}  # by stage, in the order of their turns
         for index, stage in stages.items():
             named = trained(stage)
             parts = fragments(named, len(averaging), tied)
             self._named += named
             self._fragments[index] = [Fragment(part) for part in parts]
         name = f"dpipe-outer-{self._replica}"
+        # For its thread alone: fragments have vectors of their own.
         self._background = BackgroundExchange({}, averaging[0].fail, lag=0, name=name)
         self._step = 0
 
@@ -123,6 +123,7 @@ class LocalSgd(DataParallel):
         inner_steps = self._outer.inner_steps
         for turn, fragment in enumerate(self._fragments[stage]):
             offset = turn * inner_steps // len(self._averaging)
+            # By the number of the step alone: all replicas, and a resumed run, launch together.
             if (self._step + 1 - offset) % inner_steps == 0:
                 self._launch(stage, fragment, self._averaging[turn])
         return stepped
@@ -146,7 +147,7 @@ class LocalSgd(DataParallel):
 
     def restore(self, num_updates: int, moments: Moments) -> None:
         mine = {}
-        if num_updates:
+        if num_updates:  # AdamW has no moments before its first
             for name, _ in self._named:
                 for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
                     mine[key] = moments.get(f"{key}{self._mark}", moments[key])
@@ -204,16 +205,12 @@ class Fragment:
     def __init__(self, named: Sequence[NamedParameter]) -> None:
         self.flat = FlatParameters(named)
         vectors = torch.zeros(4, self.flat.length)
-        # the parameters on which all replicas last agreed
-        self.anchor = vectors[0]
-        # of the outer step
-        self.momentum = vectors[1]
-        # during an exchange, this replica's parameters when it began
-        self.base = vectors[2]
+        self.anchor = vectors[0]  # the parameters on which all replicas last agreed
+        self.momentum = vectors[1]  # of the outer step
+        self.base = vectors[2]  # during an exchange, this replica's parameters when it began
         # during an exchange, anchor - base; then the mean of that over replicas
         self.difference = vectors[3]
-        # done with the exchange; None between two
-        self.landed: Future[None] | None = None
+        self.landed: Future[None] | None = None  # done with the exchange; None between two
         self._read_parameters(self.anchor)
 
     @property
@@ -230,6 +227,7 @@ class Fragment:
         """The outer step (Sutskever et al. 2013, as torch.optim.SGD has it)."""
         self.landed = None
         self.momentum.mul_(outer.momentum).add_(self.difference)
+        # In place: the difference has done its work, and is made anew at the next take-off.
         nesterov = self.difference.add_(self.momentum, alpha=outer.momentum)
         self.anchor.sub_(nesterov, alpha=outer.learning_rate)
         for index, parameter in enumerate(self.flat.parameters):
@@ -248,6 +246,7 @@ class Fragment:
             vectors["anchor"] = self.anchor
             vectors["outer_momentum"] = self.momentum
         if self.landed is not None:
+            # Until then the exchange writes to the difference.
             self.landed.result()
             if shared:
                 vectors["difference"] = self.difference
@@ -295,13 +294,15 @@ def fragments(
     What is `tied` is in the first, in every stage: copies of a weight stay equal where they are
     averaged at the same steps.
     """
-    total = sum(p.numel() for _, p in named)
+    total = sum(parameter.numel() for _, parameter in named)
     before = 0
     runs: list[list[NamedParameter]] = [[] for _ in range(count)]
+    # The tied ones first, others in the order they have: `sorted` is stable.
     for name, parameter in sorted(named, key=lambda pair: pair[0] not in tied):
         if name in tied:
             turn = 0
         else:
+            # By its middle, so that a parameter across a border goes where most of it lies.
             middle = before + parameter.numel() / 2
             turn = min(count - 1, int(middle * count / total))
         runs[turn].append((name, parameter))

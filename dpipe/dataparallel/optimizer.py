@@ -9,10 +9,8 @@ from torch.optim.adamw import adamw
 
 from dpipe.dataparallel.base import Layers, Moments, NamedParameter
 
-# torch's names, also in checkpoints
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-# torch's default
-_EPSILON = 1e-8
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names, also in checkpoints
+_EPSILON = 1e-8  # torch's default
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,8 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         if self._adamw is not None:
+            # Set, not scheduled: the rate is a function of the step, and a resumed run needs none
+            # of its past.
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
@@ -181,14 +181,15 @@ def adamw_step(
     """Step `values` and their moments in place, to the last bit as torch.optim.AdamW steps a whole
     parameter.
     """
+    # torch's function, not its class, which keeps the moments itself: here they are the caller's.
     adamw(
         [values],
         [gradient],
         [exp_avg],
         [exp_avg_sq],
-        [],
+        [],  # no AMSGrad
         [torch.tensor(num_updates)],
-        foreach=False,
+        foreach=False,  # as the class has it on a CPU
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],

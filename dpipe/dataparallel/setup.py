@@ -43,26 +43,20 @@ class Options(Protocol):
 class ReplicaSetup:
     """`open_torch_group` makes the group of `group = "torch"`; all replicas call it, or none."""
 
-    # of this rank
-    stages: Mapping[int, Layers]
+    stages: Mapping[int, Layers]  # of this rank
     adam: AdamSettings
-    # false where stages are replayed: bytes move, and no rank steps
-    learns: bool
+    learns: bool  # false where stages are replayed: bytes move, and no rank steps
     options: Options
-    # this rank's index in `ranks`
-    replica: int
-    # those that hold the same stages, one of each replica
-    ranks: Sequence[int]
+    replica: int  # this rank's index in `ranks`
+    ranks: Sequence[int]  # those that hold the same stages, one of each replica
     links: Links
     open_torch_group: Callable[[], TorchGroup]
     # whether clipping or a loss scale decides on each step's gradient before it is used
     waits_for_verdict: bool
-    # the size of a message to a server
-    message_bytes: int
+    message_bytes: int  # the size of a message to a server
     # parameters that another rank counts in the norm of the gradient
     uncounted: Collection[str] = ()
-    # copies of a shared weight
-    tied: Collection[str] = ()
+    tied: Collection[str] = ()  # copies of a shared weight
 
     @property
     def optimizer(self) -> AdamSettings | None:

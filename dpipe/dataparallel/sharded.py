@@ -59,8 +59,7 @@ class Sharded(DataParallel):
         self._gradients = gradients
         self._parameters = parameters
         self._uncounted = uncounted
-        # by stage, all of these
-        self._flat: dict[int, FlatParameters] = {}
+        self._flat: dict[int, FlatParameters] = {}  # by stage, all of these
         self._shards: dict[int, OwnedShard] = {}
         self._ahead: dict[int, LookAhead] = {}
         for index, stage in stages.items():
@@ -89,8 +88,10 @@ class Sharded(DataParallel):
             ahead.come_back()
             ahead.go(learning_rate)
             self._begin_gather(stage)
+        # Behind the parameters, which the next forward waits for; nobody waits for gradients yet.
         self._begin_held()
         self._rate = learning_rate
+        # Only now: what was held back carries the scale of its own step.
         self._loss_scale = loss_scale
 
     def start(self, stage: int) -> None:
@@ -118,6 +119,7 @@ class Sharded(DataParallel):
         if is_late:
             ahead = self._ahead[stage]
             ahead.come_back()
+            # What was gathered are parameters that lie ahead: the agreed ones are still to come.
             self._gathering.pop(stage, None)
             if factor is not None:
                 ahead.factor = factor
@@ -140,6 +142,7 @@ class Sharded(DataParallel):
         return self._background.traffic()
 
     def state(self) -> dict[str, torch.Tensor]:
+        # Their mean belongs to the next step, which may be that of another run.
         self._begin_held()
         state: dict[str, torch.Tensor] = {}
         for stage, shard in self._shards.items():
@@ -222,8 +225,10 @@ class OwnedShard:
             name = self._flat.names[segment.index]
             if name in uncounted:
                 continue
-            norm = float(torch.linalg.vector_norm(gradient[segment.here], dtype=torch.float64))
-            layer = int(name.split(".")[1])
+            values = gradient[segment.here]
+            # In fp64, as `squared_norm` of the whole.
+            norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+            layer = int(name.split(".")[1])  # layers.3.qkv.weight
             sums[layer] = sums.get(layer, 0.0) + norm**2
         return sums
 
@@ -244,5 +249,6 @@ class OwnedShard:
         for segment, s in zip(self._segments, self._slices, strict=True):
             s.values.grad = (gradient[segment.here] * factor).to(s.values)
         self.optimizer.step(learning_rate)
+        # A copy of the vector's piece, as large as the shard.
         for s in self._slices:
             s.values.grad = None

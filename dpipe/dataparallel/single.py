@@ -75,7 +75,7 @@ class Single(DataParallel):
     def step(self, stage: int, factor: float | None) -> bool:
         if factor is None:
             return False
-        factor /= self._loss_scale
+        factor /= self._loss_scale  # one multiplication takes off the scale and clips
         for _, parameter in trained(self._stages[stage]):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -111,5 +111,6 @@ class Single(DataParallel):
 def squared_norm(parameter: torch.nn.Parameter) -> float:
     if parameter.grad is None:
         return 0.0
+    # In fp64: the square of a large gradient overflows fp32 where the gradient does not.
     norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
     return norm**2

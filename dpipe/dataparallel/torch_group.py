@@ -27,8 +27,7 @@ from dpipe.wire.codec import codec
 from dpipe.wire.collective import open_group
 from dpipe.wire.transfer import Moved
 
-# parts in progress at once
-_AHEAD = 8
+_AHEAD = 8  # parts in progress at once
 
 
 class TorchGroup:
@@ -100,6 +99,7 @@ class TorchGroup:
             piece = slice(start, min(start + self._part_values, length))
             ready(piece)
             in_progress.append(self._begin(vector[piece]))
+            # A bound, because each part holds its encoded copy until it is through.
             if len(in_progress) > _AHEAD:
                 traffic.append(self._end(in_progress.popleft(), stage))
         for part in in_progress:
@@ -111,8 +111,7 @@ class TorchGroup:
         self._group.abort()
 
     def _begin(self, values: torch.Tensor) -> "_Part":
-        # `values` itself where the format changes nothing
-        wire = self._codec.encode(values)
+        wire = self._codec.encode(values)  # `values` itself where the format changes nothing
         work = self._group.allreduce([wire])
         return _Part(values, wire, work, time.perf_counter_ns())
 

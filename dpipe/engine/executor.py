@@ -38,6 +38,9 @@ from dpipe.wire.codec import Codec
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Pending
 
+Send = Pending[None]
+Receive = Pending[torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -86,7 +89,8 @@ class Executor:
         Raises as `doing` does.
         """
         run = _Run(self._parts, schedule, batch)
-        for action in schedule.programs[self._parts.pp_rank]:
+        program = schedule.programs[self._parts.pp_rank]
+        for action in program:
             with self.doing(action, schedule):
                 run.do(action)
         run.finish()
@@ -109,6 +113,7 @@ class Executor:
             rank = parts.global_rank(parts.pp_rank)
             grid = draw(schedule, action, parts.pp_group)
             error.add_note(f"rank {rank} was at {action}:\n{grid}")
+            # Before the error goes up: the neighbours are waiting for this rank's next message.
             parts.transport.fail(error)
             raise
 
@@ -130,13 +135,15 @@ class _Run:
         self._parts = parts
         self._schedule = schedule
         self._batch = batch
+        # By the action that made them; each is taken once, so that its memory goes with its use.
         self._made: dict[Action, tuple[Tensors, Mark]] = {}
-        self._arriving: dict[Action, list[Pending[torch.Tensor]]] = {}
-        self._leaving: list[tuple[Action, Pending[None]]] = []
+        self._arriving: dict[Action, list[Receive]] = {}
+        # Kept until the end of the program: a `Pending` holds the buffers that are being sent.
+        self._leaving: list[tuple[Action, Send]] = []
         # On a GPU the host runs ahead of what compute waits for.
-        self._landing: list[tuple[Action, Pending[torch.Tensor]]] = []
+        self._landing: list[tuple[Action, Receive]] = []
         # Stages whose replicas may exchange gradients once these messages have left.
-        self._due: deque[tuple[int, list[Pending[None]]]] = deque()
+        self._due: deque[tuple[int, list[Send]]] = deque()
         self._losses: list[torch.Tensor] = []
 
     def do(self, action: Action) -> None:
@@ -161,7 +168,8 @@ class _Run:
                 stage.complete()
                 self._add_tied(action.stage)
             case Op.REDUCE_GRAD:
-                self._due.append((action.stage, [pending for _, pending in self._leaving]))
+                before = [pending for _, pending in self._leaving]
+                self._due.append((action.stage, before))
             case Op.AGREE:
                 self._agree(action)
             case Op.VOTE | Op.STEP:
@@ -176,7 +184,8 @@ class _Run:
         for action, pending in self._leaving:
             pending.settle()
             self._parts.recorder.moved(Lane.SEND, action, pending.moved)
-        held = {index: stage.held for index, stage in self._parts.stages.items()}
+        stages = self._parts.stages
+        held = {index: stage.held for index, stage in stages.items()}
         rank = self._parts.pp_rank
         assert not any(held.values()), f"rank {rank} still holds micro-batches, by stage: {held}"
 
@@ -184,9 +193,9 @@ class _Run:
         if not self._losses:
             return None
         # Together: on a GPU the host waits once.
-        values = torch.stack(self._losses).flatten().tolist()
-        mean: float = sum(values) / len(values)
-        return mean
+        losses = torch.stack(self._losses)
+        values: list[float] = losses.flatten().tolist()
+        return sum(values) / len(values)
 
     def _forward(self, action: Action, stage: ComputingStage) -> None:
         m = action.microbatch
@@ -195,8 +204,12 @@ class _Run:
         if action.stage == 0:
             inputs = self._batch.inputs[m]
         else:
-            inputs = self._take(self._schedule.requires(action)[0])
-        targets = self._batch.targets[m] if last and self._batch.targets else None
+            source = self._schedule.requires(action)[0]
+            inputs = self._take(source)
+        targets = None
+        if last and self._batch.targets:
+            targets = self._batch.targets[m]
+        # Forward is the first to read the parameters, which may still be on their way.
         self._parts.data_parallel.finish(action.stage)
         with self._parts.recorder.span(Lane.COMPUTE, action):
             if self._schedule.trains:
@@ -208,11 +221,16 @@ class _Run:
         else:
             self._made[action] = outputs, self._parts.streams.mark()
 
-    def _backward(self, action: Action, backward: Callable[[int, Tensors], Tensors]) -> None:
+    def _backward(
+        self,
+        action: Action,
+        backward: Callable[[int, Tensors], Tensors],
+    ) -> None:
         assert action.microbatch is not None
         grads: Tensors = ()
         if not self._schedule.is_last(action.stage):
-            grads = self._take(self._schedule.requires(action)[1])
+            source = self._schedule.requires(action)[1]  # [0] is this stage's own forward
+            grads = self._take(source)
         with self._parts.recorder.span(Lane.COMPUTE, action):
             input_grads = backward(action.microbatch, grads)
         if action.stage > 0:
@@ -228,10 +246,12 @@ class _Run:
         if source in self._made:
             return self._made.pop(source)[0]
         decode = self._parts.codec.decode
-        pairs = zip(self._wait(source), self._specs(source), strict=True)
+        wires = self._wait(source)
+        pairs = zip(wires, self._specs(source), strict=True)
         return tuple(decode(wire, spec) for wire, spec in pairs)
 
     def _wait(self, recv: Action) -> list[torch.Tensor]:
+        """Wait as the transport waits: the host until it is here, or the compute stream alone."""
         arriving = self._arriving.pop(recv)
         with self._parts.recorder.span(Lane.WAIT, recv):
             tensors = [pending.wait() for pending in arriving]
@@ -239,6 +259,7 @@ class _Run:
             if pending.done():
                 self._parts.recorder.moved(Lane.RECV, recv, pending.moved)
             else:
+                # Its times, and whether it failed, are known only when the device gets there.
                 self._landing.append((recv, pending))
         return tensors
 
@@ -268,8 +289,10 @@ class _Run:
                 self._send(action, wire)
 
     def _send_tied(self, action: Action) -> None:
+        # As it is, not encoded: both ends must end up with one sum, to the last bit.
         gradient = _gradient(self._parts.tied[action.stage])
-        with self._parts.streams.sending(self._parts.streams.mark(), (gradient,)):
+        streams = self._parts.streams
+        with streams.sending(streams.mark(), (gradient,)):
             self._send(action, gradient)
 
     def _send(self, action: Action, wire: torch.Tensor) -> None:
@@ -280,11 +303,14 @@ class _Run:
 
     def _post(self, action: Action) -> None:
         """Post the receives of `action`; they match the sends by the send's name."""
+        specs: Sequence[TensorSpec]
         if action.op is Op.RECV_TIED:
             specs = [TensorSpec.of(self._parts.tied[action.stage])]
         else:
-            specs = [self._parts.codec.wire_spec(spec) for spec in self._specs(action)]
+            wire_spec = self._parts.codec.wire_spec
+            specs = [wire_spec(spec) for spec in self._specs(action)]
         source = self._parts.global_rank(peer(self._schedule, action))
+        # The send's own name: both ends check it, so that a message of another action is found out.
         tag = str(counterpart(action, self._schedule.num_stages))
         recv = self._parts.transport.recv
         self._arriving[action] = [recv(spec, source, tag) for spec in specs]
@@ -298,27 +324,33 @@ class _Run:
         receive = Action(stage, Op.RECV_TIED)
         if receive in self._arriving:
             weight = self._parts.tied[stage]
-            weight.grad = _gradient(weight) + self._wait(receive)[0]
+            [received] = self._wait(receive)
+            weight.grad = _gradient(weight) + received
         elif self._parts.tied_here and self._schedule.is_last(stage):
             first, last = self._parts.tied_here
             first.grad = _gradient(first) + _gradient(last)
             last.grad = first.grad.clone()
 
     def _agree(self, action: Action) -> None:
+        # Ahead of the span, which is of waiting for replicas alone.
         self._settle()
         with self._parts.recorder.span(Lane.WAIT, action):
             self._start_exchanges(lambda pending: True)
             self._parts.data_parallel.wait()
 
-    def _start_exchanges(self, may_wait_for: Callable[[Pending[None]], bool]) -> None:
+    def _start_exchanges(self, may_wait_for: Callable[[Send], bool]) -> None:
         """Let the replicas of a stage begin their exchange once what this rank sent before has
         left.
 
         Both share the rank's bandwidth. The neighbours in the pipeline wait for their messages,
         whereas the gradients are needed only at the end of the step.
         """
-        while self._due and all(map(may_wait_for, self._due[0][1])):
-            stage, before = self._due.popleft()
+        # In order: what must leave before a later one includes all of an earlier one's.
+        while self._due:
+            stage, before = self._due[0]
+            if not all(map(may_wait_for, before)):
+                return
+            self._due.popleft()
             for pending in before:
                 pending.settle()
             self._parts.data_parallel.start(stage)

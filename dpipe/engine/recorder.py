@@ -33,20 +33,29 @@ class _Timing(AbstractContextManager[None]):
 
     __slots__ = ("_action", "_cpu_ns", "_lane", "_notes", "_start", "_streams")
 
-    def __init__(self, notes: list[_Note], streams: Streams, lane: Lane, action: Action) -> None:
+    def __init__(
+        self,
+        notes: list[_Note],
+        streams: Streams,
+        lane: Lane,
+        action: Action,
+    ) -> None:
         self._notes = notes
         self._streams = streams
         self._lane = lane
         self._action = action
 
     def __enter__(self) -> None:
+        # Beside how long it took: where ranks share cores only the thread's own time says what a
+        # stage computes (`report/trace.py`).
         self._start = self._streams.mark()
         self._cpu_ns = time.thread_time_ns()
 
     def __exit__(self, *raised: object) -> None:
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         end = self._streams.mark()
-        self._notes.append(_Note(self._lane, self._action, self._start, end, cpu_ns))
+        note = _Note(self._lane, self._action, self._start, end, cpu_ns)
+        self._notes.append(note)
 
 
 class Recorder:
@@ -92,7 +101,11 @@ class Recorder:
             self._parts.append((name, start, self._streams.mark()))
 
     def moved(
-        self, lane: Lane, action: Action, moved: Moved | None, peer: int | str | None = None
+        self,
+        lane: Lane,
+        action: Action,
+        moved: Moved | None,
+        peer: int | str | None = None,
     ) -> None:
         """Record a transfer as the transport saw it, nothing for None. `peer` is the receiver of
         what replicas exchange.
@@ -102,13 +115,19 @@ class Recorder:
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last call, in microseconds; then start afresh."""
-        self._streams.catch_up()
+        self._streams.catch_up()  # an event has a time only once the device is past it
         spans = [self._span(note) for note in self._notes]
         for lane, action, moved, peer in self._transfers:
-            start_us = moved.start_ns / 1e3
-            end_us = moved.end_ns / 1e3
-            num_bytes = moved.num_bytes
-            spans.append(Span(self._rank, lane, action, start_us, end_us, num_bytes, peer=peer))
+            span = Span(
+                self._rank,
+                lane,
+                action,
+                moved.start_ns / 1e3,
+                moved.end_ns / 1e3,
+                moved.num_bytes,
+                peer=peer,
+            )
+            spans.append(span)
         self._notes.clear()
         self._transfers.clear()
         self.action = None
@@ -125,7 +144,13 @@ class Recorder:
         return dict(sums)
 
     def _span(self, note: _Note) -> Span:
-        start_us = self._streams.ns(note.start) / 1e3
-        end_us = self._streams.ns(note.end) / 1e3
-        cpu_us = note.cpu_ns / 1e3
-        return Span(self._rank, note.lane, note.action, start_us, end_us, note.num_bytes, cpu_us)
+        ns = self._streams.ns
+        return Span(
+            self._rank,
+            note.lane,
+            note.action,
+            ns(note.start) / 1e3,
+            ns(note.end) / 1e3,
+            note.num_bytes,
+            note.cpu_ns / 1e3,
+        )

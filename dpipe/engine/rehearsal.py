@@ -25,7 +25,10 @@ def rehearse(job: Job, step: int) -> None:
     numbers, buffers and gradients are afterwards as if it had not run.
     """
     stages = job.stages.values()
-    kept = [(buffer, buffer.clone()) for stage in stages for buffer in stage.buffers()]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for stage in stages:
+        kept += [(buffer, buffer.clone()) for buffer in stage.buffers()]
+    # The replicas' exchange sends messages too, and nobody is at the other end.
     alone = job.executor.alone()
     for stage in stages:
         stage.begin_step(step)

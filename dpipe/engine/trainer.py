@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
 from dpipe.config.run import RunConfig, TrainConfig
@@ -101,7 +102,8 @@ class Trainer:
             self.next_step += 1
             ended = self.next_step == job.train.steps
             # A run that is stopped has little time; the one that continues it evaluates first.
-            if ended or (self._is_due(job.train.eval_every) and not stopped):
+            evaluates = self._is_due(job.train.eval_every) and not stopped
+            if ended or evaluates:
                 self._evaluate()
             if ended or stopped or self._is_due(job.run.checkpoint_every):
                 # Verdicts first: a step that was not finite must not be saved.
@@ -116,6 +118,7 @@ class Trainer:
         steps = list(self._traces)
         content = dump_steps(steps)
         while len(content) > UPLOADS["trace"] and len(steps) > 1:
+            # Halved: how large a step is when written is known only once it is.
             steps = steps[-(len(steps) // 2) :]
             content = dump_steps(steps)
         if len(steps) < len(self._traces):
@@ -130,6 +133,7 @@ class Trainer:
     def _one_step(self, step: int) -> bool:
         """One step; returns whether the ranks have agreed to stop."""
         job = self.job
+        # From here: what a user waits for has the reading of data in it.
         began = time.perf_counter()
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
@@ -138,9 +142,12 @@ class Trainer:
             batch = job.feed.training(step)
         result = job.executor.run(job.schedule, batch)
         verdict = self._vote_and_step(step, began, result)
+        # Again: the optimizer step may have exchanged parameters since the vote's report.
         self._record_exchange()
+        # Onto rank 0's clock, so that the spans of all ranks make one timeline.
         clock_us = job.coordinator.clock_offset_ns / 1e3
-        spans = tuple(span.later(clock_us) for span in (*result.spans, *job.recorder.take()))
+        own_spans = (*result.spans, *job.recorder.take())
+        spans = tuple(span.later(clock_us) for span in own_spans)
         self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
@@ -156,14 +163,23 @@ class Trainer:
         with job.executor.doing(vote, job.schedule):
             with job.recorder.span(Lane.UPDATE, vote):
                 gradient = job.update.measure()
-            report = self._report(step, time.perf_counter() - began, result)
+            seconds = time.perf_counter() - began
+            report = self._report(step, seconds, result)
             stop = job.wants_stop()
             with job.recorder.span(Lane.WAIT, vote):
-                decision = job.update.vote(step, result.loss, gradient, stop=stop, report=report)
+                decision = job.update.vote(
+                    step,
+                    result.loss,
+                    gradient,
+                    stop=stop,
+                    report=report,
+                )
         changed = False
         for action in steps:
-            with job.executor.doing(action, job.schedule), job.recorder.span(Lane.UPDATE, action):
+            doing = job.executor.doing(action, job.schedule)
+            with doing, job.recorder.span(Lane.UPDATE, action):
                 changed |= job.update.step(action.stage, decision.factor)
+        # Once a step, however many stages live here: it counts the optimizer's steps.
         job.update.num_updates += changed
         return decision.verdict
 
@@ -183,10 +199,11 @@ class Trainer:
         sent_bytes: Counter[int | str] = Counter()
         for message in self.job.data_parallel.traffic():
             action = Action(message.stage, Op.REDUCE_GRAD)
-            peer = None if message.received else message.peer
-            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
+            peer = None
             if not message.received:
-                sent_bytes[message.peer] += message.moved.num_bytes
+                peer = message.peer
+                sent_bytes[peer] += message.moved.num_bytes
+            self.job.recorder.moved(Lane.REDUCE, action, message.moved, peer)
         return sent_bytes
 
     def _report(self, step: int, seconds: float, result: StepResult) -> dict[str, Any]:
@@ -196,19 +213,20 @@ class Trainer:
         streams = self.job.streams
         sent_bytes = self._record_exchange()
         sent_bytes.update(result.sent_bytes)
-        computing_us = sum(s.duration_us for s in result.spans if s.lane is Lane.COMPUTE)
+        computing = [span.duration_us for span in result.spans if span.lane is Lane.COMPUTE]
+        mb_per_s: dict[str, float] = {}
+        for peer, num_bytes in sent_bytes.items():
+            mb_per_s[f"{self.job.here.rank}->{peer}"] = num_bytes / 1e6 / seconds
         peak_bytes = streams.peak_bytes()
         shown = step % self.job.run.log_every == 0
         return {
-            "bubble": 1 - computing_us / 1e6 / seconds,
-            "mb_per_s": {
-                f"{self.job.here.rank}->{peer}": count / 1e6 / seconds
-                for peer, count in sent_bytes.items()
-            },
+            "bubble": 1 - sum(computing) / 1e6 / seconds,
+            "mb_per_s": mb_per_s,
             # The peak; Linux counts in KiB.
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
             "optimizer_mb": self.job.data_parallel.optimizer_bytes / 1e6,
             "gpu_memory_mb": None if peak_bytes is None else peak_bytes / 1e6,
+            # Only where a row will show it: the driver is asked for it.
             "gpu_use_percent": streams.use_percent() if shown else None,
         }
 
@@ -219,7 +237,8 @@ class Trainer:
             LOG.warning(
                 "step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit
             )
-        if verdict.step % self.job.run.log_every and verdict.step + 1 < self.job.train.steps:
+        last = verdict.step + 1 >= self.job.train.steps
+        if verdict.step % self.job.run.log_every and not last:
             return
         ms_per_sample = seconds / self.job.train.batch_size * 1e3
         LOG.info("step %d loss %.4f, %.2f ms a sample", verdict.step, verdict.loss, ms_per_sample)
@@ -269,17 +288,18 @@ class Trainer:
             return
         losses: list[float | None] = []
         for index in range(job.train.eval_batches):
-            result = job.executor.run(job.eval_schedule, job.feed.held_out(index))
+            batch = job.feed.held_out(index)
+            result = job.executor.run(job.eval_schedule, batch)
             losses.append(result.loss)
         if job.here.tp_rank > 0:
             losses = [None]  # the first rank of the group reports it
         by_rank = job.coordinator.share(f"held-out/{step}", losses, job.timeout_s, _LOSSES)
         # Of the ranks that report: all of their losses are numbers.
-        means = [
-            _mean([loss for loss in losses if loss is not None])
-            for losses in by_rank
-            if None not in losses
-        ]
+        means = []
+        for losses in by_rank:
+            numbers = [loss for loss in losses if loss is not None]
+            if len(numbers) == len(losses):
+                means.append(_mean(numbers))
         if not means:
             raise TransferError(f"step {step}: no rank sent a held-out loss")
         loss = _mean(means)
@@ -300,8 +320,11 @@ class Trainer:
         step = self.next_step
         if job.checkpoint_url is None:
             return
+        # First: it waits until the parameters that are written next are final.
         numbers, moments = job.update.state()
-        parameters = whole_parameters(job.stages, job.here) if job.here.dp_rank == 0 else {}
+        parameters: dict[str, torch.Tensor] = {}
+        if job.here.dp_rank == 0:  # the replicas have the same ones
+            parameters = whole_parameters(job.stages, job.here)
         moments, layouts = as_slices(job.stages, moments, job.here)
         checkpoint.save(
             job.checkpoint_url,
@@ -325,5 +348,9 @@ def _mean(values: Sequence[float]) -> float:
 
 def _by_rank(reports: Sequence[RankReport], name: str) -> dict[str, Any]:
     """What the ranks report under `name`, without those that do not know it."""
-    values = [getattr(report, name) for report in reports]
-    return {str(rank): value for rank, value in enumerate(values) if value is not None}
+    by_rank = {}
+    for rank, report in enumerate(reports):
+        value = getattr(report, name)
+        if value is not None:
+            by_rank[str(rank)] = value
+    return by_rank

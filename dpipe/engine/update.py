@@ -31,10 +31,10 @@ from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.stage import Timed
 
-INITIAL_LOSS_SCALE = 2.0**16
+INITIAL_LOSS_SCALE = 2.0**16  # as in torch.amp.GradScaler
 # Steps without an overflow before the scale doubles, as in torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
-_MAX_COUNT = 1 << 53
+_MAX_COUNT = 1 << 53  # up to which JSON's numbers are whole everywhere
 
 
 class Gathering(Protocol):
@@ -68,7 +68,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up to `learning_rate`, then decay to `min_learning_rate` at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    decaying_steps = max(1, train.steps - train.warmup_steps)
+    done = (step - train.warmup_steps) / decaying_steps
     match train.decay:
         case "none":
             share = 1.0
@@ -76,7 +77,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
             share = 1.0 - done
         case "cosine":
             share = 0.5 * (1 + math.cos(math.pi * done))
-    return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * share
+    span = train.learning_rate - train.min_learning_rate
+    return train.min_learning_rate + span * share
 
 
 class LossScale:
@@ -91,6 +93,7 @@ class LossScale:
         if not self.dynamic:
             return
         if overflow:
+            # Below 1 it would make gradients smaller than they are, which is what underflows.
             self.value = max(1.0, self.value / 2)
             self.good_steps = 0
             return
@@ -171,9 +174,11 @@ class Update:
         Raises `NumericError` where a verdict that has come names something that is not finite, and
         no loss scale can be lowered for it.
         """
+        norms = {str(layer): square for layer, square in gradient.squares.items()}
         ballot = {
+            # The ranks of a tensor-parallel group all have it, and it must count once.
             "loss": loss if self._here.tp_rank == 0 else None,
-            "norms": {str(layer): square for layer, square in gradient.squares.items()},
+            "norms": norms,
             "bad": gradient.bad,
             "stop": stop,
             "report": report or {},
@@ -181,7 +186,9 @@ class Update:
         with self._timed("optimizer-clip-main-grad"):
             gathering = self._gather(f"step/{step}", json.dumps(ballot).encode())
             self._pending.append((step, gathering))
-            verdict = self._collect() if len(self._pending) > self._lag else None
+            verdict = None
+            if len(self._pending) > self._lag:
+                verdict = self._collect()
         if self._waits and verdict is not None:
             return Decision(self._factor(verdict), verdict)
         return Decision(1.0, verdict)
@@ -205,7 +212,8 @@ class Update:
         """
         for stage in self._stages:
             self._data_parallel.finish(stage)
-        numbers = {"num_updates": self.num_updates, **self.loss_scale.state()}
+        numbers: dict[str, Any] = {"num_updates": self.num_updates}
+        numbers |= self.loss_scale.state()
         return numbers, self._data_parallel.state()
 
     def restore(self, numbers: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
@@ -221,6 +229,7 @@ class Update:
             return None
         if self._train.clip_norm == 0 or verdict.norm is None:
             return 1.0
+        # As torch.nn.utils.clip_grad_norm_ has it, 1e-6 and all.
         return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6))
 
     def _collect(self) -> Verdict:
@@ -228,7 +237,9 @@ class Update:
         step, gathering = self._pending.popleft()
         payloads = gathering.wait(self._timeout_s)
         what = f"its ballot of step {step}"
-        ballots = [BALLOT.parse(payload, what, rank) for rank, payload in enumerate(payloads)]
+        ballots = []
+        for rank, payload in enumerate(payloads):
+            ballots.append(BALLOT.parse(payload, what, rank))
         verdict = count(step, ballots, self._here, independent=self._data_parallel.independent)
         if verdict.culprit is not None and not self.loss_scale.dynamic:
             raise NumericError(
@@ -241,6 +252,7 @@ class Update:
 def _count_in(numbers: Mapping[str, Any], key: str) -> int:
     """Raises `CheckpointError` if the state of a checkpoint has no count there."""
     value = numbers.get(key)
+    # `type`, not isinstance: True is an int too.
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise CheckpointError(f"the checkpoint's {key} is {value!a:.60}, not a count")
     return value
@@ -268,7 +280,9 @@ def count(
             f"each of {here.dp_size} replicas does"
         )
     loss = sum(losses) / len(losses)
-    own = [ballots[rank] for rank in here.replica_ranks] if independent else ballots
+    own = ballots
+    if independent:
+        own = [ballots[rank] for rank in here.replica_ranks]
     squares = _squares_by_layer(own)
     norm = None
     if squares:

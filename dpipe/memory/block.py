@@ -23,7 +23,7 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
     w = sizes.part
     r = sizes.stream
     half = sizes.half
-    matrices = 12 * sizes.width**2 // sizes.ranks
+    matrices = 12 * sizes.width**2 // sizes.ranks  # values: qkv 3, output 1, and 4 + 4 of the MLP
     largest = _largest_matrix(sizes)
     kept = r + _statistics(sizes, recompute)
     inside = _dropped_bytes(sizes, recompute)
@@ -33,12 +33,15 @@ def block_memory(sizes: TransformerSizes, recompute: str, freed: int) -> LayerMe
         peaks = peaks.remade(inside, r + peaks.forward, _forward_alone(sizes))
         kept = r
         inside = 0
+    # Of qkv and mlp_in, which are cut; and whole, of the other two matrices and of two norms.
     biases_and_norms = 7 * sizes.width // sizes.ranks + 6 * sizes.width
     return of_parameters(
         (matrices + biases_and_norms) * sizes.value_bytes,
         largest=largest,
         held_bytes=kept + inside,
+        # What the four matrices read, 2 u + 5 w, and the gradients of what they make, 2 u + 7 w.
         deferred_bytes=(4 * u + 12 * w) // (2 if half else 1),
+        # A product in 16 bits, and then the same in fp32.
         weight_bytes=largest * 3 // 2 if half else largest,
         # The last that is made, of q, k and v, in 16 bits.
         first_weight_bytes=3 * largest // 8 if half else 0,
@@ -114,15 +117,32 @@ def _mlp_peaks(sizes: TransformerSizes, dropped: int) -> _PartPeaks:
     w = sizes.part
     r = sizes.stream
     if sizes.ranks == 1:
-        return _PartPeaks(forward=2 * u, backward=6 * u + largest, input=10 * u)
+        return _PartPeaks(
+            forward=2 * u,
+            backward=6 * u + largest,
+            input=10 * u,
+        )
     if not sizes.sequence:
-        backward = max(2 * u + 4 * w + largest, 3 * u - 4 * w + largest, 4 * u - 8 * w)
-        return _PartPeaks(forward=2 * u, backward=backward, input=max(2 * u + 8 * w, 4 * u))
+        backward = max(
+            2 * u + 4 * w + largest,
+            3 * u - 4 * w + largest,
+            4 * u - 8 * w,
+        )
+        return _PartPeaks(
+            forward=2 * u,
+            backward=backward,
+            input=max(2 * u + 8 * w, 4 * u),
+        )
     # A gradient that is gathered, times noise that is then freed.
     given = r if sizes.dropout else 2 * r
     return _PartPeaks(
         forward=2 * u + r,
-        backward=given + max(2 * u, u + 4 * w + largest, 2 * u - 4 * w + largest),
+        backward=given
+        + max(
+            2 * u,
+            u + 4 * w + largest,
+            2 * u - 4 * w + largest,
+        ),
         input=max(given + u + 8 * w, r + 6 * u - dropped),
     )
 
@@ -137,7 +157,11 @@ def _half_mlp_peaks(sizes: TransformerSizes, dropped: int) -> _PartPeaks:
     r = sizes.stream
     noise = r if sizes.dropout else 0
     gathered = (u - noise) // 2  # its noise is freed by then
-    backward = 2 * r + max(gathered + 2 * w + largest // 2, largest, noise)
+    backward = 2 * r + max(
+        gathered + 2 * w + largest // 2,
+        largest,
+        noise,
+    )
     input_bytes = 2 * r + gathered + 4 * w - largest // 2
     if sizes.sequence:
         return _PartPeaks(
@@ -252,7 +276,11 @@ def _forward_alone(sizes: TransformerSizes) -> int:
     if half:
         return max(core, 4 * w + u)
     if sizes.sequence:
-        return max(core, 2 * r + 2 * u + 4 * w, r + 8 * w)
+        return max(
+            core,
+            2 * r + 2 * u + 4 * w,
+            r + 8 * w,
+        )
     return max(core, 3 * u + 4 * w, u + 8 * w)
 
 

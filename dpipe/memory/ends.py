@@ -14,7 +14,7 @@ _FLOAT = 4
 _INT64 = 8
 # Bytes a token.
 _LOOKED_UP = 9  # its row in one rank's part of the vocabulary, and whether it has one there
-_SPLIT_LOSS_KEEPS = 13
+_SPLIT_LOSS_KEEPS = 13  # the target's index here, whether it is here, and its weight: 8 + 1 + 4
 _SPLIT_LOSS_MAKES = 29
 
 
@@ -148,6 +148,7 @@ def bert_head_memory(sizes: TransformerSizes, recompute: str) -> LayerMemory:
         forward = max(_product_alone(sizes) + transform, peaks.forward + logits)
         peaks = peaks.remade(inside, peaks.forward, forward)
         inside = 0
+    # Biases of transform, pooler, words and pair; the pair's matrix, 2 D; two norms of 2 D each.
     biases_and_norms = 8 * sizes.width + sizes.vocab_size // sizes.ranks + 2
     return of_parameters(
         table + 2 * dense + biases_and_norms * sizes.value_bytes,

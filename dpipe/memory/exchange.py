@@ -44,6 +44,7 @@ def exchange_bytes(
     if config.data_parallel.address:
         return tuple(held)
     parts = config.tensor_parallel.size if config.data_parallel.servers == "one" else 1
+    # `servers` is empty where the kind has none.
     for size, rank in zip(parameters, servers, strict=False):
         held[rank] += parts * _of_server(config, size)  # stage r is on rank r
     return tuple(held)
@@ -76,6 +77,7 @@ def _of_server(config: Config, size: int) -> int:
     if not _rows_are_counted(config):
         return 0
     staleness = config.data_parallel.staleness
+    # With staleness whole values are sent (`StepRule.lossy_parameters`).
     rounds = FORMATS[config.data_parallel.wire].lossy and not staleness
     rows = _ROUNDED_ROWS if rounds else _ROWS
     return (rows + 1 + staleness) * size
@@ -89,7 +91,7 @@ def _pieces(config: Config, size: int) -> int:
     settings = config.data_parallel
     if settings.group == "torch":
         return 0
-    num_parts = max(1, -(-size // settings.chunk_bytes))
+    num_parts = max(1, -(-size // settings.chunk_bytes))  # as `DirectExchange` cuts it
     piece = wire_bytes(settings.wire, size // _FLOAT // (num_parts * settings.replicas))
     # What comes back rounded needs a buffer of its own until it is decoded.
     buffers = 2 * num_parts if FORMATS[settings.wire].lossy else num_parts

@@ -13,7 +13,7 @@ from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
-_SUGGESTIONS = 3
+_SUGGESTIONS = 3  # of changes that would fit, the mildest
 
 
 def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stages:
@@ -24,10 +24,11 @@ def in_run(config: Config, stages: Stages, servers: Sequence[int] = ()) -> Stage
     stages = [tuple(_with_optimizer(config, layer) for layer in stage) for stage in stages]
     parameters = [sum(layer.parameter_bytes for layer in stage) for stage in stages]
     exchanges = exchange_bytes(config, parameters, servers)
-    return [
-        (replace(stage[0], exchange_bytes=size), *stage[1:])
-        for stage, size in zip(stages, exchanges, strict=True)
-    ]
+    exchanging = []
+    for (first, *others), size in zip(stages, exchanges, strict=True):
+        # With the first layer, as a stage has no size of its own: it counts once either way.
+        exchanging.append((replace(first, exchange_bytes=size), *others))
+    return exchanging
 
 
 def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
@@ -62,11 +63,14 @@ def check_fits(config: Config, memory: Sequence[RankMemory], held: Callable[[Con
     limit = config.pipeline.memory_gb
     if limit is None:
         return
-    rank, worst = max(enumerate(memory), key=lambda pair: pair[1].total)
+    totals = [held.total for held in memory]
+    rank = totals.index(max(totals))
+    worst = memory[rank]
     if worst.total <= limit * 1e9:
         return
     fitting: list[str] = []
     if config.model.is_transformer:
+        # Taken as they are found: each costs a plan of its own.
         fitting = [*islice(_fitting(config, held, limit * 1e9), _SUGGESTIONS)]
     advice = "more stages or a smaller model would help"
     if fitting:
@@ -93,6 +97,7 @@ def _fitting(config: Config, held: Callable[[Config], int], most: float) -> Iter
 def _changes(config: Config) -> Iterator[tuple[str, object]]:
     train = config.train
     pipeline = config.pipeline
+    # What costs time before what costs machines.
     for recompute in ("selective", "full"):
         if recompute != pipeline.recompute:
             yield "pipeline__recompute", recompute

@@ -52,11 +52,15 @@ def transformer_memory(sizes: TransformerSizes, recompute: str) -> tuple[LayerMe
 
 
 def stage_memory(
-    layers: Sequence[LayerMemory], cut: Sequence[int], outputs: Sequence[int], recompute: str
+    layers: Sequence[LayerMemory],
+    cut: Sequence[int],
+    outputs: Sequence[int],
+    recompute: str,
 ) -> tuple[StageMemory, ...]:
     """The layers of each stage. `outputs[s]` are the bytes of stage s's output."""
     stages = []
     for size, end in zip(cut, accumulate(cut), strict=True):
+        # The last one's output goes over a link, and is counted with the stage's end.
         *followed, last = layers[end - size : end]
         stages.append((*(layer.within or layer for layer in followed), last))
     return with_ends(stages, outputs, recompute)

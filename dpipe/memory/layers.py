@@ -16,9 +16,8 @@ class Peaks:
 
     forward: int = 0
     backward: int = 0
-    first: int = (
-        0  # as `backward`, of a step's first micro-batch: its gradients stay as they are made
-    )
+    # as `backward`, of a step's first micro-batch: its gradients stay as they are made
+    first: int = 0
     input: int = 0  # of a backward pass that leaves the weight gradients
 
     def remade(self, inside: int, making: int, forward: int) -> "Peaks":
@@ -51,7 +50,7 @@ def of_parameters(
     """
     return LayerMemory(
         parameter_bytes=parameter_bytes,
-        gradient_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,  # from the first backward of a step on
         optimizer_bytes=_MOMENTS * parameter_bytes,
         update_bytes=2 * largest,
         held_bytes=held_bytes,

@@ -57,7 +57,8 @@ class Egress(Generic[T]):
         self._limits: dict[int, float] = {}  # by target: bits a microsecond
         self._queues: dict[int, int | None] = {}  # by target; None: that of the default link
         self._numbers = count()
-        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}  # by target: number, item, bytes
+        # By target: number, item, bytes.
+        self._waiting: dict[int, deque[tuple[int, T, int]]] = {}
         self._moving: dict[int, _Moving[T]] = {}  # by target: one a link
         self._settled_us = 0.0  # until when `bits_left` is accounted for
         self._first: _Moving[T] | None = None  # the one that will be through next
@@ -71,13 +72,16 @@ class Egress(Generic[T]):
             return None
         return self._settled_us + self._first.left_us
 
-    def offer(self, target: int, item: T, num_bytes: int, now_us: float) -> None:
+    def offer(
+        self,
+        target: int,
+        item: T,
+        num_bytes: int,
+        now_us: float,
+    ) -> None:
         """Queue `num_bytes` for `target`."""
         if target not in self._limits:
-            self._limits[target] = self._network.rate_gbps(self._rank, target) * 1e3
-            apart = self._network.link(self._rank, target) != self._network.default
-            self._queues[target] = target if apart else None
-            self._waiting[target] = deque()
+            self._meet(target)
         self._waiting[target].append((next(self._numbers), item, num_bytes))
         if target not in self._moving:
             self._settle(now_us)
@@ -95,6 +99,15 @@ class Egress(Generic[T]):
         self._load(moved.target)
         self._share()
         return Sent(moved.target, moved.item, moved.start_us, due_us)
+
+    def _meet(self, target: int) -> None:
+        """Make the queue of a target at its first message."""
+        rate_gbps = self._network.rate_gbps(self._rank, target)
+        self._limits[target] = rate_gbps * 1e3
+        link = self._network.link(self._rank, target)
+        apart = link != self._network.default
+        self._queues[target] = target if apart else None
+        self._waiting[target] = deque()
 
     def _load(self, target: int) -> None:
         """Start the next message of a link that is free."""
@@ -120,9 +133,13 @@ class Egress(Generic[T]):
         for queue in queues.values():
             limits = [self._limits[each.target] for each in queue]
             wanted.append((sum(limits), queue))
+        # Max-min fairness: the modest are served first, so that what they leave of their share is
+        # known when the others' is cut.
+        wanted.sort(key=_by_limit)
         left = self._bits_per_us
-        for served, (limit, queue) in enumerate(sorted(wanted, key=_by_limit)):
-            left -= self._serve(queue, min(limit, left / (len(wanted) - served)))
+        for served, (limit, queue) in enumerate(wanted):
+            share = left / (len(wanted) - served)
+            left -= self._serve(queue, min(limit, share))
         self._first = min(moving, key=_by_time_left, default=None)
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
@@ -130,9 +147,11 @@ class Egress(Generic[T]):
         left = bits_per_us
         for moving in queue:
             share = min(self._limits[moving.target], left)
+            # A share that is a rounding error would start a message that never ends.
             if share > _NOTHING * bits_per_us:
                 moving.bits_per_us = share
                 left -= share
+                # Settling rounds: less than nothing may be left of a message that is due.
                 moving.left_us = max(0.0, moving.bits_left / share)
                 if moving.start_us is None:
                     moving.start_us = self._settled_us

@@ -26,7 +26,14 @@ class InTransit(Generic[Item]):
         self._flying: list[tuple[float, int, Sent[Item]]] = []
         self._numbers = count()
 
-    def offer(self, target: int, item: Item, num_bytes: int, now_us: float) -> None:
+    def offer(
+        self,
+        target: int,
+        item: Item,
+        num_bytes: int,
+        now_us: float,
+    ) -> None:
+        # An egress wants its calls in order of time.
         self._end_slots(now_us)
         self._egress.offer(target, item, num_bytes, now_us)
 
@@ -51,5 +58,7 @@ class InTransit(Generic[Item]):
         """Items whose slot has ended by now begin their delay."""
         while (due_us := self._egress.due_us) is not None and due_us <= now_us:
             sent = self._egress.complete()
-            arrival_us = sent.end_us + self._network.link(self._rank, sent.target).delay_us
-            heapq.heappush(self._flying, (arrival_us, next(self._numbers), sent))
+            link = self._network.link(self._rank, sent.target)
+            arrival_us = sent.end_us + link.delay_us
+            number = next(self._numbers)
+            heapq.heappush(self._flying, (arrival_us, number, sent))

@@ -62,13 +62,15 @@ class Link:
         """
         if self.window_bytes is None or self.delay_ms == 0:
             return self.bandwidth_gbps
+        # A window goes out and is acknowledged: there and back takes twice the delay.
         windows_gbps = connections * self.window_bytes * 8 / (2 * self.delay_ms * 1e6)
         return min(self.bandwidth_gbps, windows_gbps)
 
     @property
     def connections(self) -> int:
         """How many TCP connections fill the link: what is in flight in a round trip, by windows."""
-        in_flight = self.bandwidth_gbps * 1e9 / 8 * 2 * self.delay_ms * 1e-3
+        bytes_per_s = self.bandwidth_gbps * 1e9 / 8
+        in_flight = bytes_per_s * 2 * self.delay_ms * 1e-3
         window = min(SURE_WINDOW_BYTES, self.window_bytes or SURE_WINDOW_BYTES)
         # The quotient may be infinite.
         return max(1, math.ceil(min(MAX_CONNECTIONS, in_flight / window)))
@@ -78,7 +80,7 @@ class Link:
 # connection kept 2.6 to 3.3 MB in flight (scripts/link.py). This much can be relied on.
 SURE_WINDOW_BYTES = 2 << 20
 MAX_CONNECTIONS = 16
-MAX_DELAY_MS = 3_600_000
+MAX_DELAY_MS = 3_600_000  # an hour
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame that carries TCP with its timestamps
 
 LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
@@ -108,7 +110,10 @@ class Network:
         """What `rank` can send in all: as much as its fastest link, like an interface shaped to
         that rate.
         """
-        rates = [link.bandwidth_gbps for (source, _), link in self.links.items() if source == rank]
+        rates = []
+        for (source, _), link in self.links.items():
+            if source == rank:
+                rates.append(link.bandwidth_gbps)
         if self.default is not None:
             rates.append(self.default.bandwidth_gbps)
         return max(rates, default=0.0)
@@ -146,6 +151,8 @@ class Network:
 
         links: dict[tuple[int, int], Link] = {}
         for (source, target), link in self.links.items():
+            # Each of the one node's ranks to each of the other's; ranks of a node have no link
+            # here, and get the default.
             for i, j in product(range(count), repeat=2):
                 links[source * count + i, target * count + j] = share_of(link)
         default = None if self.default is None else share_of(self.default)

@@ -44,6 +44,7 @@ def load_network(path: str | Path) -> Network:
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
     """The network of a profile's table. Raises `ProfileError` naming the key."""
     _only(table, _TOP, "the profile")
+    # A window alone is no link: it is the default of those that are listed.
     describes_others = bool(_SHAPE & set(table) - {"window_bytes"})
     default = None
     if describes_others or "link" not in table:
@@ -58,9 +59,13 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
             raise ProfileError(f"[[link]] from {source} to itself: a link is between two ranks")
         if (source, target) in links:
             raise ProfileError(f"{where} is listed twice")
-        links[source, target] = _link({"window_bytes": table.get("window_bytes")} | row, where)
-    mirrored = {(b, a): link for (a, b), link in links.items() if (b, a) not in links}
-    return Network(str(table.get("name", default_name)), default, links | mirrored)
+        inherited = {"window_bytes": table.get("window_bytes")}
+        links[source, target] = _link(inherited | row, where)
+    # After all rows: the opposite pair may be listed further down.
+    for (source, target), link in list(links.items()):
+        links.setdefault((target, source), link)
+    name = str(table.get("name", default_name))
+    return Network(name, default, links)
 
 
 def _only(table: dict[str, Any], known: set[str], where: str) -> None:
@@ -72,13 +77,21 @@ def _only(table: dict[str, Any], known: set[str], where: str) -> None:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+    tables = isinstance(value, list) and all(isinstance(row, dict) for row in value)
+    if not tables:
         raise ProfileError("links are written as [[link]] in double brackets, one block a link")
-    return value
+    rows: list[dict[str, Any]] = value
+    return rows
 
 
-def _number(table: dict[str, Any], key: str, where: str, default: float | None = None) -> float:
+def _number(
+    table: dict[str, Any],
+    key: str,
+    where: str,
+    default: float | None = None,
+) -> float:
     value = table.get(key, default)
+    # TOML's true is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ProfileError(f"{where} needs {key}, a number; got {value!r}")
     return float(value)

@@ -18,8 +18,7 @@ class GradientSum:
     def __init__(self, num_replicas: int, num_chunks: int, average: torch.Tensor) -> None:
         self.average = average
         self._num_replicas = num_replicas
-        # by chunk, the replica whose turn it is
-        self._next = [0] * num_chunks
+        self._next = [0] * num_chunks  # by chunk, the replica whose turn it is
         # by chunk and replica
         self._early: list[dict[int, torch.Tensor]] = [{} for _ in range(num_chunks)]
         self._num_open = num_chunks
@@ -36,9 +35,19 @@ class GradientSum:
         """The replicas of which some chunk is not in."""
         chunks = range(len(self._next))
         replicas = range(self._num_replicas)
-        return [r for r in replicas if not all(self.has(r, chunk) for chunk in chunks)]
+        missing = []
+        for replica in replicas:
+            if not all(self.has(replica, chunk) for chunk in chunks):
+                missing.append(replica)
+        return missing
 
-    def add(self, replica: int, chunk: int, part: slice, values: torch.Tensor) -> None:
+    def add(
+        self,
+        replica: int,
+        chunk: int,
+        part: slice,
+        values: torch.Tensor,
+    ) -> None:
         """Take a replica's chunk, elements `part` of the gradient; one that is in already is not
         added again.
 
@@ -55,6 +64,7 @@ class GradientSum:
                 "values there"
             )
         if replica >= self._next[chunk]:
+            # A push that is repeated brings the same values again.
             self._early[chunk].setdefault(replica, values)
             self._add_up(chunk, self.average[part])
 
@@ -67,9 +77,10 @@ class GradientSum:
             return self.average[part]
         num_added = self._next[chunk]
         early = list(self._early[chunk].values())
+        # Before the first is added, `average` still holds an older gradient.
         total = self.average[part] if num_added else torch.zeros(())
         for values in early:
-            total = total + values
+            total = total + values  # not in place: the sum in progress must not see it
         return total / (num_added + len(early))
 
     def set_average(self, average: torch.Tensor) -> None:

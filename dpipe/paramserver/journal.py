@@ -34,7 +34,7 @@ from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 
 REMEDY = "make room there, on the parameter server's machine"
-_STEPS_A_SNAPSHOT = 8
+_STEPS_A_SNAPSHOT = 8  # a restart replays as many at most
 _AVERAGE = re.compile(r"average-(\d{8,})\.safetensors")
 _LEFT = "left-"
 _NO_GRADIENT = torch.zeros(0)
@@ -67,14 +67,21 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "dpipe-snapshot")
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
-        # steps behind the newest snapshot
-        self._num_written = 0
+        self._num_written = 0  # steps behind the newest snapshot
 
     def begin(self, stage: StageState) -> None:
         """A run begins, or goes on from elsewhere: what another left in the folder is removed."""
-        for path in (*self._folder.glob("average-*"), *self._folder.glob(f"{_LEFT}*")):
-            path.unlink()
-        self._save(stage.spec, stage.rule, stage.now, stage.step, stage.num_updates)
+        for pattern in ("average-*", f"{_LEFT}*"):
+            for path in self._folder.glob(pattern):
+                path.unlink()
+        # Here, not in the thread: a step is replayed upon a snapshot, so one is there first.
+        self._save(
+            stage.spec,
+            stage.rule,
+            stage.now,
+            stage.step,
+            stage.num_updates,
+        )
 
     def who_left(self) -> set[int]:
         """The replicas that are done: they will not say so again."""
@@ -98,11 +105,12 @@ class Journal:
         Raises `RunError` where there is no room for it.
         """
         path = self._folder / f"average-{step:08d}.safetensors"
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(".tmp")  # no name that a restart looks for
         metadata = {
             "session": self.session,
             "verdict": json.dumps([decision.learning_rate, decision.factor]),
         }
+        # A skipped step changes nothing, but it is a step: the next one has its number.
         gradient = _NO_GRADIENT if decision.factor is None else average
         with _needing_room(path):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +128,12 @@ class Journal:
         self._num_written = 0
         # The next step is made beside these tensors; the one after it overwrites them.
         self._writing = self._thread.submit(
-            self._save, stage.spec, stage.rule, stage.now, stage.step, stage.num_updates
+            self._save,
+            stage.spec,
+            stage.rule,
+            stage.now,
+            stage.step,
+            stage.num_updates,
         )
 
     def wait_for_snapshot(self) -> None:
@@ -133,6 +146,7 @@ class Journal:
     def recover(self, stage: StageState) -> None:
         """Take the steps behind the snapshot. Raises `CheckpointError` naming what is damaged."""
         for path, step in _averages(self._folder):
+            # Older ones are in the snapshot: the server was killed before it removed them.
             if step == stage.step:
                 decision, average = _read(path, self.session)
                 stage.replay(decision, average)
@@ -158,6 +172,7 @@ class Journal:
             "rule": asdict(rule),
         }
         self._snapshots.save(self._folder, step, tensors, moments, state)
+        # Only now: until the snapshot is whole, a restart needs them.
         for path, written in _averages(self._folder):
             if written < step:
                 path.unlink()

@@ -21,10 +21,9 @@ from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
 M = TypeVar("M", bound=Message)
 
 SERVICE = "dpipe.wire.v1.Parameters"
-PROTOCOL = 2
+PROTOCOL = 2  # of parameters.proto; workers of another are refused
 _ERROR_CHARACTERS = 200  # of what is wrong in a description
-# the key of the metadata that holds a Place
-PLACE_KEY = "dpipe-place-bin"
+PLACE_KEY = "dpipe-place-bin"  # the key of the metadata that holds a Place
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
 VECTORS = ("values", "exp_avg", "exp_avg_sq", "held")
 
@@ -34,6 +33,7 @@ def piece(head: Piece, chunk: torch.Tensor | None = None) -> bytes:
     lead = framed(head.SerializeToString())
     if chunk is None:
         return lead
+    # Raw behind the head: inside protobuf messages, bytes moved at 0.4 to 1.2 GB/s, not 1.5.
     return b"".join((lead, byte_view(chunk.contiguous())))
 
 
@@ -55,6 +55,7 @@ def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
         raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
     if not body:
         return spec.empty()
+    # A copy, because the bytes of a message cannot be written to, and lie at any offset.
     flat = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return flat.view(spec.dtype).view(spec.shape)
 
@@ -97,7 +98,13 @@ def vectors_from(spec: FlatSpec, messages: Iterator[bytes]) -> dict[str, torch.T
     return vectors
 
 
-def attendance(spec: FlatSpec, rule: StepRule, num_updates: int, *, again: bool) -> Attendance:
+def attendance(
+    spec: FlatSpec,
+    rule: StepRule,
+    num_updates: int,
+    *,
+    again: bool,
+) -> Attendance:
     return Attendance(
         protocol=PROTOCOL,
         row=json.dumps(asdict(spec)),
@@ -112,6 +119,7 @@ def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
     try:
         spec = FlatSpec.of(json.loads(message.row))
         rule = StepRule.of(json.loads(message.rule))
+    # What JSON of any other shape makes of the lines above.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TransferError(
             f"a worker's description of its stage cannot be read: {repr(error)[:_ERROR_CHARACTERS]}"

@@ -52,12 +52,10 @@ from dpipe.wire.v1 import parameters_pb2 as pb
 
 LOG = logging.getLogger("dpipe")
 _OPEN = Security()
-# at once; each waits in a thread, made when needed
-_MAX_CALLS = 1024
-_STOP_S = 2.0
-_POLL_S = 1.0
-# in the name of a stage's folder
-_PART = "-part-"
+_MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
+_STOP_S = 2.0  # for answers that are on their way
+_POLL_S = 1.0  # how often a waiting call looks whether its caller is still there
+_PART = "-part-"  # in the name of a stage's folder
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -94,9 +92,11 @@ class ParameterServer:
         """`snapshots` reads and writes in `folder`: both are given, or none."""
         self._folder = folder
         self._snapshots = snapshots
+        # Of this process: what a worker has sent to the one before, this one does not have.
         self._incarnation = secrets.token_hex(8)
+        # Guards what is below; notified as stages come and are left.
         self._changed = threading.Condition()
-        # by stage and part
+        # By stage and part. Before it listens: who calls finds what was kept.
         self._stages = dict(self._recovered())
         # of all that have attended, also of those that are not loaded yet
         self._known: dict[Session, _StageSpec] = {}
@@ -104,8 +104,7 @@ class ParameterServer:
             state = server.state
             known = _StageSpec(state.spec, state.rule, state.num_updates)
             self._known[server.session] = known
-        # the last run to attend
-        self._run: str | None = None
+        self._run: str | None = None  # the last run to attend
         self._closed = False
         try:
             generic = [grpc.method_handlers_generic_handler(SERVICE, self._handlers())]
@@ -218,6 +217,7 @@ class ParameterServer:
             if begins:
                 self._make_room(session, stage)
             self._check_same(session, stage)
+            # Replica 0 brings the parameters; the others have nothing to push before.
             while begins and place.replica > 0 and not self._has(session):
                 if self._closed or not context.is_active():
                     raise CallerGone
@@ -231,15 +231,21 @@ class ParameterServer:
             if session not in self._known:
                 raise TransferError("parameters came from a worker that has not attended")
             stage = self._known[session]
+        # Without the lock: it takes as long as the network.
         vectors = vectors_from(stage.spec, messages)
         needed = StageTensors.zeros(0, lossy=stage.rule.lossy_parameters).by_name()
         if set(vectors) != set(needed):
             raise TransferError(f"{sorted(vectors)} came where {sorted(needed)} belong")
         tensors = StageTensors(**vectors)
         state = StageState(
-            stage.spec, stage.rule, tensors, step=place.step, num_updates=stage.num_updates
+            stage.spec,
+            stage.rule,
+            tensors,
+            step=place.step,
+            num_updates=stage.num_updates,
         )
         with self._changed:
+            # A load that is repeated must not undo the steps since the first.
             if not self._has(session):
                 journal = self._new_journal(session, state)
                 self._stages[session.slot] = StageServer(session, state, journal)
@@ -255,6 +261,7 @@ class ParameterServer:
             values_spec = chunk_spec(server.state.spec, head.chunk)
             what = f"chunk {head.chunk} of replica {place.replica}'s gradient of step {place.step}"
             wire = tensor_of(body, coder.wire_spec(values_spec), what)
+            # In the caller's thread; under the stage's lock it is only added.
             values = coder.decode(wire, values_spec)
             server.add(place.step, place.replica, head.chunk, values)
         standing = pb.Standing(step=server.state.step, incarnation=self._incarnation)
@@ -277,7 +284,8 @@ class ParameterServer:
         stride = max(1, wanted.stride)
         for chunk in range(wanted.first, server.state.spec.num_chunks, stride):
             outgoing = server.give(place.step, place.replica, chunk, caller)
-            yield piece(pb.Piece(chunk=chunk, whole=outgoing.whole), outgoing.wire)
+            head = pb.Piece(chunk=chunk, whole=outgoing.whole)
+            yield piece(head, outgoing.wire)
         yield piece(pb.Piece(committed=server.committed(place.step, caller)))
 
     def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -305,6 +313,7 @@ class ParameterServer:
                 kept[other] = spec
         kept[session] = stage
         self._known = kept
+        # Also its other parts: a run that is cut otherwise may never bring them.
         for server in list(self._stages.values()):
             old = server.session
             if old not in self._known:
@@ -340,6 +349,7 @@ class ParameterServer:
         return standing.SerializeToString()
 
     def _stage(self, place: pb.Place) -> StageServer:
+        # What it pushed to the server before this one is lost: it has to attend, and push again.
         if place.incarnation != self._incarnation:
             raise _Restarted("it was started again")
         session = _session(place)
@@ -409,6 +419,7 @@ def _abort(error: Exception, context: grpc.ServicerContext) -> NoReturn:
     if isinstance(error, grpc.RpcError):
         context.abort(grpc.StatusCode.CANCELLED, "the call was broken off")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    # A mistake of dpipe's: the caller gets a line of text, so the traceback must stay here.
     if code is grpc.StatusCode.INTERNAL and not isinstance(error, RunError):
         LOG.error("a call failed", exc_info=error)
     context.abort(code, str(error) or type(error).__name__)

@@ -37,12 +37,10 @@ class ParameterSpec:
 class StepRule:
     """How a stage steps: AdamW's constants, who takes part, and the wire format."""
 
-    # by replica
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # by replica
     weight_decay: float
     betas: tuple[float, float]
-    # of gradients, and of parameters unless they are stale
-    wire: str = "none"
+    wire: str = "none"  # of gradients, and of parameters unless they are stale
     # steps that a worker may be ahead of the slowest; 0 keeps replicas equal after each step
     staleness: int = 0
 
@@ -80,7 +78,9 @@ class FlatSpec:
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         sizes = [parameter.num_values for parameter in self.parameters]
-        return tuple(accumulate([0, *sizes[:-1]])) if sizes else ()
+        if not sizes:
+            return ()
+        return tuple(accumulate([0, *sizes[:-1]]))
 
     @cached_property
     def length(self) -> int:

@@ -22,9 +22,8 @@ from dpipe.paramserver.stage_state import OutgoingChunk, StageState, StepDecisio
 
 LOG = logging.getLogger("dpipe")
 T = TypeVar("T")
-# how often a waiting thread looks whether its caller is still there
-_POLL_S = 1.0
-_STOP_S = 30.0
+_POLL_S = 1.0  # how often a waiting thread looks whether its caller is still there
+_STOP_S = 30.0  # for a commit under way, which writes to a disk
 
 
 class Caller(Protocol):
@@ -63,22 +62,31 @@ class StageServer:
         """Without a `journal` nothing is kept on disk."""
         self.session = session
         self.state = state
-        # the replicas that are done
-        self.left = set() if journal is None else journal.who_left()
+        self.left = set() if journal is None else journal.who_left()  # the replicas that are done
         self._journal = journal
+        # Guards the state, `left` and the error; notified at each change.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         name = f"dpipe-commit-{session.stage}.{session.part}"
+        # A thread of its own, because a commit writes to a disk: callers hold gRPC's threads, and
+        # the lock is free meanwhile.
         self._thread = threading.Thread(target=self._commit_steps, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        values: torch.Tensor,
+    ) -> None:
         self._do(lambda: self.state.add(step, replica, chunk, values))
 
     def decide(self, step: int, replica: int, decision: StepDecision) -> None:
         self._do(lambda: self.state.decide(step, replica, decision))
 
     def leave(self, replica: int) -> None:
+        # On the disk first: it says so once, and a server started again would wait for it.
         if self._journal is not None:
             self._journal.leave(replica)
         self._do(lambda: self.left.add(replica))
@@ -91,7 +99,13 @@ class StageServer:
 
         return self._wait(caller, f"all gradients of step {step}", attempt)
 
-    def give(self, step: int, replica: int, chunk: int, caller: Caller) -> OutgoingChunk:
+    def give(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        caller: Caller,
+    ) -> OutgoingChunk:
         """Waits until the chunk may go to that replica."""
 
         def attempt() -> OutgoingChunk | None:
@@ -122,6 +136,7 @@ class StageServer:
         def attempt() -> dict[str, torch.Tensor] | None:
             if self.state.step < step:
                 return None
+            # Copied under the lock: after the next commit a step is made in these tensors.
             vectors = self.state.now.by_name()
             return {name: vector.clone() for name, vector in vectors.items()}
 
@@ -176,6 +191,7 @@ class StageServer:
         deadline = time.monotonic() + patience
         with self._changed:
             while True:
+                # Before the attempt: a stage that cannot go on answers nothing more.
                 self._raise()
                 result = attempt()
                 if result is not None:
@@ -216,6 +232,7 @@ class StageServer:
             return
         journal.wait_for_snapshot()
         decision, average = self.state.completed_step()
+        # Without the lock: nothing of a step that is complete changes any more.
         journal.write(self.state.step, decision, average)
         self._do(self.state.commit)
         journal.committed(self.state)

@@ -63,14 +63,19 @@ class StageTensors:
 
     @classmethod
     def zeros(cls, length: int, *, lossy: bool) -> "StageTensors":
-        tensors = cls(torch.zeros(length), torch.zeros(length), torch.zeros(length))
+        tensors = cls(
+            torch.zeros(length),
+            torch.zeros(length),
+            torch.zeros(length),
+        )
         if lossy:
             tensors.held = torch.zeros(length)
         return tensors
 
     def of(self, part: slice) -> "StageTensors":
         """Elements `part`, in the same memory."""
-        return StageTensors(*(vector[part] for vector in self.by_name().values()))
+        vectors = self.by_name().values()
+        return StageTensors(*(vector[part] for vector in vectors))
 
     def copy(self, part: slice, source: "StageTensors") -> None:
         """Set elements `part` to those of `source`."""
@@ -111,21 +116,24 @@ class StageState:
         self.num_updates = num_updates
         self._next = StageTensors.zeros(spec.length, lossy=rule.lossy_parameters)
         self._codec = codec(rule.wire)
-        # by step
-        self._gradients: dict[int, GradientSum] = {}
+        self._gradients: dict[int, GradientSum] = {}  # by step
         self._decisions: dict[int, StepDecision] = {}
-        # the replicas that have brought the decision
-        self._decided: dict[int, set[int]] = {}
+        self._decided: dict[int, set[int]] = {}  # the replicas that have brought the decision
         # by step and chunk: who pushed a value that is not finite
         self._not_finite: dict[tuple[int, int], str] = {}
         # chunks of the step in progress, as they go out
         self._stepped: dict[int, torch.Tensor] = {}
         # chunks of the last committed step, as they went out
         self._last_sent: dict[int, torch.Tensor] = {}
-        # memory of gradients that are done with
-        self._spare: deque[torch.Tensor] = deque()
+        self._spare: deque[torch.Tensor] = deque()  # memory of gradients that are done with
 
-    def add(self, step: int, replica: int, chunk: int, values: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        replica: int,
+        chunk: int,
+        values: torch.Tensor,
+    ) -> None:
         """Take a replica's chunk of the gradient. One of a committed step, or one that is in
         already, changes nothing.
 
@@ -176,6 +184,7 @@ class StageState:
         self._check_step(step, f"replica {replica}'s decision on")
         if step < self.step:
             return
+        # Every worker brings the same one, so that no particular one has to be there.
         known = self._decisions.setdefault(step, decision)
         if known != decision:
             raise TransferError(
@@ -243,10 +252,12 @@ class StageState:
             for chunk in range(self.spec.num_chunks):
                 if chunk not in self._stepped:
                     self._stepped[chunk] = self._step_chunk(self.step, chunk)
+            # The old tensors become the memory of the next step.
             stepped = self._next
             self._next = self.now
             self.now = stepped
             self.num_updates += 1
+        # Rounded differences cannot be made again from what is committed: kept for a repetition.
         self._last_sent = self._stepped if self.rule.lossy_parameters else {}
         self._stepped = {}
         self._forget(self.step)
@@ -262,6 +273,7 @@ class StageState:
     def _check_step(self, step: int, what: str) -> None:
         """Raises `TransferError` for a step that is neither the last, nor within the bound."""
         bound = self.rule.staleness
+        # The last steps too: a worker repeats its call until it has heard of the commit.
         if self.step - 1 - bound <= step <= self.step + bound:
             return
         note = f" and data_parallel.staleness is {bound}" if bound else ""
@@ -274,8 +286,11 @@ class StageState:
     def _gradient(self, step: int) -> GradientSum:
         if step not in self._gradients:
             average = self._spare.popleft() if self._spare else torch.zeros(self.spec.length)
-            gradient = GradientSum(self.rule.num_replicas, self.spec.num_chunks, average)
-            self._gradients[step] = gradient
+            self._gradients[step] = GradientSum(
+                self.rule.num_replicas,
+                self.spec.num_chunks,
+                average,
+            )
         return self._gradients[step]
 
     def _forget(self, step: int) -> None:
@@ -283,14 +298,16 @@ class StageState:
             self._spare.append(self._gradients.pop(step).average)
         self._decisions.pop(step, None)
         self._decided.pop(step, None)
-        later = {key: who for key, who in self._not_finite.items() if key[0] > step}
-        self._not_finite = later
+        for other, chunk in list(self._not_finite):
+            if other <= step:
+                del self._not_finite[other, chunk]
 
     def _committed_chunk(self, step: int, chunk: int) -> OutgoingChunk:
         """As it went out to the others, if `step` was the last; else as it is now."""
         if self.step == step + 1 and chunk in self._last_sent:
             return OutgoingChunk(False, self._last_sent[chunk])
         part = self.spec.chunk(chunk)
+        # Copied: it is sent after the lock is given back.
         return OutgoingChunk(True, self.now.on_workers[part].clone())
 
     def _can_step(self, step: int, chunk: int) -> bool:
@@ -305,9 +322,16 @@ class StageState:
         part = self.spec.chunk(chunk)
         assert decision.factor is not None, "a skipped step changes no chunk"
         self._check_finite(step, chunk)
+        # AdamW steps in place, and `now` is not to change before the commit.
         self._next.copy(part, self.now)
         gradient = self._gradient(step).average[part] * decision.factor
-        self._adamw(self._next.of(part), part, gradient, decision.learning_rate, self.num_updates)
+        self._adamw(
+            self._next.of(part),
+            part,
+            gradient,
+            decision.learning_rate,
+            self.num_updates,
+        )
         if not self.rule.lossy_parameters:
             return self._next.values[part]
         # What rounding takes from this difference stays between `held` and `values`, and is in the
@@ -321,7 +345,7 @@ class StageState:
         """The chunk after `step`, by the gradients that are in; the caller's own are all in."""
         part = self.spec.chunk(chunk)
         vectors = self.now.of(part).by_name().values()
-        ahead = StageTensors(*(vector.clone() for vector in vectors))
+        ahead = StageTensors(*(vector.clone() for vector in vectors))  # never committed
         for later in range(self.step, step + 1):
             self._check_finite(later, chunk)
             gradient = self._gradient(later).so_far(chunk, part)
@@ -354,6 +378,7 @@ class StageState:
 
     def _decays(self, part: slice) -> list[tuple[slice, float]]:
         """Runs of `part` that have one weight decay: elements and decay."""
+        # Put together, so that AdamW gets few long pieces and not one for each parameter.
         runs: list[tuple[slice, float]] = []
         for index, elements in self.spec.pieces(part):
             decays = self.spec.parameters[index].decays

@@ -27,6 +27,7 @@ class AllocatedBytes(TorchDispatchMode):
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made outside, too."""
         for tensor in tensors:
+            # By storage: the views of a tensor take its memory once.
             storage = tensor.untyped_storage()
             address = storage._cdata
             if address not in self._storages:
@@ -52,7 +53,12 @@ class AllocatedBytes(TorchDispatchMode):
         self.follow(leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor))
         return returned
 
-    def _watch(self, storage: torch.UntypedStorage, address: int, size: int) -> weakref.ref[Any]:
+    def _watch(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        size: int,
+    ) -> weakref.ref[Any]:
         def release(_: object) -> None:
             del self._storages[address]
             self.now -= size

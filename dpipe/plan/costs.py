@@ -8,6 +8,7 @@ LayerCosts   by layer, for one micro-batch     transformer_costs, or run_plan.py
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 from dpipe.config.load import Config
@@ -62,6 +63,7 @@ def transformer_costs(config: Config) -> LayerCosts:
         batch_size=config.microbatch_size, context=model.context, width=model.width
     )
     core_s = [core_flops / flops_a_second] * model.num_layers
+    # Of what layers pass on: autocast makes it fp32 again, parameters in half precision do not.
     value_bytes = _FLOAT_BYTES if config.train.parameters == "fp32" else _HALF_BYTES
     values = config.microbatch_size * model.context * model.width
     message_bytes = wire_bytes(config.pipeline.wire, values, value_bytes)
@@ -73,7 +75,7 @@ def transformer_costs(config: Config) -> LayerCosts:
         gradient_bytes=(message_bytes,) * num_layers,
         tied_bytes=tied_bytes(config),
         parameter_bytes=layer_parameter_bytes(config),
-        core_s=(0.0, *core_s, 0.0),
+        core_s=(0.0, *core_s, 0.0),  # neither embedding nor head has one
         memory_of=partial(transformer_stages, config),
     )
 
@@ -110,11 +112,16 @@ class _StageTime:
     again: float  # in front of backward: what is recomputed, and waiting for the group
 
 
-def stage_cost(layers: LayerCosts, cut: tuple[int, ...], *, recompute: str) -> Cost:
+def stage_cost(
+    layers: LayerCosts,
+    cut: tuple[int, ...],
+    *,
+    recompute: str,
+) -> Cost:
     """Sum up the layers of each stage; `cut` are layers a stage. Recomputation runs forward
     ("full") or the attention cores ("selective") once more in backward.
     """
-    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    ends = list(accumulate(cut))
     ranges = [range(end - size, end) for end, size in zip(ends, cut, strict=True)]
     times = [_stage_time(layers, stage, recompute) for stage in ranges]
     hops = [end - 1 for end in ends[:-1]]
@@ -137,6 +144,8 @@ def _stage_time(layers: LayerCosts, stage: range, recompute: str) -> _StageTime:
     forward_us = total_us(layers.forward_s)
     exchange_forward_us = total_us(layers.exchange_forward_s)
     exchange_backward_us = total_us(layers.exchange_backward_s)
+    # The group's exchanges of backward stand in front of it: whichever half a split backward pass
+    # runs, they belong to the input gradient, which the neighbour waits for.
     if recompute == "full":
         again_us = forward_us + exchange_backward_us + exchange_forward_us
     elif recompute == "selective":

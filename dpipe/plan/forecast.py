@@ -133,7 +133,9 @@ def forecast(
     """
     shaped = config.transport.shape if network is None else None
     network = network or configured_network(config, config.network_profile)
-    network.check(max([config.num_machines, *[rank + 1 for rank in server_ranks(config)]]))
+    # A server of its own is behind all machines of the run.
+    hosts_of_servers = [rank + 1 for rank in server_ranks(config)]
+    network.check(max([config.num_machines, *hosts_of_servers]))
     check_vocabulary(config)
     if config.model.family.computes:
         cut, cost, stages = _cut_model(config, layers or transformer_costs(config))
@@ -172,6 +174,7 @@ def _checked_memory(
         return ()
     memory = peak_memory(schedule, stages)
     least = memory
+    # The search itself keeps to the limit; what stands in for it here may be over it.
     if config.pipeline.schedule == AUTO and not searched:
         least = peak_memory(leanest_of_auto(config), stages)
     check_fits(config, least, held_by_transformer)
@@ -275,7 +278,11 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     return Replicas(rounds, server_ranks(config), delayed=delayed)
 
 
-def ballots_over(config: Config, network: Network, shaped: str | None = None) -> Network | None:
+def ballots_over(
+    config: Config,
+    network: Network,
+    shaped: str | None = None,
+) -> Network | None:
     """The network that a step's vote crosses; None if no step waits for it.
 
     `shaped` is a profile that the transport imitates: it slows what ranks send each other, but not
@@ -317,7 +324,8 @@ def choose_split(config: Config, layers: LayerCosts) -> tuple[int, ...]:
     configured = config.pipeline.split
     num_layers = len(layers.forward_s)
     if isinstance(configured, str):
-        costs = [f + b for f, b in zip(layers.forward_s, layers.backward_s, strict=True)]
+        pairs = zip(layers.forward_s, layers.backward_s, strict=True)
+        costs = [forward_s + backward_s for forward_s, backward_s in pairs]
         return split(costs, config.pipeline.stages)
     if sum(configured) != num_layers:
         parts = ""

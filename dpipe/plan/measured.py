@@ -96,7 +96,9 @@ def measured(runner: StageRunner, layers: range, inputs: Specs) -> StageMemory:
     It counts as two layers: one has the parameters whose gradients do not wait for
     `backward_weight`, such as those of norms, the other has all else.
     """
-    plain, splitting = (runner.on_meta(layers) for _ in range(2))
+    # Two of each layer: a stage that splits backward changes its linear layers for good.
+    plain = runner.on_meta(layers)
+    splitting = runner.on_meta(layers)
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = _Trial(runner, plain, inputs, splits_backward=False)
         first = whole.micro_batch(Stage.backward)  # makes the parameters' gradients
@@ -185,6 +187,7 @@ class _Trial:
             gradients = tuple(
                 torch.empty_like(output) for output in outputs if output.is_floating_point()
             )
+            # As a run does, which sends them and lets go.
             del outputs
             given_bytes = sum(gradient.nbytes for gradient in gradients)
             held_bytes = self._bytes.now - given_bytes - before
@@ -193,6 +196,7 @@ class _Trial:
             self._bytes.take_peak()
             backward(self.stage, 0, gradients)
             backward_peak = self._bytes.take_peak()
+            # Freed by this, unless backward has kept a part of it.
             with_given = self._bytes.now
             del gradients
             after = self._bytes.now

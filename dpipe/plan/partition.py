@@ -3,6 +3,7 @@ possible. No torch.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -26,13 +27,19 @@ def split(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             f"lower pipeline.stages to {len(costs)} or give the model more layers"
         )
     ends = [0.0, *accumulate(costs)]
-    costliest, _ = _best(len(costs), num_stages, lambda start, end: ends[end] - ends[start], max)
+
+    def cost_of(start: int, end: int) -> float:
+        return ends[end] - ends[start]
+
+    costliest, _ = _best(len(costs), num_stages, cost_of, max)
 
     def unevenness(start: int, end: int) -> float:
-        cost = ends[end] - ends[start]
+        # The same subtraction as above: a stage of that very cost compares equal, not a bit above.
+        cost = cost_of(start, end)
         return cost**2 if cost <= costliest else math.inf
 
-    _, cut = _best(len(costs), num_stages, unevenness, lambda a, b: a + b)
+    # The sum of squares is least where stages differ least: the sum of costs is the same for all.
+    _, cut = _best(len(costs), num_stages, unevenness, operator.add)
     return cut
 
 
@@ -50,9 +57,15 @@ def _best(
     def rest(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
         if stages == 1:
             return cost(start, num_layers), (num_layers - start,)
-        return min(first(start, end, stages) for end in range(start + 1, num_layers - stages + 2))
+        ends = range(start + 1, num_layers - stages + 2)  # a layer is left for each later stage
+        # Of equal costs `min` takes the smaller cut: fewer layers in the earlier stages.
+        return min(first(start, end, stages) for end in ends)
 
-    def first(start: int, end: int, stages: int) -> tuple[float, tuple[int, ...]]:
+    def first(
+        start: int,
+        end: int,
+        stages: int,
+    ) -> tuple[float, tuple[int, ...]]:
         others, cut = rest(end, stages - 1)
         return join(cost(start, end), others), (end - start, *cut)
 

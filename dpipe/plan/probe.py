@@ -18,7 +18,7 @@ from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of
 from dpipe.wire.spec import TensorSpec
 
-_REPEATS = 3
+_REPEATS = 3  # the first may load kernels, and other work may slow any of them
 _FLOAT_BYTES = 4
 
 
@@ -43,7 +43,10 @@ _KNOWN: dict[Hashable, tuple[LayerCost, tuple[torch.Tensor, ...]]] = {}
 
 
 def probe(
-    model: LayeredModel, inputs: Iterable[TensorSpec], seed: int, dtype: torch.dtype = torch.float32
+    model: LayeredModel,
+    inputs: Iterable[TensorSpec],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[LayerCost, ...]:
     """Count each layer's operations and follow the shapes, on the meta device: nothing is computed.
 
@@ -58,7 +61,7 @@ def probe(
             cost, tensors = _KNOWN[recipe]
         else:
             cost, tensors = _probe_layer(model, index, tensors, seed, dtype)
-        if recipe is not None:
+        if recipe is not None:  # None is no recipe: such layers are probed each time
             _KNOWN[recipe] = cost, tensors
         costs.append(cost)
     return tuple(costs)
@@ -99,11 +102,14 @@ def _probe_layer(
 
 
 def _recipe(
-    make: Callable[[], nn.Module], inputs: tuple[torch.Tensor, ...], dtype: torch.dtype
+    make: Callable[[], nn.Module],
+    inputs: tuple[torch.Tensor, ...],
+    dtype: torch.dtype,
 ) -> Hashable:
     """All that the cost of a layer depends on, if it is a class called with plain arguments; None
     if its factory might make something else the next time.
     """
+    # A user's function may count its calls; a class makes the same of the same arguments.
     if not (isinstance(make, partial) and isinstance(make.func, type)):
         return None
     arguments = (make.args, tuple(sorted(make.keywords.items())))
@@ -137,12 +143,12 @@ def _kept_bytes(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
 def _core_flops(layer: nn.Module, counter: FlopCounterMode) -> float:
     by_module = counter.get_flop_counts()
     cores = attention_cores(layer)
-    names = [
-        f"{type(layer).__name__}.{name}"
-        for name, module in layer.named_modules()
-        if module in cores
-    ]
-    return float(sum(sum(by_module[name].values()) for name in names if name in by_module))
+    total = 0
+    for name, module in layer.named_modules():
+        counted = by_module.get(f"{type(layer).__name__}.{name}")  # the counter's way of naming
+        if module in cores and counted is not None:
+            total += sum(counted.values())
+    return float(total)
 
 
 def on_meta(model: LayeredModel, index: int, seed: int) -> nn.Module:
@@ -189,7 +195,7 @@ def measure(
         )
         timed = [_timed(stage, tensors, targets, last, streams) for _ in range(_REPEATS)]
         seconds.append(min(took for took, _ in timed))
-        tensors = timed[0][1]
+        tensors = timed[0][1]  # all are alike: each draws the same numbers
     return tuple(seconds)
 
 

@@ -74,6 +74,7 @@ def draft(
     """
     if not config.model.family.computes:
         return _replay_plan(config, forecast(config, None, network, choose))
+    # What takes no time comes first: an error is there before seconds of counting and reading.
     _check_surroundings(config)
     model = make_model(config)
     stored = _DTYPES[config.train.parameters]
@@ -130,6 +131,7 @@ def local_device(device: str, local_rank: int) -> str:
     """
     if device != "cuda":
         return device
+    # With more processes than GPUs some share one.
     count = torch.cuda.device_count()
     return f"cuda:{local_rank % count}" if count else device
 
@@ -207,6 +209,7 @@ def layer_costs(
         floating = [spec for spec in cost.outputs if spec.dtype.is_floating_point]
         activation_bytes.append(sum(_wire_bytes(wire, spec) for spec in cost.outputs))
         gradient_bytes.append(sum(_wire_bytes(wire, spec) for spec in floating))
+        # By its share of the operations: the cores are not timed apart from their layer.
         core_s.append(seconds * cost.core_flops / (cost.forward_flops or 1))
     return LayerCosts(
         forward_s=forward_s,

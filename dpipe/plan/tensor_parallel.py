@@ -99,7 +99,9 @@ def ring_us(config: Config, network: Network) -> float:
     """
     size = config.tensor_parallel.size
     link = only_link(network)
-    part_us = config.replay.exchange_bytes / size * 8 / (link.rate_gbps(network.connections) * 1e3)
+    part_bits = config.replay.exchange_bytes / size * 8
+    part_us = part_bits / (link.rate_gbps(network.connections) * 1e3)
+    # A reduce-scatter and an all-gather, each of T - 1 turns, in which a T-th moves on.
     return 2 * (size - 1) * (link.delay_us + part_us)
 
 

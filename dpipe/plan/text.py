@@ -12,7 +12,12 @@ from dpipe.plan.forecast import Forecast, forecast
 from dpipe.timeline.summary import summarise
 
 
-def forecast_text(path: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> str:
+def forecast_text(
+    path: str,
+    overrides: tuple[str, ...],
+    network: str | None,
+    as_json: bool,
+) -> str:
     """For the configuration in `path`, on the network profile `network` instead of its own."""
     config = load(path, overrides)
     assumed = configured_network(config, network) if network else None
@@ -54,7 +59,8 @@ def as_text(row: dict[str, Any], config: Config) -> str:
         agrees = f" on average, {row['agreeing_step_s']:.4f} s where replicas agree"
     bubbles = " ".join(f"{bubble:.0%}" for bubble in row["bubble"])
     in_flight = " ".join(map(str, row["peak_in_flight"]))
-    links = "  ".join(f"{link} {n / 1e6:.2f} MB" for link, n in sorted(row["link_bytes"].items()))
+    by_link = sorted(row["link_bytes"].items())
+    links = "  ".join(f"{link} {num_bytes / 1e6:.2f} MB" for link, num_bytes in by_link)
     lines = [
         f"network         {row['network']}",
         f"schedule        {row['schedule']}, layers a stage {row['layers_per_stage']}",
@@ -65,6 +71,7 @@ def as_text(row: dict[str, Any], config: Config) -> str:
         f"a step sends    {links or 'nothing'}",
         *_tensor_parallel_lines(config),
     ]
+    # A rank of the schedule is a whole tensor-parallel group: its first rank is shown.
     for number, rank in enumerate(row["memory"]):
         lines.append(_memory_line(number * config.tensor_parallel.size, rank))
     return "\n".join(lines)

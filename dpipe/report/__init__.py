@@ -1,11 +1,12 @@
 """What a person sees of a run, while it trains and after it.
 
-display.py   rows of metrics on rank 0's terminal: a live line, or plain lines elsewhere
-metrics.py   rows of metrics on disk: metrics.jsonl and TensorBoard
-rows.py      rows of metrics on their way from rank 0 to the process that launched it
-pace.py      how far a bench is and how long it will take; the minute of `--quick`
-summary.py   the summary that rank 0 prints at the end of a run
-trace.py     the last steps' spans of every rank beside the prediction; the Chrome trace
+display.py      rows of metrics on rank 0's terminal: a live line, or plain lines elsewhere
+efficiency.py   how much of a device's arithmetic a step uses (no torch)
+metrics.py      rows of metrics on disk: metrics.jsonl and TensorBoard
+rows.py         rows of metrics on their way from rank 0 to the process that launched it
+pace.py         how far a bench is and how long it will take; the minute of `--quick`
+summary.py      the summary that rank 0 prints at the end of a run
+trace.py        the last steps' spans of every rank beside the prediction; the Chrome trace
 
 To add a number to the rows: put it in the row that `engine/trainer.py` writes. metrics.py stores
 any number, also one level down; display.py shows those that `describe` names.

@@ -47,6 +47,7 @@ class _Lasting(io.TextIOBase):
         if stream is None:
             return
         try:
+            # A broken pipe and a full disk alike: what is shown is worth no run.
             act(stream)
         except OSError as error:
             self._stream = None

@@ -42,7 +42,7 @@ class Metrics:
         """
         with needing_room(self._path):
             self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._file.flush()  # others read it while the run goes on
         if self._board is not None:
             self._board.add(row["step"], _scalars(row))
         self._show(row)
@@ -127,6 +127,7 @@ def keep_rows_before(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]
+    # Renamed into place: a crash leaves the old rows or the new ones.
     rewritten = path.with_suffix(".tmp")
     rewritten.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(rewritten, path)

@@ -18,7 +18,7 @@ import click
 
 T = TypeVar("T")
 
-QUICK_S = 60.0
+QUICK_S = 60.0  # what `--quick` promises
 MIN_ROUNDS = 3  # the fewest that have a median and quartiles worth printing
 _END_S = 1.0  # of a part, to close its processes
 _EVERY_S = 5.0  # a line
@@ -57,6 +57,7 @@ class Pace:
         longest_s = 0.0
         for number, item in enumerate(items, 1):
             began_s = time.monotonic()
+            # By the longest so far: parts take about as long as each other.
             if number > 1 and began_s + longest_s > self.began_s + self.limit_s:
                 labels = ", ".join(label(left) for left in items[number - 1 :])
                 self._write(f"left out, for lack of time: {labels}")
@@ -79,6 +80,7 @@ class Pace:
         start_s = self.rounds_began_s - self.part_began_s
         left = self.num_parts - self.part + 1
         remaining_s = self.began_s + self.limit_s - self.rounds_began_s
+        # Of what is left once each later part has started as this one did, an equal share.
         share_s = (remaining_s - (left - 1) * start_s) / left - _END_S
         fit = int(share_s / max(round_s, 1e-6))
         return min(most, max(MIN_ROUNDS, fit))
@@ -114,6 +116,7 @@ def silent() -> Pace:
 
 def agreed_rounds(pace: Pace, rank: int, store: Any, most: int, round_s: float) -> int:
     """The number of rounds that rank 0 chooses, on every rank of a `torch.distributed` store."""
+    # One of them decides: a rank that took a round more would wait for the others for ever.
     if rank == 0:
         store.set("rounds", str(pace.rounds(most, round_s)))
     return int(store.get("rounds"))

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 OnRow = Callable[[Row], None]
 
 _WRITE_END = "DPIPE_ROWS_FD"
-_READ_BYTES = 64 << 10
+_READ_BYTES = 64 << 10  # what a pipe holds on Linux
 
 
 class RowPipe:
@@ -26,6 +26,7 @@ class RowPipe:
         self._on_row = on_row
         self._rest = b""  # the beginning of a row whose end has not come yet
         self.read_fd, self.write_fd = os.pipe()
+        # The launcher looks in between its other duties, and must not wait for a row.
         os.set_blocking(self.read_fd, False)
 
     def __enter__(self) -> Self:

@@ -74,7 +74,7 @@ def show_summary(
     steps = [row for row in rows if "loss" in row]
     _print(console, f"\n[bold]{_duration(steps)} of training[/bold] ({escape(str(run))})")
     result = learned(rows)
-    if result is not None and checkpoint_url is not None:
+    if result is not None and checkpoint_url is not None:  # a replay's loss is 0
         console.print(_loss_table(result, scale))
         if scale is not None and result.held_out_end is not None:
             _print(console, _against_bigram(result.held_out_end, scale))
@@ -104,7 +104,7 @@ def _duration(steps: Sequence[dict[str, Any]]) -> str:
     """Of all steps of the run. With run.log_every above 1 not all have a row: then an estimate."""
     number = steps[-1]["step"] + 1 if steps else 0
     seconds = sum(row["step_s"] for row in steps)
-    if len(steps) < number:
+    if len(steps) < number:  # the rows there are stand for the steps between them
         return f"{number} steps in about {seconds / len(steps) * number:.0f} s"
     return f"{number} steps in {seconds:.0f} s"
 
@@ -112,7 +112,7 @@ def _duration(steps: Sequence[dict[str, Any]]) -> str:
 def _sharded(held_mb: Sequence[float], shards: int) -> str:
     """`held_mb` by rank; ranks a pipeline's length apart hold shards of the same stages."""
     length = len(held_mb) // shards
-    largest = max(range(len(held_mb)), key=lambda rank: held_mb[rank])
+    largest = held_mb.index(max(held_mb))
     whole = sum(held_mb[largest % length :: length])
     return (
         f"optimizer state: {held_mb[largest]:.2f} MB on rank {largest}, which has most of it; "

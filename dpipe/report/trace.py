@@ -78,21 +78,24 @@ class TraceInputs:
 
 
 def dump_steps(steps: Iterable[StepSpans]) -> bytes:
-    rows = [
-        {"step": step.step, "spans": [_span_as_list(span) for span in step.spans]} for step in steps
-    ]
+    rows = []
+    for step in steps:
+        spans = [_span_as_list(span) for span in step.spans]
+        rows.append({"step": step.step, "spans": spans})
     return json.dumps(rows).encode()
 
 
 def load_steps(data: bytes, rank: int) -> list[StepSpans]:
     """The inverse of `dump_steps`; spans do not say which rank's they are."""
-    return [
-        StepSpans(row["step"], tuple(_span_from_list(rank, *values) for values in row["spans"]))
-        for row in json.loads(data)
-    ]
+    steps = []
+    for row in json.loads(data):
+        spans = tuple(_span_from_list(rank, *values) for values in row["spans"])
+        steps.append(StepSpans(row["step"], spans))
+    return steps
 
 
 def _span_as_list(span: Span) -> list[Any]:
+    # Without names: spans are nearly all of an upload, whose size is bounded.
     return [
         span.lane,
         str(span.action),
@@ -225,12 +228,15 @@ def load_trace(run: Path) -> Trace:
         for rank in range(inputs.world_size)
     ]
     traced = [[step.step for step in steps] for steps in by_rank]
-    if not traced[0] or any(numbers != traced[0] for numbers in traced):
+    # Not all steps: a rank whose trace did not fit its upload has sent fewer of the last ones.
+    common = set(traced[0]).intersection(*traced)
+    if not common:
         raise ConfigError(
             f"{folder} holds different steps for each rank, by rank {traced}: its files are not of "
             "one run"
         )
-    steps = tuple(_join(same_step, inputs) for same_step in zip(*by_rank, strict=True))
+    shown = [[step for step in steps if step.step in common] for steps in by_rank]
+    steps = tuple(_join(same_step, inputs) for same_step in zip(*shown, strict=True))
     cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
     predicted = simulate(
         inputs.schedule,
@@ -245,6 +251,7 @@ def load_trace(run: Path) -> Trace:
 
 def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
     """The simulator takes a tensor-parallel group for one rank: show it as the group's first."""
+    # Its other ranks do the same at the same time.
     spans = tuple(span._replace(rank=span.rank * size) for span in timeline.spans)
     return Timeline(timeline.num_ranks * size, spans, timeline.num_replicas, size)
 

@@ -2,10 +2,6 @@
 
 api.py                from Python: dpipe.train for one rank, dpipe.launch for all of a machine
 start.py              what `dpipe launch` and `dpipe train` start, once a configuration is checked
-environment.py        which rank a process is; the only reader of the process's environment
-launch.py             all ranks as processes of this machine: signals, logs, exit code
-leash.py              the program between launcher and rank: the rank ends when the launcher dies
-signals.py            a rank that is asked to stop stops after its step
 build.py              the composition root: what a rank is made of, put together
 join.py               a rank joins the others: coordinator and links
 stages.py             the stages of one rank

@@ -70,7 +70,7 @@ def attended(agreement: DataParallel, coordinator: Coordination) -> Iterator[Non
     """Passes an abort of the run on to `agreement`, and lets it leave at the run's end."""
     coordinator.on_abort(agreement.fail)
     yield
-    agreement.leave()
+    agreement.leave()  # not after an error: what this rank has left undone, others may wait for
 
 
 def torch_group(
@@ -85,6 +85,7 @@ def torch_group(
     timeout_s = config.timeouts.transfer
     first = here.dp_group[0]
     host = _host(coordinator.addresses[here.rank], here.rank)
+    # In both branches this rank shares: a gather is complete when every rank has given its part.
     if here.dp_rank == 0:
         store = open_store(host, 0, timeout_s, master=True)
         coordinator.share("torch group", store.port, timeout_s, STORE_PORT)

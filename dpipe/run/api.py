@@ -97,6 +97,7 @@ def launch(
     # a folder that only this user can read: the file may hold the token
     with tempfile.TemporaryDirectory(prefix="dpipe-") as folder:
         path = Path(folder) / "config.json"
+        # Only what was set: some keys mean something of their own when they are left out.
         path.write_text(json.dumps(checked.model_dump(mode="json", exclude_unset=True)))
         exit_code = launch_ranks(
             str(path),

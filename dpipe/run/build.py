@@ -28,18 +28,18 @@ from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
+from dpipe.processes.environment import ProcessInfo, load_kernels_at_start
+from dpipe.processes.signals import stop_on_signals
 from dpipe.ranks import ParallelRanks
 from dpipe.report.display import Display, lasting
 from dpipe.report.metrics import Metrics
 from dpipe.report.rows import OnRow
 from dpipe.run.agreement import attended, data_parallel
-from dpipe.run.environment import ProcessInfo, load_kernels_at_start
 from dpipe.run.join import joined, listening_on, security_of
 from dpipe.run.parameter_servers import Servers, parameter_servers
 from dpipe.run.replay_ring import Ring, ring_peers
 from dpipe.run.results import Outcome, oversubscribed_hosts, show_result, utilisation
 from dpipe.run.resume import agreed_start, find_start, restore, stages_at
-from dpipe.run.signals import stop_on_signals
 from dpipe.run.stages import TiedWeights, counted_elsewhere, make_stage, tied_weights
 from dpipe.run.tensor_groups import as_executed, tensor_group
 from dpipe.schedule.generate import AUTO
@@ -79,9 +79,12 @@ def run_rank(
     run_plan = _check(config, process, resume)
     config = run_plan.config
     rank = process.rank
+    # Before anybody is met: a damaged checkpoint ends this rank alone, with exit code 2.
     start = find_start(config, run_plan, rank, fallback=fallback) if resume else None
     streams = streams_of(config.node.device)
     peers = _peers(run_plan, rank)
+    # In this order: what ranks say while they join is in the folder's log, and a folder that was
+    # made for ranks that could not join is taken back.
     with (
         opened(config, resume, rank) as folder,
         logging_to(folder, rank),
@@ -107,11 +110,13 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     gave.
     """
     torch.set_num_threads(config.node.threads)
+    # The first thing of all: CUDA reads the setting when it is initialised.
     if TRANSPORTS[config.transport.kind].between_gpus:
         load_kernels_at_start()
     config = config.with_(node__device=local_device(config.node.device, process.local_rank))
     if process.rank == 0:
         refuse_folder(config, resume)
+    # Every rank drafts, and they are alike; only what takes long is left to rank 0.
     return draft(config, choose=without_search, predicts_memory=False)
 
 
@@ -119,6 +124,7 @@ def _peers(run_plan: RunPlan, rank: int) -> set[int]:
     """The ranks that this one has links to."""
     config = run_plan.config
     here = config.ranks_of(rank)
+    # Of a schedule that rank 0 finds later as well: it places the stages alike.
     stages = neighbours(run_plan.forecast.schedule, here.pp_rank)
     across_replicas = not config.data_parallel.active_kind.has_server
     peers = here.peers(stages, across_replicas=across_replicas)
@@ -134,7 +140,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     config = run_plan.config
     if config.pipeline.split != "measured" and config.pipeline.schedule != AUTO:
         return run_plan
-    decision = None
+    decision = None  # the others' part: they draft again from what rank 0 decides
     if coordinator.rank == 0:
         layer_s = measure_layers(run_plan) if config.pipeline.split == "measured" else None
         schedule = draft(config, layer_s=layer_s, predicts_memory=False).forecast.schedule
@@ -146,7 +152,7 @@ def adopt_plan_of_rank_0(run_plan: RunPlan, coordinator: Coordination) -> RunPla
     return draft(
         config,
         layer_s=None if decided_s is None else tuple(decided_s),
-        choose=lambda *_: from_csv(programs, name),
+        choose=lambda *_: from_csv(programs, name),  # `draft` checks it as it checks its own
         predicts_memory=False,
     )
 
@@ -186,6 +192,7 @@ def _resources(
             security_of(config, process),
         )
     )
+    # From here on a signal waits for the end of a step; before, there is nothing to save.
     wants_stop = stack.enter_context(stop_on_signals())
     group = tensor_group(config, here, coordinator)
     recorder = Recorder(process.rank, streams)
@@ -267,6 +274,7 @@ def assemble(run_plan: RunPlan, resources: RankResources, stack: ExitStack) -> J
         resources.servers,
         [name for name, _ in tied.values()],
     )
+    # An exit stack runs the last first.
     stack.callback(replicas.close)
     # Unwound before `close`, where a thread may wait for a peer until its deadline.
     stack.push(partial(_fail_with, resources.group))
@@ -300,6 +308,7 @@ def _make_stages(run_plan: RunPlan, resources: RankResources) -> dict[int, Pipel
     here = resources.here
     recorder = resources.recorder
     num_bytes = run_plan.config.replay.exchange_bytes
+    # For any rank, because it opens nothing: only a replayed stage calls it.
     ring = Ring(resources.transport, here, num_bytes, recorder.exchanging)
     return {
         index: make_stage(
@@ -327,6 +336,7 @@ def _make_update(
         gather=resources.coordinator.gather,
         timeout_s=config.timeouts.transfer,
         here=resources.here,
+        # A rank that is so many steps behind has not voted yet, and is not to be waited for.
         lag=max(1, config.data_parallel.staleness),
         timed=resources.recorder.part,
     )
@@ -341,6 +351,7 @@ def _make_executor(
 ) -> Executor:
     config = run_plan.config
     num_stages = run_plan.forecast.schedule.num_stages
+    # Then there is nobody to exchange with: the executor adds the two up.
     both_ends = (tied[0][1], tied[-1][1]) if len(tied) == 2 else None
     return Executor(
         Parts(
@@ -377,6 +388,7 @@ def _fail_with(
     """An exit callback: on an error, nobody shall wait for this rank."""
     if error is None or links is None:
         return
+    # Links raise what they are given, in whichever thread waits: a KeyboardInterrupt is not theirs.
     if not isinstance(error, Exception):
         error = RunAborted(f"{type(error).__name__}: {error}")
     links.fail(error)

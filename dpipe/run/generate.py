@@ -103,6 +103,7 @@ def load_all_layers(config: Config, url: str, *, fallback: bool = False) -> list
     def is_wanted(name: str) -> bool:
         return name in parameters or name in buffers
 
+    # By a test, not by names: those of buffers that are missing in the checkpoint are no error.
     loaded = checkpoint.load(url, is_wanted, fallback=fallback)
     fill(parameters.items(), loaded)
     fill_buffers(buffers.items(), loaded)

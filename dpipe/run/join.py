@@ -15,7 +15,7 @@ from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
 from dpipe.errors import JoinError, PeerLost, RunAborted, TransferTimeout
 from dpipe.plan.assumed_network import assumed_network, connections_of
-from dpipe.run.environment import ProcessInfo
+from dpipe.processes.environment import ProcessInfo
 from dpipe.store.run_folder import keep_upload
 from dpipe.streams import Streams
 from dpipe.transport.base import Transport
@@ -44,10 +44,12 @@ def joined(
     as `RunAborted`.
     """
     folder = Path(config.run.folder)
+    # No server, no port, no thread: one rank has nobody to meet.
     if process.world_size == 1:
         yield Alone(on_upload=partial(keep_upload, folder)), LocalHub(1).transport(0)
         return
     with ExitStack() as stack:
+        # The links listen first: this rank tells the coordinator at which port.
         security = security_of(config, process)
         links = _links(config, process, security, streams)
         stack.callback(links.close)
@@ -61,9 +63,10 @@ def joined(
             transport.prepare(coordinator, peers)
             yield coordinator, transport
         except RunAborted:
-            raise
+            raise  # the coordinator has said it itself
         except (PeerLost, TransferTimeout) as error:
             raise coordinator.abort(str(error), symptom=True) from error
+        # Ctrl-C as well: else the others would notice only when no sign of life comes.
         except BaseException as error:
             coordinator.abort(f"{type(error).__name__}: {error}")
             transport.fail(RunAborted("this rank failed"))

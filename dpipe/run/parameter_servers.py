@@ -24,22 +24,21 @@ from dpipe.coordinator.base import Coordination
 from dpipe.coordinator.shared import EMBEDDED
 from dpipe.dataparallel.kinds import KINDS, names_where
 from dpipe.errors import ConfigError, InputError, RunError, TransferError
-from dpipe.paramserver.client import ServerAccess, reach
 from dpipe.paramserver.journal import REMEDY
 from dpipe.paramserver.server import ParameterServer
+from dpipe.paramworker.client import ServerAccess, reach
 from dpipe.plan.assumed_network import connections_of
-from dpipe.run.environment import environment
+from dpipe.processes.environment import environment
+from dpipe.processes.signals import stop_on_signals
 from dpipe.run.join import address_toward
-from dpipe.run.signals import stop_on_signals
 from dpipe.schedule.schedule import Schedule
 from dpipe.store import checkpoint
 from dpipe.store.run_folder import absent, held
 from dpipe.wire.rpc import Security
 
 LOG = logging.getLogger("dpipe")
-_POLL_S = 1.0
-# of one chunk: with its head it stays below gRPC's limit of 4 MiB
-_MESSAGE_BYTES = 3 << 20
+_POLL_S = 1.0  # between looks at whether a signal has come
+_MESSAGE_BYTES = 3 << 20  # of one chunk: with its head it stays below gRPC's limit of 4 MiB
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -52,8 +51,7 @@ class Servers:
     # HOST:PORT by stage
     addresses: tuple[str, ...]
     security: Security
-    # this rank's tp_rank: which part of a stage it has
-    part: int = 0
+    part: int = 0  # this rank's tp_rank: which part of a stage it has
 
     def access(
         self,
@@ -98,6 +96,7 @@ def parameter_servers(
         return
     rank = coordinator.rank
     hosts = _embedding_ranks(config, schedule, rank)
+    # Up before the addresses go round: whoever hears one can call it.
     server = ParameterServer(bind=bind, security=security) if rank in hosts else None
     try:
         servers = _exchange_addresses(config, schedule, coordinator, hosts, server, security)
@@ -181,7 +180,7 @@ class FolderSnapshots:
             tensors,
             moments,
             state,
-            lambda part: [part],
+            lambda part: [part],  # one process: it shares with itself
             keep=1,
             remedy=REMEDY,
         )
@@ -215,7 +214,7 @@ def serve_parameters(
     folder = _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
     security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
-    torch.set_num_threads(node.threads)
+    torch.set_num_threads(node.threads)  # it steps all stages: this is its compute
     stopping = stop_on_signals("stopping; every acknowledged step is kept")
     with _state_held(folder), stopping as wants_stop:
         server = ParameterServer(
@@ -224,6 +223,7 @@ def serve_parameters(
         try:
             kept = [f"; stage {stage} is at step {step}" for stage, step in server.standing.items()]
             say(f"parameter server at {host}:{server.port}, state in {folder}{''.join(kept)}")
+            # In pieces, because a signal is only noted, and wakes nobody.
             while not (wants_stop() or server.failure or server.wait_until_left(_POLL_S)):
                 pass
         finally:
@@ -249,7 +249,7 @@ def _state_held(folder: Path) -> Iterator[None]:
     one that cannot start are removed again.
     """
     created = absent(folder)
-    lock = folder / "lock"
+    lock = folder / "lock"  # a file of its own: those of the state are replaced by others
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.touch()

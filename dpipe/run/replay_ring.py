@@ -38,12 +38,14 @@ class Ring:
         self._leaving: list[Pending[None]] = []
 
     def __call__(self) -> None:
+        # Of the call before: what went wrong with them shows here.
         for pending in self._leaving:
             pending.settle()
         with self._watch(self._rounds * self._part.nbytes):
             self._leaving = [self._round() for _ in range(self._rounds)]
 
     def _round(self) -> Pending[None]:
+        # Posted first: all ranks of the ring send at once.
         arriving = self._links.recv(TensorSpec.of(self._part), self._before, _TAG)
         leaving = self._links.send(self._part, self._behind, _TAG)
         arriving.wait()

@@ -18,10 +18,10 @@ from dpipe.errors import InputError
 from dpipe.network.link import Host
 from dpipe.plan.costs import layer_flops
 from dpipe.plan.run_plan import RunPlan
+from dpipe.report.efficiency import mfu, peak_of, train_flops
 from dpipe.report.summary import TextScale, show_summary
 from dpipe.report.trace import TraceInputs, save_inputs
 from dpipe.run.generate import sample
-from dpipe.stage.efficiency import mfu, peak_of, train_flops
 from dpipe.store.run_folder import checkpoint_url
 
 LOG = logging.getLogger("dpipe")
@@ -57,8 +57,10 @@ def oversubscribed_hosts(config: Config, coordinator: Coordination) -> tuple[Hos
     Empty with tensor parallelism: compute spans then include waits for the group, so they are used
     as measured.
     """
+    # The cores that this process may use, which a container or a batch system limits.
     here = [socket.gethostname(), len(os.sched_getaffinity(0))]
     machines = coordinator.share("trained", here, config.timeouts.transfer, MACHINE)
+    # A GPU's ranks, and replayed stages, which sleep, leave the cores to others.
     on_cpu = config.model.family.computes and torch.device(config.node.device).type == "cpu"
     if not on_cpu or config.tensor_parallel.size > 1:
         return ()
@@ -96,6 +98,7 @@ def show_result(run_plan: RunPlan, outcome: Outcome, folder: Path, console: Cons
     config = run_plan.config
     if config.run.trace_steps and outcome.num_steps > 0:
         _save_trace_inputs(run_plan, outcome.hosts, folder)
+    # It has little time, and the summary is that of the run which continues it.
     if outcome.stopped:
         line = f"stopped before the end; go on with --resume {folder}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)

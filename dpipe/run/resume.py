@@ -37,6 +37,7 @@ def find_start(
     layers = {layer for stage in stages for layer in run_plan.layers_of(stage)}
 
     def is_wanted(name: str) -> bool:
+        # Also what a rank keeps beside its parameters: `layers.3.qkv.weight.exp_avg`.
         return _LAYER.match(name) is not None and int(name.split(".")[1]) in layers
 
     return checkpoint.load(checkpoint_url(config), is_wanted, step, fallback)
@@ -82,6 +83,7 @@ def restore(
     """Copy the values of `start`, if there is one, into stages and optimizer."""
     if start is None:
         return
+    # First: what is compared and copied below are this rank's parts.
     for tensors in (start.tensors, start.optimizer):
         take_parts(tensors, stages, here)
     for stage in stages.values():

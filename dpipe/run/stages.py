@@ -81,7 +81,7 @@ def _model_stage(
         parameters=config.train.parameters,
         compiled=config.train.compile,
         seed=config.train.seed,
-        first_microbatch=replica * microbatches,
+        first_microbatch=replica * microbatches,  # draws as one process does for the whole batch
         splits_backward=schedule.splits,
         split=None if group is None else Split(group, layers),
         timed=timed,

@@ -15,10 +15,10 @@ from dpipe.config.load import Config, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
 from dpipe.plan.run_plan import draft
+from dpipe.processes.environment import environment, process_info
+from dpipe.processes.launch import launch
 from dpipe.report.rows import OnRow, rows_to_launcher
 from dpipe.run.build import run_rank
-from dpipe.run.environment import environment, process_info
-from dpipe.run.launch import launch
 from dpipe.store.run_folder import absent, open_folder, refuse_changes, refuse_folder, take_back
 
 
@@ -47,10 +47,13 @@ def launch_ranks(
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
+    # For its errors, and for the cache of the text that it leaves: every rank drafts for itself.
     draft(config, choose=without_search, predicts_memory=False)
     folder = Path(config.run.folder)
     new_folders = absent(folder)
+    # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
+    # The same for all ranks: which one a process is, it reads in its environment.
     argv = [sys.executable, "-m", "dpipe", "train", path]
     for override in overrides:
         argv += ["-o", override]

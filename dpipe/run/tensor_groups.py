@@ -33,6 +33,7 @@ def tensor_group(
         return None
     timeout_s = config.timeouts.transfer
     own_store = None
+    # Open before its port goes round. A replay never gets here, so that all ranks or none share.
     if here.tp_rank == 0:
         own_store = open_store(_LOOPBACK, 0, timeout_s, master=True)
     own = {
@@ -40,6 +41,7 @@ def tensor_group(
         "name": socket.gethostname(),
         "port": 0 if own_store is None else own_store.port,
     }
+    # All ranks of the run, not of the group: every one refuses a group that is spread out.
     shared = coordinator.share("tensor groups", own, timeout_s, PLACE)
     ranks = [place.model_dump() for place in shared]
     refuse_apart(ranks, here.tp_size)
@@ -61,6 +63,7 @@ def machine() -> str:
     """Equal for processes that reach each other over loopback: the boot of their kernel, and their
     network namespace.
     """
+    # A container may share the first with its host, and not the second.
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 

@@ -41,7 +41,8 @@ TIED = frozenset({Op.SEND_TIED, Op.RECV_TIED})
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
 PER_RANK = frozenset({Op.AGREE, Op.VOTE})
 
-_TEXT = re.compile(r"(\d+)(" + "|".join(sorted(Op, key=len, reverse=True)) + r")(\d*)")
+_OPS = "|".join(sorted(Op, key=len, reverse=True))
+_TEXT = re.compile(rf"(\d+)({_OPS})(\d*)")
 
 
 class Action(NamedTuple):
@@ -60,6 +61,10 @@ class Action(NamedTuple):
 def parse_action(text: str) -> Action:
     """Read `2F0`; raises `ScheduleError` on anything else."""
     match = _TEXT.fullmatch(text.strip())
-    if match is None or (match[3] != "") != (Op(match[2]) in PER_MICROBATCH):
-        raise ScheduleError(f"{text!r} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")
-    return Action(int(match[1]), Op(match[2]), int(match[3]) if match[3] else None)
+    if match is not None:
+        stage = int(match[1])
+        op = Op(match[2])
+        microbatch = int(match[3]) if match[3] else None
+        if (microbatch is not None) == (op in PER_MICROBATCH):
+            return Action(stage, op, microbatch)
+    raise ScheduleError(f"{text!r} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")

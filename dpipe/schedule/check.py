@@ -20,7 +20,12 @@ _MAKES = {
     Op.I: ("input gradient",),
     Op.W: ("weight gradient",),
 }
-_HOLDS = {Op.F: 1, Op.B: -1, Op.W: -1}  # activations that are held from then on
+# Activations that are held from then on. I frees none: W needs them too.
+_HOLDS = {
+    Op.F: 1,
+    Op.B: -1,
+    Op.W: -1,
+}
 
 
 def check(schedule: Schedule) -> None:
@@ -28,6 +33,7 @@ def check(schedule: Schedule) -> None:
 
     Of a compute-only schedule it checks what applies: all but the links.
     """
+    # In this order: the checks of links and progress look actions up, and rely on all being there.
     _check_complete(schedule)
     _check_microbatch_order(schedule)
     _check_links(schedule)
@@ -40,7 +46,8 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peak(program: Iterable[Action]) -> int:
-    held = peak = 0
+    held = 0
+    peak = 0
     for action in program:
         held += _HOLDS.get(action.op, 0)
         peak = max(peak, held)
@@ -51,7 +58,7 @@ def _check_complete(schedule: Schedule) -> None:
     """Every action that belongs to the schedule is there, once, where its stage lives; and no
     other.
     """
-    expected = dict.fromkeys(_expected(schedule))
+    expected = dict.fromkeys(_expected(schedule))  # a set that keeps its order, for the message
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if action not in expected:
@@ -83,25 +90,55 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
             for op in _expected_ops(schedule, stage, microbatch):
                 yield Action(stage, op, microbatch)
         if schedule.lowered and schedule.trains:
-            tied = schedule.tied_partner(stage) is not None
-            ops = [Op.SEND_TIED, Op.RECV_TIED] * tied + [Op.COMPLETE] * completes
-            ops += [Op.REDUCE_GRAD] * reduces + [Op.STEP] * steps
+            ops: list[Op] = []
+            if schedule.tied_partner(stage) is not None:
+                ops += [Op.SEND_TIED, Op.RECV_TIED]
+            if completes:
+                ops.append(Op.COMPLETE)
+            if reduces:
+                ops.append(Op.REDUCE_GRAD)
+            if steps:
+                ops.append(Op.STEP)
             yield from (Action(stage, op) for op in ops)
     if schedule.lowered and schedule.trains:
-        for op in [Op.AGREE] * reduces + [Op.VOTE] * steps:
+        of_ranks: list[Op] = []
+        if reduces:
+            of_ranks.append(Op.AGREE)
+        if steps:
+            of_ranks.append(Op.VOTE)
+        for op in of_ranks:
             yield from (schedule.of_rank(rank, op) for rank in range(schedule.num_ranks))
 
 
-def _expected_ops(schedule: Schedule, stage: int, microbatch: int) -> Iterator[Op]:
+def _expected_ops(
+    schedule: Schedule,
+    stage: int,
+    microbatch: int,
+) -> Iterator[Op]:
     before = schedule.lowered and stage > 0 and schedule.hops(stage, stage - 1)
-    after = schedule.lowered and not schedule.is_last(stage) and schedule.hops(stage, stage + 1)
-    yield from [Op.RECV_F] * before + [Op.F] + [Op.SEND_F] * after
-    if schedule.trains:
-        split = (
-            Action(stage, Op.I, microbatch) in schedule.index
-            or Action(stage, Op.W, microbatch) in schedule.index
-        )
-        yield from [Op.RECV_B] * after + ([Op.I, Op.W] if split else [Op.B]) + [Op.SEND_B] * before
+    is_inner = schedule.lowered and not schedule.is_last(stage)
+    after = is_inner and schedule.hops(stage, stage + 1)
+    if before:
+        yield Op.RECV_F
+    yield Op.F
+    if after:
+        yield Op.SEND_F
+    if not schedule.trains:
+        return
+    if after:
+        yield Op.RECV_B
+    halves = (
+        Action(stage, Op.I, microbatch),
+        Action(stage, Op.W, microbatch),
+    )
+    # Either half alone says that the other is missing, and not the whole.
+    if any(half in schedule.index for half in halves):
+        yield Op.I
+        yield Op.W
+    else:
+        yield Op.B
+    if before:
+        yield Op.SEND_B
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
@@ -111,6 +148,7 @@ def _check_microbatch_order(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         turns: Counter[tuple[int, str]] = Counter()
         for action in program:
+            # What is made counts, not the op: a B stands where a stage's I and W do.
             for made in _MAKES.get(action.op, ()):
                 turn = turns[action.stage, made]
                 if action.microbatch != turn:
@@ -140,6 +178,7 @@ def _check_progress(schedule: Schedule) -> None:
     """The ranks reach the end: sends and receives do not block, everything else runs in its rank's
     order.
     """
+    # By order alone, whatever takes how long: what can run at some time can run at any.
     needs = _needs(schedule)
     done = _reachable(needs)
     if len(done) == len(needs):
@@ -147,6 +186,7 @@ def _check_progress(schedule: Schedule) -> None:
     culprits = []
     lines = []
     for rank, program in enumerate(schedule.programs):
+        # A receive is only posted: what stops a rank is an action that cannot run.
         blocked = (a for a in program if a not in done and a.op not in RECVS)
         stop = next(blocked, None)
         if stop is None:
@@ -166,9 +206,10 @@ def _needs(schedule: Schedule) -> dict[Action, list[Action]]:
     for program in schedule.programs:
         before: list[Action] = []
         for action in program:
-            data = (
-                schedule.requires(action) if schedule.lowered else compute_needs(schedule, action)
-            )
+            if schedule.lowered:
+                data = list(schedule.requires(action))
+            else:
+                data = list(compute_needs(schedule, action))
             needs[action] = [*data, *before]
             if action.op not in RECVS:
                 before = [action]
@@ -210,7 +251,8 @@ def _beside(schedule: Schedule, culprit: Action) -> Action | None:
     micro-batch.
     """
     for action in schedule.index:
-        same = (action.stage, action.microbatch) == (culprit.stage, culprit.microbatch)
-        if same and action.op in COMPUTE:
+        same_stage = action.stage == culprit.stage
+        same_microbatch = action.microbatch == culprit.microbatch
+        if same_stage and same_microbatch and action.op in COMPUTE:
             return action
     return None

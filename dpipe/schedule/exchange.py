@@ -35,8 +35,7 @@ from functools import cached_property, partial
 
 from dpipe.errors import ScheduleError
 
-# parts that are on their way to their owners before the first of them comes back
-AHEAD = 8
+AHEAD = 8  # parts that are on their way to their owners before the first of them comes back
 
 
 class Role(StrEnum):
@@ -62,16 +61,11 @@ class Message:
 class Exchange:
     """The messages of one stage's exchange."""
 
-    # in `PATTERNS`
-    name: str
-    # ends of the exchange, without the server
-    num_replicas: int
-    # that each owner's share is cut into
-    num_parts: int
-    # the ends that each average an equal share
-    owners: tuple[int, ...]
-    # by end, what it sends, in order
-    programs: tuple[tuple[Message, ...], ...]
+    name: str  # in `PATTERNS`
+    num_replicas: int  # ends of the exchange, without the server
+    num_parts: int  # that each owner's share is cut into
+    owners: tuple[int, ...]  # the ends that each average an equal share
+    programs: tuple[tuple[Message, ...], ...]  # by end, what it sends, in order
     # messages of these roles wait for the optimizer's step: GATHER where an owner alone has the
     # optimizer's state of its share, both where replicas step by themselves
     after_step: frozenset[Role] = frozenset()
@@ -79,8 +73,7 @@ class Exchange:
     barrier: bool = False
     # begins as soon as the gradient of the stage is final, not when the pipelines have run dry
     overlapped: bool = True
-    # the server answers each replica as soon as its own part has come
-    stale: bool = False
+    stale: bool = False  # the server answers each replica as soon as its own part has come
 
     @property
     def has_server(self) -> bool:
@@ -155,6 +148,7 @@ class Exchange:
 
     def piece(self, message: Message, length: int) -> slice:
         """Which of `length` values, or bytes, `message` carries."""
+        # An owner's parts lie side by side: together they are its share.
         index = self.owners.index(message.owner) * self.num_parts + message.part
         count = len(self.owners) * self.num_parts
         start = length * index // count
@@ -166,7 +160,12 @@ class Exchange:
         return int(piece.stop - piece.start)
 
 
-def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> Exchange:
+def direct(
+    num_replicas: int,
+    num_parts: int = 1,
+    *,
+    sharded: bool = False,
+) -> Exchange:
     """Every replica owns a share: it receives the others' parts of it, and sends all of them the
     mean.
 
@@ -183,9 +182,16 @@ def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> E
         reduces = []
         gathers = []
         for part in range(num_parts):
-            reduces.append([Message(Role.REDUCE, part, other, replica, other) for other in others])
-            gathers.append([Message(Role.GATHER, part, replica, replica, o) for o in others])
-        programs.append(_interleaved(reduces, gathers, num_parts if sharded else AHEAD))
+            to_owners = []
+            to_others = []
+            for other in others:
+                to_owners.append(Message(Role.REDUCE, part, other, replica, other))
+                to_others.append(Message(Role.GATHER, part, replica, replica, other))
+            reduces.append(to_owners)
+            gathers.append(to_others)
+        # Sharded, the optimizer's step lies between the two: nothing is gathered before it.
+        ahead = num_parts if sharded else AHEAD
+        programs.append(_interleaved(reduces, gathers, ahead))
     return Exchange(
         "sharded" if sharded else "all-reduce",
         num_replicas,
@@ -198,12 +204,15 @@ def direct(num_replicas: int, num_parts: int = 1, *, sharded: bool = False) -> E
 
 def local_sgd(num_replicas: int, num_parts: int = 1) -> Exchange:
     """Replicas have stepped by themselves, and average parameters as they would gradients."""
-    return replace(direct(num_replicas, num_parts), name="local-sgd", after_step=frozenset(Role))
+    pattern = direct(num_replicas, num_parts)
+    return replace(pattern, name="local-sgd", after_step=frozenset(Role))
 
 
 def silent(num_replicas: int) -> Exchange:
     """Nothing is exchanged: a step between two exchanges of local SGD."""
-    return Exchange("silent", num_replicas, 1, tuple(range(num_replicas)), ((),) * num_replicas)
+    owners = tuple(range(num_replicas))
+    nothing: tuple[Message, ...] = ()
+    return Exchange("silent", num_replicas, 1, owners, (nothing,) * num_replicas)
 
 
 def parameter_server(
@@ -255,15 +264,22 @@ def chain(num_replicas: int, num_parts: int = 1) -> Exchange:
     last = num_replicas - 1
     programs = []
     for replica in range(num_replicas):
-        reduces = [
-            Message(Role.REDUCE, part, 0, replica, replica - 1) for part in parts if replica > 0
-        ]
-        gathers = [
-            Message(Role.GATHER, part, 0, replica, replica + 1) for part in parts if replica < last
-        ]
+        reduces = []
+        gathers = []
+        for part in parts:
+            if replica > 0:
+                reduces.append(Message(Role.REDUCE, part, 0, replica, replica - 1))
+            if replica < last:
+                gathers.append(Message(Role.GATHER, part, 0, replica, replica + 1))
         programs.append((*reduces, *gathers))
     return Exchange(
-        "central", num_replicas, num_parts, (0,), tuple(programs), barrier=True, overlapped=False
+        "central",
+        num_replicas,
+        num_parts,
+        (0,),
+        tuple(programs),
+        barrier=True,
+        overlapped=False,
     )
 
 
@@ -300,13 +316,17 @@ def exchange(
 
 def draw(exchange: Exchange) -> str:
     """One line an end."""
-    return "\n".join(
-        f"{end} | {'   '.join(map(str, program))}" for end, program in enumerate(exchange.programs)
-    )
+    lines = []
+    for end, program in enumerate(exchange.programs):
+        messages = "   ".join(map(str, program))
+        lines.append(f"{end} | {messages}")
+    return "\n".join(lines)
 
 
 def _interleaved(
-    first: list[list[Message]], then: list[list[Message]], ahead: int
+    first: list[list[Message]],
+    then: list[list[Message]],
+    ahead: int,
 ) -> tuple[Message, ...]:
     """The messages part by part; those of `first` are `ahead` parts ahead of `then`."""
     order: list[Message] = []
@@ -319,6 +339,10 @@ def _interleaved(
 
 
 def _at_least(num_replicas: int, num_parts: int) -> None:
-    for what, value, least in (("num_replicas", num_replicas, 2), ("num_parts", num_parts, 1)):
+    bounds = (
+        ("num_replicas", num_replicas, 2),
+        ("num_parts", num_parts, 1),
+    )
+    for what, value, least in bounds:
         if value < least:
             raise ScheduleError(f"{what} must be at least {least} for an exchange, got {value}")

@@ -8,7 +8,7 @@ time. `tests/schedule/test_schedule_generate.py` draws them again.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from dpipe.choices import Choices
 from dpipe.errors import ScheduleError
@@ -104,15 +104,13 @@ def gpipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> S
         rank 2 |  .   .  2F0 2F1 2F2 2B0 2B1 2B2  .   .
     """
     forwards = forward_only(num_stages, num_microbatches, stages_per_rank).programs
-    backwards = [
-        tuple(
-            Action(a.stage, Op.B, m)
-            for a in reversed(program[::num_microbatches])
-            for m in range(num_microbatches)
-        )
-        for program in forwards
-    ]
-    programs = [f + b for f, b in zip(forwards, backwards, strict=True)]
+    programs = []
+    for program in forwards:
+        backwards: Program = ()
+        # Of each stage the first forward; the last stage goes back first.
+        for first in reversed(program[::num_microbatches]):
+            backwards += _each(first.stage, Op.B, num_microbatches)
+        programs.append(program + backwards)
     return _schedule("gpipe", num_microbatches, num_stages, programs)
 
 
@@ -127,21 +125,20 @@ def forward_only(num_stages: int, num_microbatches: int, stages_per_rank: int = 
     """
     num_ranks = _ranks(num_stages, stages_per_rank)
     _at_least_one("num_microbatches", num_microbatches)
-    programs = [
-        tuple(
-            chain(
-                *(
-                    _each(stage, Op.F, num_microbatches)
-                    for stage in range(rank, num_stages, num_ranks)
-                )
-            )
-        )
-        for rank in range(num_ranks)
-    ]
+    programs = []
+    for rank in range(num_ranks):
+        program: Program = ()
+        for stage in range(rank, num_stages, num_ranks):
+            program += _each(stage, Op.F, num_microbatches)
+        programs.append(program)
     return _schedule("forward-only", num_microbatches, num_stages, programs)
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int, in_flight: int | None = None) -> Schedule:
+def one_f_one_b(
+    num_stages: int,
+    num_microbatches: int,
+    in_flight: int | None = None,
+) -> Schedule:
     """A few forwards, then one backward and one forward in turn (PipeDream-Flush, Narayanan et al.
     2021).
 
@@ -156,12 +153,11 @@ def one_f_one_b(num_stages: int, num_microbatches: int, in_flight: int | None = 
         rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
     depths = _depths(num_stages, num_microbatches, in_flight)
-    programs = [
-        _one_and_one(
-            _each(rank, Op.F, num_microbatches), _each(rank, Op.B, num_microbatches), depth
-        )
-        for rank, depth in enumerate(depths)
-    ]
+    programs = []
+    for rank, depth in enumerate(depths):
+        forwards = _each(rank, Op.F, num_microbatches)
+        backwards = _each(rank, Op.B, num_microbatches)
+        programs.append(_one_and_one(forwards, backwards, depth))
     return _schedule("1f1b", num_microbatches, num_stages, programs)
 
 
@@ -187,17 +183,19 @@ def interleaved(
     groups = _groups(num_ranks, num_microbatches)
     depths = _interleaved_depths(num_ranks, stages_per_rank, groups, in_flight)
 
-    def program(rank: int) -> Program:
+    programs = []
+    for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)
-        forwards = tuple(Action(s, Op.F, m) for group in groups for s in stages for m in group)
-        backwards = tuple(
-            Action(s, Op.B, m) for group in groups for s in reversed(stages) for m in group
-        )
-        return _one_and_one(forwards, backwards, depths[rank])
-
-    return _schedule(
-        "interleaved", num_microbatches, num_stages, [program(rank) for rank in range(num_ranks)]
-    )
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        for group in groups:
+            for stage in stages:
+                forwards += [Action(stage, Op.F, m) for m in group]
+            for stage in reversed(stages):
+                backwards += [Action(stage, Op.B, m) for m in group]
+        program = _one_and_one(tuple(forwards), tuple(backwards), depths[rank])
+        programs.append(program)
+    return _schedule("interleaved", num_microbatches, num_stages, programs)
 
 
 def zero_bubble(
@@ -227,9 +225,8 @@ def zero_bubble(
         for rank, op in zip(ranks, choices, strict=True):
             if op is not None:
                 rank.do(op)
-    return _schedule(
-        "zero-bubble", num_microbatches, num_stages, [tuple(rank.program) for rank in ranks]
-    )
+    programs = [tuple(rank.program) for rank in ranks]
+    return _schedule("zero-bubble", num_microbatches, num_stages, programs)
 
 
 def split_programs(
@@ -244,7 +241,10 @@ def split_programs(
     depths = _depths(num_stages, num_microbatches, in_flight)
     limit = num_microbatches if memory_limit is None else memory_limit
     _at_least_one("memory_limit", limit)
-    return [SplitProgram(rank, num_microbatches, depth, limit) for rank, depth in enumerate(depths)]
+    ranks = []
+    for rank, depth in enumerate(depths):
+        ranks.append(SplitProgram(rank, num_microbatches, depth, limit))
+    return ranks
 
 
 def least_in_flight(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
@@ -267,9 +267,15 @@ def _neighbours(ranks: list[SplitProgram], stage: int) -> tuple[int, int]:
     """How many inputs the rank before `stage` has made for it, and how many gradients the rank
     after.
     """
-    inputs = ranks[stage - 1].done[Op.F] if stage > 0 else ranks[stage].num_microbatches
-    last = stage == len(ranks) - 1
-    return inputs, ranks[stage].done[Op.F] if last else ranks[stage + 1].done[Op.I]
+    own = ranks[stage]
+    # The first stage has its inputs from the data, the last its gradients from its own loss.
+    inputs = own.num_microbatches
+    if stage > 0:
+        inputs = ranks[stage - 1].done[Op.F]
+    gradients = own.done[Op.F]
+    if stage < len(ranks) - 1:
+        gradients = ranks[stage + 1].done[Op.I]
+    return inputs, gradients
 
 
 def _one_and_one(forwards: Program, backwards: Program, depth: int) -> Program:
@@ -279,12 +285,16 @@ def _one_and_one(forwards: Program, backwards: Program, depth: int) -> Program:
         yield from forwards[:depth]
         for done, backward in enumerate(backwards):
             yield backward
-            yield from forwards[depth + done : depth + done + 1]
+            yield from forwards[depth + done : depth + done + 1]  # none once they have run out
 
     return tuple(merged())
 
 
-def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> list[int]:
+def _depths(
+    num_stages: int,
+    num_microbatches: int,
+    in_flight: int | None,
+) -> list[int]:
     """The micro-batches in flight on each rank: `in_flight` on the first, falling to the last in
     proportion.
     """
@@ -292,10 +302,12 @@ def _depths(num_stages: int, num_microbatches: int, in_flight: int | None) -> li
     _at_least_one("num_microbatches", num_microbatches)
     first = num_stages if in_flight is None else in_flight
     _at_least_one("in_flight", first)
-    return [
-        min(num_microbatches, -(-first * (num_stages - rank) // num_stages))
-        for rank in range(num_stages)
-    ]
+    depths = []
+    for rank in range(num_stages):
+        from_end = num_stages - rank
+        depth = -(-first * from_end // num_stages)  # rounded up: 1 on the last rank at least
+        depths.append(min(num_microbatches, depth))
+    return depths
 
 
 def _interleaved_depths(
@@ -321,10 +333,16 @@ def _interleaved_depths(
         )
     last = max(least, first - 2 * shortest)
     steps = max(1, num_ranks - 1)
-    return [last + -(-(first - last) * (steps - rank) // steps) for rank in range(num_ranks)]
+    depths = []
+    for rank in range(num_ranks):
+        left = steps - rank
+        more = -(-(first - last) * left // steps)  # rounded up
+        depths.append(last + more)
+    return depths
 
 
 def _least(stages_per_rank: int, group: int) -> int:
+    # The whole group through every stage but the last, and there the first of it.
     return (stages_per_rank - 1) * group + 1
 
 
@@ -334,7 +352,9 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
     """
     num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
-    starts = [group * size + min(group, longer) for group in range(num_groups + 1)]
+    starts = []
+    for group in range(num_groups + 1):
+        starts.append(group * size + min(group, longer))
     return [range(start, end) for start, end in pairwise(starts)]
 
 
@@ -345,9 +365,8 @@ def _each(stage: int, op: Op, num_microbatches: int) -> Program:
 def _schedule(
     name: str, num_microbatches: int, num_stages: int, programs: list[Program]
 ) -> Schedule:
-    return Schedule(
-        num_microbatches, tuple(s % len(programs) for s in range(num_stages)), tuple(programs), name
-    )
+    rank_of_stage = tuple(stage % len(programs) for stage in range(num_stages))
+    return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
 
 
 def _ranks(num_stages: int, stages_per_rank: int) -> int:

@@ -10,7 +10,10 @@ from dpipe.schedule.schedule import Schedule
 
 RankPair = tuple[int, int]  # (from rank, to rank): a directed link
 
-_TIED = {Op.SEND_TIED: Op.RECV_TIED, Op.RECV_TIED: Op.SEND_TIED}
+_TIED = {
+    Op.SEND_TIED: Op.RECV_TIED,
+    Op.RECV_TIED: Op.SEND_TIED,
+}
 _NEXT_TO = {  # the other end's op, and how many stages on it is
     Op.SEND_F: (Op.RECV_F, 1),
     Op.RECV_F: (Op.SEND_F, -1),
@@ -72,7 +75,7 @@ def _by_link(schedule: Schedule, sending: bool) -> dict[RankPair, list[Action]]:
 def neighbours(schedule: Schedule, rank: int) -> set[int]:
     """The ranks that `rank` exchanges activations, gradients or a tied weight's gradient with."""
     owner = schedule.rank_of_stage
-    hops = set(pairwise(owner))
+    hops = set(pairwise(owner))  # between stages of one rank, too: that rank is taken out below
     if schedule.tied:
         hops.add((owner[0], owner[-1]))
     ranks: set[int] = set()

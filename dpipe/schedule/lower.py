@@ -61,12 +61,12 @@ def lower(
 
 
 def _with_tied_sends(schedule: Schedule) -> Schedule:
-    tied = [
-        stage for stage in range(schedule.num_stages) if schedule.tied_partner(stage) is not None
-    ]
-    return _inserted_after(
-        schedule, {_last_gradient(schedule, s): [Action(s, Op.SEND_TIED)] for s in tied}
-    )
+    sends: dict[Action, list[Action]] = {}
+    for stage in range(schedule.num_stages):
+        if schedule.tied_partner(stage) is not None:
+            last = _last_gradient(schedule, stage)
+            sends[last] = [Action(stage, Op.SEND_TIED)]
+    return _inserted_after(schedule, sends)
 
 
 def _with_gradients_completed(schedule: Schedule, *, reduce: bool) -> Schedule:
@@ -85,8 +85,11 @@ def _with_gradients_completed(schedule: Schedule, *, reduce: bool) -> Schedule:
             at_once[last] = [complete, Action(stage, Op.REDUCE_GRAD)]
         else:
             completed_last.append(complete)
-    reduced_last = [Action(a.stage, Op.REDUCE_GRAD) for a in completed_last if reduce]
-    return _appended(_inserted_after(schedule, at_once), [*completed_last, *reduced_last])
+    reduced_last = []
+    if reduce:
+        reduced_last = [Action(complete.stage, Op.REDUCE_GRAD) for complete in completed_last]
+    with_others = _inserted_after(schedule, at_once)
+    return _appended(with_others, [*completed_last, *reduced_last])
 
 
 def _with_agreement(schedule: Schedule) -> Schedule:
@@ -117,16 +120,19 @@ def _with_sends(schedule: Schedule) -> Schedule:
             continue
         op, ahead = _MADE_FOR[action.op]
         other = action.stage + ahead
-        if 0 <= other < schedule.num_stages and schedule.hops(action.stage, other):
+        exists = 0 <= other < schedule.num_stages
+        if exists and schedule.hops(action.stage, other):
             sends[action] = [Action(action.stage, op, action.microbatch)]
     return _inserted_after(schedule, sends)
 
 
 def _with_receives(schedule: Schedule, ahead: int) -> Schedule:
     programs = schedule.programs
+    # By rank, and by the position in its program that they are posted in front of.
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
     needed_at = [_needed_at(schedule, program) for program in programs]
     computes = [_compute_positions(program) for program in programs]
+    # Sorted, so that receives of several links at one position have one order whatever the dict's.
     for (_, rank), sends in sorted(sends_by_link(schedule).items()):
         end = len(programs[rank])
         latest = end
@@ -154,10 +160,14 @@ def _needed_at(schedule: Schedule, program: Program) -> dict[Action, int]:
     return positions
 
 
-def _earlier(position: int, computes: Sequence[int], ahead: int) -> int:
+def _earlier(
+    position: int,
+    computes: Sequence[int],
+    ahead: int,
+) -> int:
     """The position of the compute action that comes `ahead` before `position`, or the first one."""
     before = bisect_left(computes, position)
-    if ahead == 0 or before == 0:
+    if ahead == 0 or before == 0:  # right in front of its consumer
         return position
     return min(position, computes[max(0, before - ahead)])
 
@@ -165,7 +175,7 @@ def _earlier(position: int, computes: Sequence[int], ahead: int) -> int:
 def _with_posts(program: Program, posts: Mapping[int, list[Action]]) -> Program:
     rewritten: list[Action] = []
     for position in range(len(program) + 1):
-        rewritten += reversed(posts.get(position, []))
+        rewritten += reversed(posts.get(position, []))  # they were found from the last to the first
         rewritten += program[position : position + 1]
     return tuple(rewritten)
 

@@ -5,7 +5,6 @@ One value feeds the checker, the simulator, the executor, the viewer and the tor
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from dpipe.schedule.action import BACKWARD, COMPUTE, RECVS, SENDS, Action, Op
 
@@ -142,12 +141,14 @@ class Schedule:
             if stage == 0:
                 return ()
             before = Action(stage - 1, Op.F, microbatch)
-            return (self._through(before, Action(stage, Op.RECV_F, microbatch)),)
+            receive = Action(stage, Op.RECV_F, microbatch)
+            return (self._through(before, receive),)
         forward = Action(stage, Op.F, microbatch)
         if self.is_last(stage):
             return (forward,)
         later = self.backward_of(stage + 1, microbatch)
-        return forward, self._through(later, Action(stage, Op.RECV_B, microbatch))
+        receive = Action(stage, Op.RECV_B, microbatch)
+        return forward, self._through(later, receive)
 
     def _needs_of_send(self, send: Action) -> Needs:
         stage, op, microbatch = send
@@ -177,7 +178,8 @@ class Schedule:
         if action.op is Op.VOTE:
             return self._agreed(rank)
         assert action.op is Op.STEP
-        return self._present([self.of_rank(rank, Op.VOTE)]) or self._agreed(rank)
+        vote = self._present([self.of_rank(rank, Op.VOTE)])
+        return vote or self._agreed(rank)
 
     def _through(self, source: Action, receive: Action) -> Action:
         """`receive`, where a link lies between its stage and that of `source`."""
@@ -189,7 +191,9 @@ class Schedule:
     def _agreed(self, rank: int) -> Needs:
         """After these the gradients of all stages of `rank` are what its step will use."""
         agree = self._present([self.of_rank(rank, Op.AGREE)])
-        completed = chain(*(self._completed(stage) for stage in self.stages_of(rank)))
+        completed: list[Action] = []
+        for stage in self.stages_of(rank):
+            completed += self._completed(stage)
         return agree or self._reduced(rank) or tuple(completed)
 
     def _reduced(self, rank: int) -> Needs:
@@ -200,13 +204,18 @@ class Schedule:
         """The gradients of a weight that is tied within the rank are added at COMPLETE of the last
         stage.
         """
-        end = self.num_stages - 1 if self.tied_within_rank and stage == 0 else stage
-        return self._present([Action(end, Op.COMPLETE)]) or self._all_gradients(stage)
+        end = stage
+        if self.tied_within_rank and stage == 0:
+            end = self.num_stages - 1
+        complete = self._present([Action(end, Op.COMPLETE)])
+        return complete or self._all_gradients(stage)
 
     def _all_gradients(self, stage: int) -> Needs:
         gradients = self.final_gradients(stage)
         if self.tied_partner(stage) is not None:
             return (*gradients, Action(stage, Op.RECV_TIED))
+        # It adds the first stage's gradient to its own, and so is complete behind that.
         if self.tied_within_rank and self.is_last(stage) and stage > 0:
-            return (*gradients, *self._present([Action(0, Op.COMPLETE)]))
+            first = self._present([Action(0, Op.COMPLETE)])
+            return (*gradients, *first)
         return gradients

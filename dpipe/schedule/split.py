@@ -17,12 +17,23 @@ class SplitProgram:
     `limit` those whose weight gradient is not done: what the rank holds.
     """
 
-    def __init__(self, stage: int, num_microbatches: int, depth: int, limit: int) -> None:
+    def __init__(
+        self,
+        stage: int,
+        num_microbatches: int,
+        depth: int,
+        limit: int,
+    ) -> None:
         self.stage = stage
         self.num_microbatches = num_microbatches
         self.depth = depth
         self.limit = limit
-        self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
+        # Counts are enough: each op takes its micro-batches in order.
+        self.done = {
+            Op.F: 0,
+            Op.I: 0,
+            Op.W: 0,
+        }
         self.program: list[Action] = []
 
     @property

@@ -16,7 +16,11 @@ Slots = list[Action | None]
 _AROUND = 6  # slots shown on each side of a mark: the grid of a real run is wider than a screen
 
 
-def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = ()) -> str:
+def draw(
+    schedule: Schedule,
+    mark: Action | None = None,
+    ranks: Sequence[int] = (),
+) -> str:
     """The grid: one row a rank, one column a unit slot, communication left out; each action as
     early as it can be.
 
@@ -37,21 +41,29 @@ def draw(schedule: Schedule, mark: Action | None = None, ranks: Sequence[int] = 
         last = min(length, max(marked) + _AROUND + 1)
     before = "... " if first else ""
     after = " ..." if last < length else ""
-    cells = [[_cell(action, mark) for action in row[first:last]] for row in rows]
-    width = max((len(cell) for row in cells for cell in row), default=1)
+    cells = []
+    widths = [1]
+    for row in rows:
+        shown = [_cell(action, mark) for action in row[first:last]]
+        widths += map(len, shown)
+        cells.append(shown)
+    width = max(widths)
     ranks = ranks or range(len(rows))
     digits = len(str(max(ranks)))
     lines = []
-    for rank, row in zip(ranks, cells, strict=True):
-        line = f"rank {rank:>{digits}} | {before}{_line(row, width)}{after}"
-        lines.append(line.rstrip())
+    for rank, line in zip(ranks, cells, strict=True):
+        text = f"rank {rank:>{digits}} | {before}{_line(line, width)}{after}"
+        lines.append(text.rstrip())
     return "\n".join(lines)
 
 
 def _columns_of(rows: list[Slots], mark: Action | None) -> list[int]:
     if mark is None:
         return []
-    return [column for row in rows for column, action in enumerate(row) if action == mark]
+    columns = []
+    for row in rows:
+        columns += [column for column, action in enumerate(row) if action == mark]
+    return columns
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -59,10 +71,10 @@ def to_csv(schedule: Schedule) -> str:
     torch reads.
     """
     rows = io.StringIO()
+    # As torch writes it, whose lines end alike on every system.
     writer = csv.writer(rows, lineterminator="\n")
-    writer.writerows(
-        [str(action) for action in program if action.op in COMPUTE] for program in schedule.programs
-    )
+    for program in schedule.programs:
+        writer.writerow([str(action) for action in program if action.op in COMPUTE])
     return rows.getvalue()
 
 
@@ -73,19 +85,27 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     action and for stages that have no rank or two; whether the schedule is complete and can run is
     for `check()` to say.
     """
-    programs = tuple(
-        tuple(_parse_cell(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
-        for rank, row in enumerate(csv.reader(io.StringIO(text)))
-    )
-    placed = {(action.stage, rank) for rank, program in enumerate(programs) for action in program}
+    programs = []
+    placed: set[tuple[int, int]] = set()
+    num_microbatches = 1
+    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+        program = []
+        for column, cell in enumerate(row):
+            if not cell.strip():
+                continue
+            action = _parse_cell(cell, rank, column)
+            program.append(action)
+            placed.add((action.stage, rank))
+            num_microbatches = max(num_microbatches, 1 + (action.microbatch or 0))
+        programs.append(tuple(program))
     stages = sorted(stage for stage, _ in placed)
     if not stages or stages != list(range(len(stages))):
         raise ScheduleError(
             "the stages of a CSV must be 0, 1, ... with one rank each; got (stage, rank) "
             f"{sorted(placed)}"
         )
-    num_microbatches = 1 + max(action.microbatch or 0 for program in programs for action in program)
-    return Schedule(num_microbatches, tuple(rank for _, rank in sorted(placed)), programs, name)
+    rank_of_stage = tuple(rank for _, rank in sorted(placed))
+    return Schedule(num_microbatches, rank_of_stage, tuple(programs), name)
 
 
 def _parse_cell(cell: str, rank: int, column: int) -> Action:
@@ -100,13 +120,14 @@ def _parse_cell(cell: str, rank: int, column: int) -> Action:
 
 def _in_slots(schedule: Schedule) -> list[Slots]:
     """Each rank's compute actions in unit slots, None where it idles; rows of one length."""
-    programs = [
-        [action for action in program if action.op in COMPUTE] for program in schedule.programs
-    ]
+    programs = []
+    for lowered in schedule.programs:
+        programs.append([action for action in lowered if action.op in COMPUTE])
     rows: list[Slots] = [[] for _ in programs]
     done: set[Action] = set()
     position = [0] * len(programs)
-    while any(at < len(program) for at, program in zip(position, programs, strict=True)):
+    left = sum(map(len, programs))
+    while left:
         # All ranks look before any of them moves: what is done in a slot counts from the next on.
         slot: Slots = []
         for at, program in zip(position, programs, strict=True):
@@ -123,12 +144,19 @@ def _in_slots(schedule: Schedule) -> list[Slots]:
             if action is not None:
                 position[rank] += 1
                 done.add(action)
+                left -= 1
     return rows
 
 
-def _is_ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
+def _is_ready(
+    schedule: Schedule,
+    action: Action,
+    done: set[Action],
+) -> bool:
     # An erroneous schedule is drawn as well: it may name stages that it does not have.
-    return action.stage < schedule.num_stages and done.issuperset(compute_needs(schedule, action))
+    if action.stage >= schedule.num_stages:
+        return False
+    return done.issuperset(compute_needs(schedule, action))
 
 
 def _level(rows: list[Slots]) -> list[Slots]:

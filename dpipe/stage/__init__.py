@@ -16,7 +16,6 @@ tensor_group.py     the ranks of a tensor-parallel group, and their collectives
 tensor_parallel.py  a layer on those ranks, each with a part of every matrix; its loss
 scatter.py          what each of those ranks sends to the next stage
 flops.py            arithmetic and parameters of a transformer by formula (no torch)
-efficiency.py       how much of a device's arithmetic a step uses (no torch)
 
 To add a model family: its layers and loss in a file such as gpt.py, which returns a `LayeredModel`,
 and one entry in families.py.

@@ -67,6 +67,7 @@ class BertEmbedding(nn.Module):
     ) -> Masked:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.tokens(tokens_BT) + self.positions(positions_T) + self.types(types_BT)
+        # The lengths go on from layer to layer: any block may be the first of a stage.
         return self.dropout(x_BTD), lengths_B
 
 
@@ -80,7 +81,7 @@ class BertBlock(nn.Module):
     def __init__(self, width: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
         self.block = TransformerBlock(width, num_heads, num_layers, dropout, causal=False)
-        self.draws = self.block.draws
+        self.draws = self.block.draws  # a stage asks its layers, not what is in them
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor) -> Masked:
         return self.block(x_BTD, lengths_B), lengths_B

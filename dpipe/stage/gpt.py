@@ -62,7 +62,8 @@ class AttentionCore(nn.Module):
     `causal` masks later positions; `lengths_B` masks what lies behind the end of each sequence.
     """
 
-    attention_core = True  # what selective recomputation looks for
+    # A module of its own, though it has no parameters: what selective recomputation runs again.
+    attention_core = True
 
     def __init__(self, dropout: float, *, causal: bool) -> None:
         super().__init__()
@@ -103,7 +104,8 @@ class SplitAttentionCore(SplitModule, AttentionCore):
     ) -> torch.Tensor:
         if not (self.training and self.dropout):
             return super().forward(q_BNTH, k_BNTH, v_BNTH, lengths_B)
-        scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(q_BNTH.shape[-1])
+        head_width = q_BNTH.shape[-1]
+        scores_BNTT = q_BNTH @ k_BNTH.transpose(-2, -1) / math.sqrt(head_width)
         if self.causal:
             shape = scores_BNTT.shape[-2:]
             later_TT = torch.ones(shape, dtype=torch.bool, device=scores_BNTT.device).triu(1)
@@ -112,7 +114,7 @@ class SplitAttentionCore(SplitModule, AttentionCore):
             behind_B11T = ~_within(lengths_B, k_BNTH.shape[2])
             scores_BNTT = scores_BNTT.masked_fill(behind_B11T, -math.inf)
         weights_BNTT = split_dropout(scores_BNTT.softmax(-1), self.dropout, self.group, dim=1)
-        return weights_BNTT.to(v_BNTH.dtype) @ v_BNTH
+        return weights_BNTT.to(v_BNTH.dtype) @ v_BNTH  # autocast has made the softmax fp32
 
 
 def _within(lengths_B: torch.Tensor, num_positions: int) -> torch.Tensor:
@@ -177,12 +179,13 @@ class TransformerBlock(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
-        self.draws = dropout > 0
+        self.draws = dropout > 0  # a stage seeds no generator for a layer that draws nothing
         initialise(self)
         # Two additions a block make the variance of the residual stream grow; GPT-2 scales what is
         # added down by the root of their number.
+        std = _INIT_STD / math.sqrt(2 * num_layers)
         for onto_stream in (self.attention.output, self.mlp_out):
-            nn.init.normal_(onto_stream.weight, std=_INIT_STD / math.sqrt(2 * num_layers))
+            nn.init.normal_(onto_stream.weight, std=std)
 
     def forward(self, x_BTD: torch.Tensor, lengths_B: torch.Tensor | None = None) -> torch.Tensor:
         # Nested, because a name would keep an intermediate result in memory until the return.

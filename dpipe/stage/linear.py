@@ -28,7 +28,8 @@ class WeightGradients:
     def file(self, weight: nn.Parameter, input: torch.Tensor, grad: torch.Tensor) -> None:
         """`input` [tokens, in] and `grad` [tokens, out] are those of the product."""
         # Detached, because a view keeps its base alive, and with it the graph before it.
-        self.filed.setdefault(weight, []).append((input.detach(), grad.detach()))
+        factors = (input.detach(), grad.detach())
+        self.filed.setdefault(weight, []).append(factors)
 
     def take(self) -> Products:
         filed = self.filed
@@ -45,6 +46,7 @@ def make(products: Products) -> None:
 
 def _add(weight: nn.Parameter, factors: list[Factors]) -> None:
     """A call of its own, so that one weight's product is freed before the next one's is made."""
+    # A weight that a layer uses twice has two products.
     total, *others = ((grad.t() @ input).to(weight.dtype) for input, grad in factors)
     for other in others:
         total += other
@@ -90,6 +92,7 @@ class _Product(torch.autograd.Function):
             used_weight = weight.to(dtype)
             used_bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(flat, used_weight)
+        # Beside what is saved: under autocast that is a copy, and the gradient is the parameter's.
         ctx.weight = weight
         ctx.gradients = gradients
         ctx.shape = input.shape
@@ -121,6 +124,7 @@ def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> Non
     for linear in module.modules():
         own_parameters = dict(linear.named_parameters(recurse=False))
         if type(linear) is nn.Linear and "weight" in own_parameters:
+            # In place: names, hooks and whoever else holds the module keep their meaning.
             linear.__class__ = Linear
         if isinstance(linear, Linear):
             linear.gradients = gradients

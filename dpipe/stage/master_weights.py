@@ -20,17 +20,18 @@ class MasterWeights:
     """Casts `layers` to `dtype`, in place. Optimizers, checkpoints and replicas see the masters."""
 
     def __init__(self, layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
-        self.named: dict[int, list[Named]] = {
-            index: [(name, _master(parameter)) for name, parameter in layer.named_parameters()]
-            for index, layer in layers.items()
-        }
-        self._working: list[torch.Tensor] = [
-            parameter for layer in layers.values() for parameter in layer.parameters()
-        ]
-        self._masters: list[torch.Tensor] = [
-            master for named in self.named.values() for _, master in named
-        ]
-        for layer in layers.values():
+        self.named: dict[int, list[Named]] = {}
+        self._working: list[torch.Tensor] = []
+        self._masters: list[torch.Tensor] = []  # of each of those, in the same order
+        for index, layer in layers.items():
+            self.named[index] = []
+            for name, parameter in layer.named_parameters():
+                master = _master(parameter)
+                self.named[index].append((name, master))
+                self._working.append(parameter)
+                self._masters.append(master)
+            # Behind the masters, which are of the values before they were rounded. `to` changes
+            # parameters in place: those above stay the layer's.
             in_precision(layer, dtype)
 
     @torch.no_grad()
@@ -43,11 +44,13 @@ class MasterWeights:
                 master.grad = working.grad.to(master.dtype)
             else:
                 master.grad += working.grad
+            # Or the next backward pass would add to it, in half precision.
             working.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Write the masters, rounded, to the parameters."""
+        # All in one call: on a GPU a copy of each would be a kernel of its own.
         torch._foreach_copy_(self._working, self._masters)
 
     def forget(self) -> None:

@@ -57,9 +57,11 @@ def materialise(
     with seeded("layer", seed, layer_index):
         layer = model.layers[layer_index]()
     if model.tied is not None and layer_index == len(model.layers) - 1:
+        # Made again, not asked for: the first layer may live on another rank.
         first = materialise(model, 0, seed, "cpu")
+        name_in_first, name_in_last = model.tied
         with torch.no_grad():
-            layer.get_parameter(model.tied[1]).copy_(first.get_parameter(model.tied[0]))
+            layer.get_parameter(name_in_last).copy_(first.get_parameter(name_in_first))
     for tensor in (*layer.parameters(), *layer.buffers()):
         # Sharded replicas own ranges of a parameter's memory, and a checkpoint could not fill an
         # expanded buffer.
@@ -117,11 +119,14 @@ def load_layers(name: str, options: Mapping[str, Any], seed: int) -> LayeredMode
         raise ConfigError(
             f"model.layers {name!r}: {function.__name__} raised {_described(error)}"
         ) from error
-    return LayeredModel(tuple(_factory(name, i, layer) for i, layer in enumerate(layers)), loss)
+    factories = [_factory(name, index, layer) for index, layer in enumerate(layers)]
+    return LayeredModel(tuple(factories), loss)
 
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    # The `dpipe` command does not have the working folder on its path, as `python -m` does. Last,
+    # so that no file of the user's hides an installed package.
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)

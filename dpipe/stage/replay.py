@@ -11,7 +11,7 @@ from dpipe.errors import TransferError
 from dpipe.stage.base import Tensors
 from dpipe.wire.spec import TensorSpec
 
-_EARLY_S = 150e-6  # how late a sleep may end
+_EARLY_S = 150e-6  # how late a sleep may end: the rest is spent awake
 
 
 class ReplayStage:
@@ -102,7 +102,9 @@ class ReplayStage:
         self.zero_grad()
 
     def layer_parameters(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
-        return {self.index: list(self.named_parameters())} if self._parameter.numel() else {}
+        if not self._parameter.numel():
+            return {}
+        return {self.index: list(self.named_parameters())}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for parameter in self.parameters():
@@ -121,6 +123,7 @@ class ReplayStage:
         self._parameter.grad = None
 
     def _count_backward(self) -> None:
+        # The gradient is there once it is complete, as that of a stage that adds it up.
         self._num_backwards += 1
         if self._num_backwards == self._num_microbatches:
             self._parameter.grad = self._gradient

@@ -42,7 +42,8 @@ class Scattered:
         inputs: Tensors,
         targets: torch.Tensor | None = None,
     ) -> Tensors:
-        outputs = self._stage.forward(microbatch, self._whole(inputs, self._first), targets)
+        inputs = self._whole(inputs, self._first)
+        outputs = self._stage.forward(microbatch, inputs, targets)
         return self._part(outputs, self._last)
 
     def evaluate(self, inputs: Tensors, targets: torch.Tensor | None = None) -> Tensors:
@@ -84,11 +85,12 @@ class Scattered:
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return self._group.part(tensor, _WIDTH).contiguous()
+        return self._group.part(tensor, _WIDTH).contiguous()  # a transport sends memory as it lies
 
 
 def part_spec(spec: TensorSpec, size: int) -> TensorSpec:
     """What one of `size` ranks sends of a tensor between stages."""
     if not spec.dtype.is_floating_point:
         return spec
-    return spec._replace(shape=(*spec.shape[:-1], spec.shape[-1] // size))
+    *others, width = spec.shape
+    return spec._replace(shape=(*others, width // size))

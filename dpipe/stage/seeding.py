@@ -23,13 +23,14 @@ def seeded(*key: str | int, device: torch.device | str = "cpu") -> Iterator[None
     nested.
     """
     generators = _generators(torch.device(device))
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "big")
+    # Not `hash`, which is another one in every process.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8)
+    number = int.from_bytes(digest.digest(), "big")
     with _LOCK:
         states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(number)
-        _DRAWING.generators = generators
+        _DRAWING.generators = generators  # for `paused` and `same_draws`, deep inside a layer
         try:
             yield
         finally:
@@ -44,6 +45,7 @@ def paused() -> Iterator[None]:
     if not generators:
         yield
         return
+    # Kept, because whoever takes the lock may itself be paused with these generators seeded.
     states = [generator.get_state() for generator in generators]
     _LOCK.release()
     try:

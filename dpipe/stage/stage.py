@@ -100,7 +100,7 @@ class Stage:
         self._graphs: dict[int, list[_Graph]] = {}
         self._waiting: dict[int, Products] = {}  # weight gradients that `backward_weight` will make
         self._weight_gradients = WeightGradients()
-        self._expected: tuple[TensorSpec, ...] | None = None
+        self._expected: tuple[TensorSpec, ...] | None = None  # of the first micro-batch's inputs
         self._prepare_layers(recompute, compiled)
         self.begin_step(0)
 
@@ -111,6 +111,7 @@ class Stage:
             if compiled:
                 leave_uncompiled(layer)
                 layer.compile()
+            # Not both: a compiled layer makes its two gradients together.
             elif self._splits_backward:
                 defer_weight_gradients(layer, self._weight_gradients)
 
@@ -144,6 +145,7 @@ class Stage:
         graphs: list[_Graph] = []
         for index in self._layers:
             draw_key = ("draw", self._seed, self._step, number, index)
+            # Bound to its key: backward may run it again, when the step's other draws are made.
             run = partial(self._run, index, draw_key, targets)
             if graphs and self._keeps_graph and _has_one_gradient(inputs):
                 _make_gradients_contiguous(inputs)
@@ -227,10 +229,10 @@ class Stage:
             named = {index: layer.named_parameters() for index, layer in self._layers.items()}
         else:
             named = self._masters.named
-        return {
-            index: [(f"layers.{index}.{name}", parameter) for name, parameter in pairs]
-            for index, pairs in named.items()
-        }
+        in_model: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for index, pairs in named.items():
+            in_model[index] = [(f"layers.{index}.{name}", parameter) for name, parameter in pairs]
+        return in_model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for named in self.layer_parameters().values():
@@ -262,6 +264,7 @@ class Stage:
             assert not grads, "the last stage makes its gradient itself"
             # Made on the device: the host would wait for a copy.
             grads = (torch.full((), self._loss_factor, device=self._device),)
+        # Popped, so that each graph is freed as soon as it has been gone through.
         while graphs:
             grads = self._backward_graph(microbatch, graphs.pop(), grads)
         del self._graphs[microbatch]
@@ -277,7 +280,12 @@ class Stage:
         self._differentiate(microbatch, outputs, grads)
         return tuple(_taken_grad(leaf) for leaf in graph.inputs if leaf.requires_grad)
 
-    def _run_first(self, index: int, run: Callable[[Tensors], Tensors], inputs: Tensors) -> Tensors:
+    def _run_first(
+        self,
+        index: int,
+        run: Callable[[Tensors], Tensors],
+        inputs: Tensors,
+    ) -> Tensors:
         """A forward pass of a layer that backward runs again. Raises `RunError` if the layer writes
         to its buffers, because the second pass would see other values.
         """
@@ -294,6 +302,7 @@ class Stage:
         return outputs
 
     def _refresh(self) -> None:
+        # At the first forward of a step: the exchange between replicas may have ended only then.
         if self._masters is not None and self._stale:
             with self._timed("optimizer-copy-main-to-model-params"):
                 self._masters.refresh()
@@ -337,10 +346,10 @@ class Stage:
         """
         if loss.requires_grad or not torch.is_grad_enabled():
             return loss
-        parameters = (
-            parameter for layer in self._layers.values() for parameter in layer.parameters()
-        )
-        if any(learner.requires_grad for learner in (*inputs, *parameters)):
+        learners = [*inputs]
+        for layer in self._layers.values():
+            learners += layer.parameters()
+        if any(learner.requires_grad for learner in learners):
             raise RunError(
                 "the loss has no gradient, so that nothing would learn: remove .detach(), .item() "
                 "and torch.no_grad() from the last layers and the model's loss function"
@@ -374,16 +383,18 @@ class Stage:
                 f"back for outputs of shapes {expected}; the next stage must return one for each "
                 "floating-point tensor that it was given"
             )
-        pairs = [
-            (output, grad.to(output.device))
-            for output, grad in zip(floating, grads, strict=True)
-            if output.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        starts: list[torch.Tensor] = []
+        start_grads: list[torch.Tensor] = []
+        for output, grad in zip(floating, grads, strict=True):
+            if output.requires_grad:  # not what a layer only passes on from data
+                starts.append(output)
+                start_grads.append(grad.to(output.device))
+        if starts:
+            torch.autograd.backward(starts, start_grads)
 
     def _check_inputs(self, microbatch: int, inputs: Tensors) -> None:
         arrived = tuple(TensorSpec.of(tensor) for tensor in inputs)
+        # The boundaries were measured once, and every receive has a buffer of that size.
         if self._expected is None:
             self._expected = arrived
         if arrived != self._expected:

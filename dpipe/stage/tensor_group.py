@@ -9,6 +9,7 @@ place.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class TensorGroup:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        # As a ring does it: a reduce-scatter, then an all-gather.
         num_bytes = 2 * out.nbytes * (self.size - 1) // self.size
         self._do(lambda: self._group.allreduce([out], options), num_bytes)
         return out
@@ -67,7 +69,8 @@ class TensorGroup:
         mine = tensor.detach().contiguous()
         out = mine.new_empty((self.size, *mine.shape))
         num_bytes = mine.nbytes * (self.size - 1)
-        self._do(lambda: self._group._allgather_base(out.view(-1), mine.view(-1)), num_bytes)
+        begin = partial(self._group._allgather_base, out.view(-1), mine.view(-1))
+        self._do(begin, num_bytes)
         if dim == 0:
             return out.flatten(0, 1)
         return torch.cat(out.unbind(), dim)
@@ -77,7 +80,8 @@ class TensorGroup:
         parts = torch.stack(tensor.detach().chunk(self.size, dim))
         out = torch.empty_like(parts[0])
         num_bytes = out.nbytes * (self.size - 1)
-        self._do(lambda: self._group._reduce_scatter_base(out.view(-1), parts.view(-1)), num_bytes)
+        begin = partial(self._group._reduce_scatter_base, out.view(-1), parts.view(-1))
+        self._do(begin, num_bytes)
         return out
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -86,11 +90,13 @@ class TensorGroup:
 
     def fail(self, error: Exception) -> None:
         """From any thread: let the collective under way, and all that follow, raise `error`."""
-        self._error = error
+        self._error = error  # first: the thread that waits reads it as soon as the abort wakes it
         self._group.abort()
 
     def _do(self, begin: Callable[[], Any], num_bytes: int) -> None:
         try:
+            # Layers exchange inside `seeded`. Without the pause, ranks that are threads of one
+            # process would wait for each other's lock and for each other's message.
             with self.watch(num_bytes), paused():
                 self._wait(begin())
         except RuntimeError as error:  # the only kind that torch raises here

@@ -117,12 +117,14 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets_N: torch.Tensor,
         group: TensorGroup,
     ) -> torch.Tensor:
+        # Of all ranks' words, so that no rank's exponentials overflow and their sums fit together.
         peak_N = group.all_reduce(logits_NV.amax(-1), dist.ReduceOp.MAX)
         shifted_NV = logits_NV - peak_N.unsqueeze(-1)
         # The target's index among this rank's words, where it is one of them.
         num_words = logits_NV.shape[-1]
         here_N = targets_N - group.rank * num_words
         is_here_N = (here_N >= 0) & (here_N < num_words)
+        # An index in range for all: what `gather` finds for another rank's word is multiplied away.
         here_N1 = here_N.masked_fill(~is_here_N, 0).unsqueeze(-1)
         target_logit_N = shifted_NV.gather(-1, here_N1).squeeze(-1) * is_here_N
         exp_NV = shifted_NV.exp_()
@@ -130,6 +132,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         total_N, target_logit_N = sums.unbind()
         counts_N = targets_N != _IGNORED
         weight_N = counts_N / counts_N.sum()
+        # In place, as above: [N, V / T] is the largest tensor there is.
         softmax_NV = exp_NV.div_(total_N.unsqueeze(-1))
         ctx.save_for_backward(softmax_NV, here_N1, is_here_N, weight_N)
         return ((total_N.log() - target_logit_N) * weight_N).sum()
@@ -138,7 +141,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         softmax_NV, here_N1, is_here_N, weight_N = ctx.saved_tensors
         grad_NV = softmax_NV * (weight_N * grad).unsqueeze(-1)
-        grad_NV.scatter_add_(-1, here_N1, -(is_here_N * weight_N * grad).unsqueeze(-1))
+        target_grad_N = -(is_here_N * weight_N * grad)
+        grad_NV.scatter_add_(-1, here_N1, target_grad_N.unsqueeze(-1))
         return grad_NV, None, None
 
 
@@ -190,6 +194,7 @@ def _kept_in_part(
     """Where autograd would keep `whole` for backward, in whatever shape, it keeps `part` and
     gathers it.
     """
+    # By storage, because autograd keeps a view or a transpose of it.
     storage = whole.untyped_storage()._cdata
 
     def pack(kept: torch.Tensor) -> torch.Tensor | torch.Size:
@@ -229,11 +234,15 @@ class FirstPositionLinear(SplitModule, Linear):
         output = super().forward(input)
         if not self.group.sequence:
             return output
-        return _exchanged(
-            output,
-            lambda y: self.group.all_gather(y, 0).chunk(self.group.size)[0],
-            lambda grad: grad if self.group.rank == 0 else torch.zeros_like(grad),
-        )
+
+        def of_first(y: torch.Tensor) -> torch.Tensor:
+            ranks = self.group.all_gather(y, 0)
+            return ranks.chunk(self.group.size)[0]
+
+        def to_first(grad: torch.Tensor) -> torch.Tensor:
+            return grad if self.group.rank == 0 else torch.zeros_like(grad)
+
+        return _exchanged(output, of_first, to_first)
 
 
 class VocabularyEmbedding(SplitModule, nn.Embedding):
@@ -246,7 +255,7 @@ class VocabularyEmbedding(SplitModule, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         here = input - self.group.rank * len(self.weight)
         elsewhere = (here < 0) | (here >= len(self.weight))
-        rows = super().forward(here.masked_fill(elsewhere, 0))
+        rows = super().forward(here.masked_fill(elsewhere, 0))  # row 0 stands in, and is blanked
         return leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -254,7 +263,9 @@ class SequenceEmbedding(SplitModule, nn.Embedding):
     """Whole; with sequence parallelism it looks up this rank's positions [..., S] alone."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.group.part(input, -1) if self.group.sequence else input)
+        if self.group.sequence:
+            input = self.group.part(input, -1)
+        return super().forward(input)
 
 
 class SequenceDropout(SplitModule, nn.Dropout):
@@ -288,7 +299,8 @@ class Shard:
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of `rank`, from a whole of any shape with the right number of values."""
         parts = whole.view(self.shape).chunk(self.parts, self.dim)
-        return torch.cat([part.chunk(self.size, self.dim)[rank] for part in parts], self.dim)
+        own = [part.chunk(self.size, self.dim)[rank] for part in parts]
+        return torch.cat(own, self.dim)
 
     def join(self, ranks: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole, from the parts of all ranks in order, of any shape with as many values."""
@@ -310,11 +322,10 @@ class Split:
     def __init__(self, group: TensorGroup, layers: Mapping[int, nn.Module]) -> None:
         """Cuts `layers`, by their index in the model, in place."""
         self.group = group
-        self.shards = {
-            f"layers.{index}.{name}": shard
-            for index, layer in layers.items()
-            for name, shard in _cut(layer, group)
-        }
+        self.shards: dict[str, Shard] = {}
+        for index, layer in layers.items():
+            for name, shard in _cut(layer, group):
+                self.shards[f"layers.{index}.{name}"] = shard
 
     def add_up(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """After the last backward of a step: sum the gradients of which each rank has some
@@ -322,10 +333,15 @@ class Split:
         """
         if not self.group.sequence:
             return
-        gradients = [p.grad for name, p in named if name not in self.shards and p.grad is not None]
+        gradients: list[torch.Tensor] = []
+        for name, parameter in named:
+            if name not in self.shards and parameter.grad is not None:
+                gradients.append(parameter.grad)
         if not gradients:
             return
-        total = self.group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        # One collective for all: most are biases and norms, too small to pay a round trip each.
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        total = self.group.all_reduce(flat)
         totals = total.split([gradient.numel() for gradient in gradients])
         for gradient, summed in zip(gradients, totals, strict=True):
             gradient.copy_(summed.view_as(gradient))
@@ -337,7 +353,8 @@ class Split:
         shard = self.shards.get(name)
         if shard is None:
             return mine
-        return shard.join(self.group.all_gather(mine.flatten(), 0).chunk(self.group.size))
+        ranks = self.group.all_gather(mine.flatten(), 0)
+        return shard.join(ranks.chunk(self.group.size))
 
 
 def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
@@ -347,7 +364,7 @@ def _cut(layer: nn.Module, group: TensorGroup) -> Iterable[tuple[str, Shard]]:
     plan: Mapping[str, type[SplitModule]] = layer.tensor_plan  # type: ignore[assignment]
     for path, kind in plan.items():
         module: Any = layer.get_submodule(path)
-        module.__class__ = kind
+        module.__class__ = kind  # in place: the layer's own code goes on calling it by its name
         module.group = group
         for key, dim in kind.cut.items():
             whole = getattr(module, key)

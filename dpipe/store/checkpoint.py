@@ -38,7 +38,7 @@ LOG = logging.getLogger("dpipe")
 
 # Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
-_KINDS = ("model", "optimizer")
+_KINDS = ("model", "optimizer")  # in files of their own: to generate text needs no moments
 _PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
 _TABLES = ("state", "weight_map", "optimizer_map", "files")  # every index has them
 
@@ -99,6 +99,7 @@ def save(
     """
     store = Storage(url, remedy)
     part = dict[str, Any]()
+    # Every rank shares, also one that has found something: the others wait for it.
     part["bad"] = _first_not_finite(tensors)
     if part["bad"] is None:
         contents = ({**tensors, **buffers}, optimizer)
@@ -109,6 +110,7 @@ def save(
     _refuse(parts, step)
     text = json.dumps(_index_of(parts, step, state, run), indent=1)
     store.write(step, INDEX, rank, lambda path: path.write_text(text))
+    # Last: until the new checkpoint is committed, the old ones are all there is.
     _prune(store, step, keep, run)
 
 
@@ -204,8 +206,9 @@ def _write_part(
 ) -> dict[str, dict[str, Any]]:
     if not tensors:
         return {"names": {}, "files": {}}
+    # safetensors takes no views with gaps.
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    template = f"{kind}-{rank:05d}-{{}}.safetensors"
+    template = f"{kind}-{rank:05d}-{{}}.safetensors"  # `write` puts the digest between the braces
     file, facts = store.write(
         step, template, rank, lambda path: save_file(content, path, {"format": "pt"})
     )
@@ -232,6 +235,7 @@ def _prune(store: Storage, step: int, keep: int, run: RunIdentity | None) -> Non
     """
     committed = [s for s in store.steps() if not _is_of_another(store, s, run)]
     kept = [s for s in committed if s <= step][-keep:]
+    # Left behind by a rank that died while it wrote: nobody finishes an earlier step any more.
     unfinished = {s for s in store.folders() if s < step} - set(store.steps())
     for old in (set(committed) | unfinished) - set(kept):
         store.remove(old)
@@ -265,6 +269,7 @@ def _in_order(row: torch.Tensor, layout: Mapping[str, Any], name: str, path: str
     `layout` is not one of a tensor of that size.
     """
     try:
+        # Whatever the numbers of a damaged file are, they end in one of the errors below.
         shard = Shard(**layout)
         return shard.join(row.chunk(shard.size))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -291,6 +296,8 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
         starts = sorted(by_start)
         pieces = [by_start[start] for start in starts]
         ends = [0, *accumulate(piece.numel() for piece in pieces)]
+        # Each begins where the one before ends. That the last one reaches the end, whoever takes
+        # the tensor sees by its size.
         if ends[:-1] != starts:
             raise CheckpointError(
                 f"the checkpoint {where} holds {name} in parts from {starts}, not all of it"
@@ -307,6 +314,7 @@ def _read_index(store: Storage, step: int) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     if not _is_index(index):
         raise CheckpointError(f"{path} is damaged: it is JSON, but not the index of a checkpoint")
+    # A checkpoint may come from somebody else: no name in it leads anywhere.
     for file in index["files"]:
         if not _PLAIN.fullmatch(file):
             raise CheckpointError(
@@ -322,7 +330,7 @@ def _is_index(content: object) -> bool:
         return False
     if not all(isinstance(content.get(key), dict) for key in _TABLES):
         return False
-    if not isinstance(content.get("layouts", {}), dict):
+    if not isinstance(content.get("layouts", {}), dict):  # older checkpoints have none
         return False
     files = content["files"]
     named = [*content["weight_map"].values(), *content["optimizer_map"].values()]
@@ -346,6 +354,7 @@ def _read_tensors(
     for file in sorted(set(names.values())):
         path = store.path(step, file)
         inside = [name for name, its_file in names.items() if its_file == file]
+        # File by file: only what is needed of each is in memory, and of a URL on the disk.
         try:
             with store.fetched(path, index["files"][file]["size"]) as local:
                 if digest_of(Path(local)) != index["files"][file]["sha256"]:

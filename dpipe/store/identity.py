@@ -85,6 +85,7 @@ def keep_identity(folder: Path, identity: RunIdentity | None) -> None:
         identity = RunIdentity(
             secrets.token_hex(8), str(folder.absolute())[:_MAX_TEXT], socket.gethostname()
         )
+    # Renamed into place: with a file that was cut short the folder could not be resumed.
     temporary = folder / f"{RUN_FILE}.tmp"
     temporary.write_text(json.dumps(identity.as_table(), indent=1), encoding="utf-8")
     os.replace(temporary, folder / RUN_FILE)
@@ -98,6 +99,7 @@ def owner_of(url: str) -> RunIdentity | None:
         return from_table(parsed_json(storage.read(path), path), path)
     except (FileNotFoundError, NotADirectoryError):
         pass
+    # Without the mark, as in a copy of some steps alone.
     for step in reversed(storage.steps()):
         owner = writer_of(storage, step)
         if owner is not None:
@@ -127,7 +129,8 @@ def claim(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> None:
         if storage.steps() and not takes_unmarked:
             raise unmarked(url)
         storage.create(RUN_FILE, json.dumps(identity.as_table(), indent=1).encode())
-        # On an object store that cannot refuse to write over a file, the last one has it.
+        # Read back, whoever was first. On an object store that cannot refuse to write over a file,
+        # the last one has it.
         owner = owner_of(url)
     if owner is None or owner.id != identity.id:
         raise of_another(url, owner, identity)
@@ -137,6 +140,7 @@ def release(url: str, identity: RunIdentity) -> None:
     """Undo the claim of a run that has ended without a checkpoint."""
     storage = Storage(url)
     owner = owner_of(url)
+    # Not if there is a checkpoint, also an unfinished one: then somebody may still want it.
     if owner is not None and owner.id == identity.id and not storage.folders():
         storage.remove_file(RUN_FILE)
 
@@ -153,6 +157,7 @@ def claimed(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> Iterato
 
 def agreed_identity(key: str, config: Config, coordinator: Coordination) -> RunIdentity:
     """The run, as the folder of rank 0 says. All ranks call it, each time with another `key`."""
+    # Rank 0 alone knows; the others share nothing, because a gather needs every rank's part.
     identity = None
     if coordinator.rank == 0:
         identity = identity_of(Path(config.run.folder))

@@ -45,6 +45,7 @@ def check_moments(named: Iterable[tuple[str, torch.Tensor]], loaded: Loaded) -> 
     for name, parameter in named:
         for key in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
             moment = loaded.optimizer.get(key)
+            # Sizes, not shapes: shards of moments are stored flat.
             if moment is not None and moment.numel() != parameter.numel():
                 raise CheckpointError(
                     f"{key} has {moment.numel()} values in the checkpoint and "

@@ -87,11 +87,11 @@ def _has_written(config: Config) -> bool:
         return False
     of_folder = load_configuration(folder).shared()
     saved = saved_configuration(config.run.checkpoint_url)
-    keys = [
-        key
-        for key in saved.keys() & of_folder.keys()
-        if key in ("run.folder", "train.seed") or key.startswith(("model.", "data."))
-    ]
+    keys = []
+    for key in saved.keys() & of_folder.keys():
+        if key in ("run.folder", "train.seed") or key.startswith(("model.", "data.")):
+            keys.append(key)
+    # Without the folder's name the rest says little: two runs of one job file have it in common.
     return "run.folder" in keys and all(saved[key] == of_folder[key] for key in keys)
 
 
@@ -102,11 +102,10 @@ def refuse_changes(config: Config, change: Collection[str]) -> None:
     unknown = set(change) - config.shared().keys()
     if unknown:
         raise ConfigError(f"--change {min(unknown)}: there is no such key, such as train.seed")
-    refused = [
-        line
-        for key, line in changes(config).items()
-        if _ANOTHER_RUN.fullmatch(key) and key not in change
-    ]
+    refused = []
+    for key, line in changes(config).items():
+        if _ANOTHER_RUN.fullmatch(key) and key not in change:
+            refused.append(line)
     if refused:
         folder = config.run.folder
         refused_keys = "; ".join(refused)
@@ -131,6 +130,7 @@ def changes(config: Config) -> dict[str, str]:
             for name, section in table.items()
             for key, value in section.items()
         }
+    # AttributeError: a section that is no table.
     except (AttributeError, CheckpointError, OSError) as error:
         raise ConfigError(
             f"{path} is not what a run writes: {error}; delete it to resume without comparing"
@@ -155,6 +155,7 @@ def open_folder(config: Config, resume: bool) -> Path:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
+        # For this moment alone: rank 0 holds it again for as long as it runs.
         with _run_held(folder):
             keep_identity(folder, identity)
             return folder
@@ -175,6 +176,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     Raises `ConfigError` with `refusal` if another has the lock, which ends with its process,
     however that ends.
     """
+    # The lock is the kernel's and ends with the process: there is no file to be left behind.
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,7 +204,7 @@ def take_back(folder: Path, made: list[Path]) -> None:
         return
     for path in (folder / "logs" / "rank-0.log", folder / RUN_FILE):
         path.unlink(missing_ok=True)
-    for path in (folder / "logs", folder / "trace", *made):
+    for path in (folder / "logs", folder / "trace", *made):  # innermost first
         with suppress(OSError):  # something else is in it
             path.rmdir()
 
@@ -216,12 +218,13 @@ def opened(config: Config, resume: bool, rank: int) -> Iterator[Path]:
     if rank != 0:
         yield folder
         return
+    # Before it is made: only what this process has made is taken back.
     made = absent(folder)
     open_folder(config, resume)
     with _run_held(folder):
         try:
             yield folder
-        except InputError:
+        except InputError:  # exit 2, which promises that nothing was written
             take_back(folder, made)
             raise
 

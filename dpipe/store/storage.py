@@ -40,6 +40,7 @@ class Storage:
         self._remedy = remedy
         try:
             self._fs, self.root = fsspec.url_to_fs(url)
+        # A file system that is not installed, or a scheme that none has.
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"run.checkpoint_url {url} cannot be used: {error}") from None
         self.is_local = isinstance(self._fs, LocalFileSystem)
@@ -53,8 +54,11 @@ class Storage:
 
     def folders(self) -> list[int]:
         """Steps of which anything is there, in order."""
+        # fsspec remembers listings, and other processes write here too.
         self._fs.invalidate_cache()
-        paths = self._fs.ls(self.root, detail=False) if self._fs.isdir(self.root) else []
+        paths = []
+        if self._fs.isdir(self.root):
+            paths = self._fs.ls(self.root, detail=False)
         names = [path.rstrip("/").rpartition("/")[2] for path in paths]
         matches = [_STEP.fullmatch(name) for name in names]
         return sorted(int(match[1]) for match in matches if match)
@@ -69,10 +73,11 @@ class Storage:
         try:
             self._fs.makedirs(self.path(step), exist_ok=True)
             if self.is_local:
+                # A link in the place of the step's folder would have this write where it leads.
                 _refuse_way_out(Path(self.path(step)), Path(self.root))
             with self._scratch(step) as folder:
                 temporary = folder / f".{rank}.tmp"
-                temporary.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)  # of a rank that was killed while it wrote
                 temporary.touch()
                 # As the user's umask says; safetensors makes its own files private.
                 mode = temporary.stat().st_mode
@@ -93,6 +98,7 @@ class Storage:
         not a regular file in the folder that its name says.
         """
         size = self._checked_size(path)
+        # Before it is fetched and hashed, which takes as long as it is large.
         if size != num_bytes:
             raise CheckpointError(f"{path} is truncated: {size} of {num_bytes} bytes")
         if self.is_local:
@@ -128,7 +134,7 @@ class Storage:
             else:
                 self._fs.pipe_file(path, content, mode="create")
         except FileExistsError:
-            return
+            return  # somebody was first: who reads it back sees who
         except OSError as error:
             raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
 
@@ -168,6 +174,8 @@ class Storage:
         if not self.is_local:
             self._fs.put_file(str(temporary), path)
             return
+        # The content before its name, then the folder that has the name, then the one that has the
+        # step's: a power failure leaves whole files, or none.
         _sync(temporary)
         os.replace(temporary, path)
         _sync(temporary.parent)
@@ -229,6 +237,7 @@ def _refuse_way_out(path: Path, folder: Path) -> None:
 def _link_or_copy(temporary: Path, path: Path) -> None:
     """Raises `FileExistsError` if there is a `path`. Some file systems have no hard links."""
     try:
+        # A link fails where the name is taken; a rename would take it over.
         os.link(temporary, path)
     except FileExistsError:
         raise

@@ -34,6 +34,7 @@ def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Ten
             whole = parameter.detach()
             if split is not None:
                 whole = split.whole(name, whole)
+            # In turns, so that the ranks of a group write as much each.
             if number % here.tp_size == here.tp_rank:
                 parameters[name] = whole
     return parameters
@@ -45,11 +46,11 @@ def first_buffers(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor
     """
     if here.dp_rank or here.tp_rank:
         return {}
-    return {
-        name: buffer.detach().clone()
-        for stage in stages.values()
-        for name, buffer in stage.named_buffers()
-    }
+    copies = {}
+    for stage in stages.values():
+        for name, buffer in stage.named_buffers():
+            copies[name] = buffer.detach().clone()
+    return copies
 
 
 def as_slices(
@@ -75,7 +76,7 @@ def as_slices(
             plain = match[1]
             start = int(match[2])
             stop = int(match[3])
-        first = here.tp_rank * shard.num_values
+        first = here.tp_rank * shard.num_values  # behind the parts of the ranks before
         slices[f"{plain}[{first + start}:{first + stop}]"] = moment
         layouts[plain] = shard
     return slices, layouts

@@ -29,12 +29,15 @@ def chrome_trace(
 
     The prediction begins where the first step does.
     """
-    tracks = [
-        _Track(number, start_us, timeline) for number, (start_us, timeline) in enumerate(steps)
-    ]
+    tracks = []
+    for number, (start_us, timeline) in enumerate(steps):
+        tracks.append(_Track(number, start_us, timeline))
     if predicted is not None:
-        tracks.append(_Track(len(tracks), steps[0][0] if steps else 0.0, predicted, predicted=True))
-    events = [event for track in tracks for event in track.events()]
+        start_us = steps[0][0] if steps else 0.0
+        tracks.append(_Track(len(tracks), start_us, predicted, predicted=True))
+    events: list[Event] = []
+    for track in tracks:
+        events += track.events()
     rows = sorted({(event["pid"], event["tid"]) for event in events})
     return {"traceEvents": [*_names(rows), *events], "displayTimeUnit": "ms"}
 
@@ -44,24 +47,21 @@ def _names(rows: Sequence[tuple[int, int]]) -> Iterator[Event]:
     measurement.
     """
     for pid in sorted({pid for pid, _ in rows}):
-        name = f"rank {pid // 2}" + (", predicted" if pid % 2 else "")
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        # Even numbers are measured, the odd ones behind them predicted: see `_event`.
+        name = f"rank {pid // 2}"
+        if pid % 2:
+            name += ", predicted"
+        yield _named("process_name", {"name": name}, pid=pid)
+        yield _named("process_sort_index", {"sort_index": pid}, pid=pid)
     for pid, tid in rows:
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": pid,
-            "tid": tid,
-            "args": {"name": _LANES[tid].value},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": pid,
-            "tid": tid,
-            "args": {"sort_index": tid},
-        }
+        name = _LANES[tid].value
+        yield _named("thread_name", {"name": name}, pid=pid, tid=tid)
+        yield _named("thread_sort_index", {"sort_index": tid}, pid=pid, tid=tid)
+
+
+def _named(what: str, args: Event, **track: int) -> Event:
+    """A metadata event, "M" in the format."""
+    return {"ph": "M", "name": what, **track, "args": args}
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,20 @@ class _Track:
     predicted: bool = False
 
     def events(self) -> Iterator[Event]:
-        num_stages = 1 + max((span.action.stage for span in self.timeline.spans), default=0)
-        receives = {
-            (self._row(span), span.action): span
-            for span in self.timeline.spans
-            if span.lane == Lane.RECV
-        }
+        last_stage = 0
+        receives = {}
+        for span in self.timeline.spans:
+            last_stage = max(last_stage, span.action.stage)
+            if span.lane == Lane.RECV:
+                receives[self._row(span), span.action] = span
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:
-                receive = receives.get((self._row(span), counterpart(span.action, num_stages)))
+                other_end = counterpart(span.action, last_stage + 1)
+                receive = receives.get((self._row(span), other_end))
                 # The trace of a run that was cut short may hold one end of a message alone.
-                yield from self._arrow(span, receive) if receive else ()
+                if receive is not None:
+                    yield from self._arrow(span, receive)
 
     def _row(self, span: Span) -> int:
         """The pipeline-parallel group of the span's rank, within which messages stay: by replica,
@@ -100,13 +102,18 @@ class _Track:
             "micro-batch": span.action.microbatch,
             "bytes": span.num_bytes,
         }
-        args |= {} if span.peer is None else {"to rank": span.peer}
-        return self._event("X", span, span.start_us) | {"dur": span.duration_us, "args": args}
+        if span.peer is not None:
+            args["to rank"] = span.peer
+        event = self._event("X", span, span.start_us)
+        return event | {"dur": span.duration_us, "args": args}
 
     def _arrow(self, send: Span, receive: Span) -> Iterator[Event]:
         name = f"{self.number}:{self._row(send)}:{send.action}"
+        # "s" and "f" are the two ends of an arrow; "bp": "e" ends it in the slice that lies there,
+        # not in the next one.
         yield self._event("s", send, send.start_us) | {"id": name}
-        yield self._event("f", receive, receive.start_us) | {"id": name, "bp": "e"}
+        end = self._event("f", receive, receive.start_us)
+        yield end | {"id": name, "bp": "e"}
 
     def _event(self, phase: str, span: Span, at_us: float) -> Event:
         waiting = "wait for " if span.lane == Lane.WAIT else ""

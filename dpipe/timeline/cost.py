@@ -32,10 +32,12 @@ class Cost:
     tied_bytes: int = 0  # of a tied weight's gradient between the first and the last stage
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gradient_bytes", self.gradient_bytes or self.activation_bytes)
-        object.__setattr__(self, "update_us", self.update_us or (0.0,) * self.num_stages)
-        object.__setattr__(self, "vote_us", self.vote_us or (0.0,) * self.num_stages)
-        object.__setattr__(self, "reduce_bytes", self.reduce_bytes or (0,) * self.num_stages)
+        no_time = (0.0,) * self.num_stages
+        nothing = (0,) * self.num_stages
+        self._default("gradient_bytes", self.activation_bytes)
+        self._default("update_us", no_time)
+        self._default("vote_us", no_time)
+        self._default("reduce_bytes", nothing)
         for name in ("backward_us", "input_us", "weight_us", "update_us", "vote_us"):
             self._expect(name, self.num_stages)
         self._expect("reduce_bytes", self.num_stages)
@@ -43,6 +45,10 @@ class Cost:
             self._expect("gather_bytes", self.num_stages)
         for name in ("activation_bytes", "gradient_bytes"):
             self._expect(name, self.num_stages - 1)
+
+    def _default(self, name: str, values: tuple[float, ...]) -> None:
+        if not getattr(self, name):
+            object.__setattr__(self, name, values)  # the way into a frozen dataclass
 
     def _expect(self, name: str, length: int) -> None:
         if len(getattr(self, name)) != length:
@@ -86,6 +92,7 @@ class Cost:
         """What a send or a receive moves; nothing for any other action."""
         if action.op in TIED:
             return self.tied_bytes
+        # Of both ends: a receive moves what its send does.
         moved = self._moved_bytes.get(action.op)
         return moved[action.stage] if moved else 0
 

@@ -87,10 +87,11 @@ def peak_memory(
         raise ScheduleError(
             f"the schedule has {schedule.num_stages} stages, the memory {len(stages)}"
         )
-    return tuple(
-        _Walk(schedule, stages, rank, keeps_gradients).worst(program)
-        for rank, program in enumerate(schedule.programs)
-    )
+    worst = []
+    for rank, program in enumerate(schedule.programs):
+        walk = _Walk(schedule, stages, rank, keeps_gradients)
+        worst.append(walk.worst(program))
+    return tuple(worst)
 
 
 class _Walk:
@@ -99,11 +100,7 @@ class _Walk:
     def __init__(
         self, schedule: Schedule, stages: Sequence[StageMemory], rank: int, keeps_gradients: bool
     ) -> None:
-        own = [
-            stage
-            for stage, owner in zip(stages, schedule.rank_of_stage, strict=True)
-            if owner == rank
-        ]
+        own = [stages[stage] for stage in schedule.stages_of(rank)]
         self._stages = stages
         self._keeps_gradients = keeps_gradients
         # Layers whose gradients are not with their masters yet: stage, index in it, layer.
@@ -118,12 +115,17 @@ class _Walk:
             working=0,
             exchange=_total(own, "exchange_bytes"),
         )
-        self._update = max((layer.update_bytes for stage in own for layer in stage), default=0)
+        # Of one layer: the optimizer works on one parameter after the other.
+        self._update = 0
+        for stage in own:
+            for layer in stage:
+                self._update = max(self._update, layer.update_bytes)
         self._worst = self._now
 
     def worst(self, program: Sequence[Action]) -> RankMemory:
         for action in program:
             self._do(action)
+        # Behind the last action: no micro-batch is held then.
         self._see(self._update)
         return self._worst
 
@@ -131,34 +133,47 @@ class _Walk:
         layers = self._stages[action.stage]
         if action.op is Op.F:
             for layer in layers:
+                # In this order: a peak in forward is above what the layer holds at its end.
                 self._hold(layer.held_bytes)
                 self._see(layer.forward_bytes)
         elif action.op in (Op.B, Op.I):
+            # What `with_ends` has put behind the layers: the output and its gradient. The model's
+            # last stage has none.
             end = layers[-1] if layers[-1].given_bytes else LayerMemory()
             kept = action.op is Op.I and any(layer.keeps_given for layer in layers[-2:-1])
-            ends = end.held_bytes + (0 if kept else end.given_bytes)
+            ends = end.held_bytes
+            if not kept:  # else it is counted with what is deferred
+                ends += end.given_bytes
             for place in reversed(range(len(layers))):
                 self._backward(action, place, layers[place])
-                self._hold(
-                    ends * (place == len(layers) - 2)
-                )  # by then its last layer is done with it
+                # Held from here: while the last layer worked, they were in its working memory.
+                if place == len(layers) - 2:
+                    self._hold(ends)
             self._hold(-ends)
             self._collect()
         elif action.op is Op.W:
-            for place, layer in reversed([*enumerate(layers)]):
+            for place in reversed(range(len(layers))):
+                layer = layers[place]
                 if layer.deferred_bytes:
                     first = self._make_gradients(action.stage, place, layer)
                     self._see(layer.first_weight_bytes if first else layer.weight_bytes)
+            # Together: the factors of a micro-batch are in one list until all are made.
             self._hold(-sum(layer.deferred_bytes for layer in layers))
             self._collect()
 
     def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
         whole = action.op is Op.B or layer.deferred_bytes == 0
+        if not whole:
+            self._see(layer.input_bytes)
+            self._hold(layer.deferred_bytes - layer.held_bytes)
+            return
         first = (action.stage, place) not in self._made and not self._keeps_gradients
-        self._see(layer.backward_bytes + layer.first_bytes * first if whole else layer.input_bytes)
-        self._hold((0 if whole else layer.deferred_bytes) - layer.held_bytes)
-        if whole:
-            self._make_gradients(action.stage, place, layer)
+        working = layer.backward_bytes
+        if first:
+            working += layer.first_bytes
+        self._see(working)
+        self._hold(-layer.held_bytes)
+        self._make_gradients(action.stage, place, layer)
 
     def _make_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
         """Whether they are the first of the step; of parameters in half precision they stay beside
@@ -185,7 +200,8 @@ class _Walk:
         if self._keeps_gradients or (stage, place) in self._made:
             return False
         self._made.add((stage, place))
-        self._now = replace(self._now, gradients=self._now.gradients + layer.gradient_bytes)
+        gradients = self._now.gradients + layer.gradient_bytes
+        self._now = replace(self._now, gradients=gradients)
         return True
 
     def _hold(self, more: int) -> None:

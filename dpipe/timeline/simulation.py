@@ -43,12 +43,16 @@ from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas, StageExchanges
 from dpipe.timeline.machine import Machines
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.timeline.votes import Votes
+from dpipe.timeline.votes import Votes, vote_delays_us
 
 
 class Simulation:
     """The ranks and their links while a schedule unfolds, `num_steps` times at most; makes the
     spans.
+
+    The coordinator's own rank has its verdict one delay before all others, so that its replica is
+    unlike the others. `mirrors_votes` takes it to be like them: one replica is simulated then, and
+    the step time comes out at most that delay too long.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Simulation:
         replicas: Replicas | None = None,
         ballots: Network | None = None,
         num_steps: int = 1,
+        *,
+        mirrors_votes: bool = False,
     ) -> None:
         if schedule.num_stages != cost.num_stages:
             raise ScheduleError(
@@ -69,7 +75,8 @@ class Simulation:
         self.cost = cost
         self.network = network
         self.replicas = replicas
-        self.mirrored = ballots is None and not hosts and self._replicas_are_alike
+        votes_alike = ballots is None or (mirrors_votes and not ballots.links)
+        self.mirrored = votes_alike and not hosts and self._replicas_are_alike
         self.programs = schedule.programs * self._num_simulated
         self.num_steps = num_steps
         self.machines = Machines(network, len(self.programs), hosts)
@@ -87,6 +94,7 @@ class Simulation:
         self.unsettled: list[set[Action]] = [set() for _ in self.programs]
         self.exchanges = self._stage_exchanges()
         self.ballots = ballots
+        self.vote_delays_us = self._vote_delays_us()
         self.votes: dict[int, Votes] = {}  # by step
 
     @property
@@ -102,6 +110,17 @@ class Simulation:
         return self.replicas is not None and self.replicas.alike(
             self.network, self.schedule.num_ranks
         )
+
+    def _vote_delays_us(self) -> list[tuple[float, float]]:
+        """By rank, of its ballot and of the verdict. A replica that stands for all is one that the
+        coordinator is not in.
+        """
+        if self.ballots is None:
+            return []
+        if self.mirrored:
+            first = self.schedule.num_ranks
+            return [vote_delays_us(self.ballots, first) for _ in self.programs]
+        return [vote_delays_us(self.ballots, rank) for rank in range(len(self.programs))]
 
     def _stage_exchanges(self) -> StageExchanges | None:
         if self.replicas is None:
@@ -305,8 +324,7 @@ class Simulation:
             self.complete(rank, action, step)
             return
         if step not in self.votes:
-            num_ranks = len(self.programs)
-            self.votes[step] = Votes(self.clock, self.ballots, num_ranks, self._voted)
+            self.votes[step] = Votes(self.clock, self.vote_delays_us, self._voted)
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:

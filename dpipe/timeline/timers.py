@@ -53,6 +53,7 @@ def timers_ms(spans: Iterable[Span]) -> dict[str, float]:
     """Milliseconds by timer, of those that ran on a rank, in the order of TIMERS."""
     sums: dict[str, float] = {}
     computed = None
+    # By time: a wait is called after what the rank computed before it.
     for span in sorted(spans, key=lambda span: span.start_us):
         name = _timer(span.lane, span.action.op)
         if span.lane is Lane.COMPUTE:
@@ -80,9 +81,13 @@ class Timers:
         """
         steps = self._steps
         self._steps = []
-        ran = [name for name in (*TIMERS, *PARTS) if any(name in step for step in steps)]
-        means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in ran}
-        return " | ".join(["time (ms)", *(f"{name}: {value:.1f}" for name, value in means.items())])
+        shown = ["time (ms)"]
+        for name in (*TIMERS, *PARTS):
+            if any(name in step for step in steps):
+                # Over all steps, also those in which it did not run, so that the timers add up.
+                mean = sum(step.get(name, 0.0) for step in steps) / len(steps)
+                shown.append(f"{name}: {mean:.1f}")
+        return " | ".join(shown)
 
 
 def _timer(lane: Lane, op: Op) -> str | None:

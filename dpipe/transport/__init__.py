@@ -7,8 +7,6 @@ staging.py   the way of a tensor between a GPU and host memory
 mesh.py      all links of one rank over connections: who dials, who is refused, opening and closing
 grpc.py      a mesh of gRPC streams: HTTP/2, TLS
 tcp.py       a mesh of TCP or TLS connections, faster where nothing asks for HTTP/2
-stream.py    the bytes of one TCP or TLS connection
-greeting.py  how the two ends of a TCP connection prove that they know the token
 nccl.py      from GPU to GPU
 local.py     ranks as threads of one process
 shaped.py    any of these, with the delay and the rate of a network profile

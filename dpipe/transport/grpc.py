@@ -29,7 +29,7 @@ from dpipe.wire.v1.transport_pb2 import Hello
 
 _SERVICE = "dpipe.wire.v1.Transport"
 _METHOD = "Connect"
-_HELLO_KEY = "dpipe-hello-bin"
+_HELLO_KEY = "dpipe-hello-bin"  # "-bin": only then gRPC takes any bytes
 # Numbers of mallopt's parameters: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD.
 _MALLOC = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20}
 
@@ -68,11 +68,12 @@ class GrpcConnection(Connection):
                 sending.begin()
             except TransferTimeout:
                 return  # the device never gave the bytes; `begin` has broken the link
+            # In front of the first chunk, to save a message.
             lead = framed(sending.header.encode())
             for chunk in self.chunks(sending):
                 yield b"".join((lead, chunk))
                 lead = b""
-            sending.end_stripe()
+            sending.end_stripe()  # gRPC has asked for more: the last chunk is with the network
 
     def _read(self, messages: Iterator[bytes], hello: bytes | None) -> None:
         try:
@@ -105,7 +106,7 @@ class GrpcConnection(Connection):
         self, stripe: memoryview, chunk: memoryview | bytes | None, messages: Iterator[bytes]
     ) -> None:
         filled = 0
-        while filled < len(stripe) or chunk:
+        while filled < len(stripe) or chunk:  # also a chunk that is too much: it is refused
             if chunk is None:
                 raise PeerLost(
                     f"rank {self.end.rank} lost {self.end.peer_name}: it closed the link within a "
@@ -144,6 +145,7 @@ class GrpcTransport(Mesh[GrpcConnection]):
         channel = open_channel(address, self._security, own_connection=True, bulk=True)
         self._channels.append(channel)
         greeting = hello.SerializeToString()
+        # In the metadata: the other end decides about a stream before it reads from it.
         metadata: Any = (*token_metadata(self._security), (_HELLO_KEY, greeting))
         connect: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
         call = connect(connection.outgoing(), metadata=metadata)
@@ -157,6 +159,7 @@ class GrpcTransport(Mesh[GrpcConnection]):
         except JoinError as refusal:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
         connection.start(context, messages, None)
+        # The dialler waits for it: a stream that was only opened may be anybody's.
         yield hello.SerializeToString()
         yield from connection.outgoing()
 

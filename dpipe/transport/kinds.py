@@ -28,8 +28,8 @@ TRANSPORTS: Choices[TransportKind] = Choices(
         "nccl",
         "dpipe.transport.nccl:make",
         between_gpus=True,
-        can_be_shaped=False,
-        between_replicas=False,
+        can_be_shaped=False,  # its bytes never come through the host, where a shaper holds them
+        between_replicas=False,  # replicas add in host memory; on GPUs torch's own group does it
         requires="dpipe.transport.nccl:load_nccl",
     ),
 )

@@ -89,7 +89,9 @@ class Sending(_StripedTransfer):
     def end_stripe(self) -> None:
         with self.end.changed:
             if self._end_stripe(self.header.spec.num_bytes):
-                self.view = self.tensor = None
+                # A step's sends are kept until its end; their memory is not.
+                self.view = None
+                self.tensor = None
                 self.end.num_unsent -= 1
 
 
@@ -127,6 +129,7 @@ class Receiving(_StripedTransfer):
         with self.end.changed:
             assert self.arrived is not None
             assert self.tensor is not None
+            # By the last stripe: the others may still be read into the same memory.
             if self._missing == 1 and self.into is None:
                 self.tensor, self._landed = self.end.staging.land(self.tensor)
             self._end_stripe(self.arrived.spec.num_bytes)
@@ -168,6 +171,7 @@ class LinkEnd:
         if address is not None:
             self.peer_name += f" ({address})"
         self.staging = Staging(streams)
+        # Guards what is below, and the transfers; notified at each change.
         self.changed = Condition()
         self.error: Exception | None = None
         self.reason: str | None = None  # why the peer is lost
@@ -187,6 +191,7 @@ class LinkEnd:
     def send(self, tensor: torch.Tensor, tag: str, enqueue: Callable[[Sending], None]) -> Sending:
         """Number `tensor` and give it to `enqueue` in that order; `enqueue` must not block."""
         fetched, ready = self.staging.fetch(tensor)
+        # One lock around number and queues: every connection carries the tensors in that order.
         with self.changed:
             self._raise_if_broken()
             header = Header(self._num_sent, tag, TensorSpec.of(tensor))
@@ -222,6 +227,7 @@ class LinkEnd:
         """
         with self.changed:
             receiving = self._entry(header.sequence)
+            # Each connection brings the header in front of its stripe.
             if receiving.arrived not in (None, header):
                 raise TransferError(
                     f"the connections of {self.peer_name} disagree on tensor {header.sequence}"
@@ -250,6 +256,7 @@ class LinkEnd:
 
     def wait(self, transfer: Sending | Receiving, what: str) -> None:
         """Block until `transfer` is done. Raises what broke the link; a timeout breaks it too."""
+        # Without the lock: most have come by the time that they are asked for.
         if transfer.done() and not self._failed:
             return
         with self.changed:
@@ -264,6 +271,7 @@ class LinkEnd:
                     "the peer waits for something else"
                 )
             )
+        # A lost peer takes nothing back that has come; where this rank has failed, all is over.
         if self._failed or not transfer.done():
             self._raise_if_broken()
 
@@ -282,6 +290,7 @@ class LinkEnd:
         """End the link: waits raise `error`; if done, only where this rank has `failed`."""
         with self.changed:
             first = self.error is None
+            # Why this rank has failed stands above what the link saw of it.
             if first or failed:
                 self.error = error
                 self._failed = failed
@@ -291,7 +300,7 @@ class LinkEnd:
 
     def lose(self, reason: str) -> None:
         """The peer is gone, or has answered that this end is closing."""
-        self.reason = self.reason or reason
+        self.reason = self.reason or reason  # the first: the others follow from it
         if self.closing:
             self.close()
         else:

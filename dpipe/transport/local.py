@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import permutations
 
 import torch
 
@@ -19,12 +20,9 @@ class LocalHub:
         self, num_ranks: int, *, transfer_timeout_s: float = 300.0, streams: Streams = HOST
     ) -> None:
         self.num_ranks = num_ranks
-        self.ends = {
-            (rank, peer): LinkEnd(rank, peer, timeout_s=transfer_timeout_s, streams=streams)
-            for rank in range(num_ranks)
-            for peer in range(num_ranks)
-            if rank != peer
-        }
+        self.ends: dict[tuple[int, int], LinkEnd] = {}
+        for pair in permutations(range(num_ranks), 2):
+            self.ends[pair] = LinkEnd(*pair, timeout_s=transfer_timeout_s, streams=streams)
         for (rank, peer), end in self.ends.items():
             end.on_broken = partial(self.ends[peer, rank].lose, "it closed the link or failed")
 
@@ -49,6 +47,7 @@ class LocalTransport:
         """Not needed: no receive waits on a device."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: str) -> Sending:
+        # Queued nowhere: this very thread delivers it.
         sending = self._hub.ends[self.rank, peer].send(tensor, tag, lambda _: None)
         _deliver(sending, self._hub.ends[peer, self.rank])
         return sending

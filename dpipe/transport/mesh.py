@@ -85,6 +85,7 @@ class Connection(ABC):
         """The stripe to send, in pieces; one counts as sent when the next is asked for."""
         assert sending.view is not None
         stripe = self._stripe(sending.view)
+        # Also an empty one: its header is what the other end counts tensors by.
         for start in range(0, max(1, len(stripe)), self._chunk_bytes):
             chunk = stripe[start : start + self._chunk_bytes]
             yield chunk
@@ -92,6 +93,7 @@ class Connection(ABC):
 
     def arrive(self, header: Header, sequence: int) -> tuple[Receiving, memoryview] | None:
         """The tensor after `header` and the memory of its stripe; None once this end is closing."""
+        # A connection keeps its order, so that another number is the sender's mistake.
         if header.sequence != sequence:
             raise TransferError(
                 f"{self.end.peer_name} sent tensor {header.sequence} where {sequence} belongs"
@@ -103,6 +105,7 @@ class Connection(ABC):
         return receiving, self._stripe(byte_view(receiving.tensor))
 
     def _stripe(self, view: memoryview) -> memoryview:
+        # By the same formula at both ends; stripes differ by a byte at most.
         start = len(view) * self.index // self._num_connections
         end = len(view) * (self.index + 1) // self._num_connections
         return view[start:end]
@@ -180,8 +183,8 @@ class Mesh(ABC, Generic[ConnectionT]):
         self._failing = Lock()  # guards `_failed`: an abort may come before there are links
         self._failed: Exception | None = None
         self._peers_known = Event()  # from then on a dialler can be accepted or refused
-        self._claiming = Lock()
-        self._closing = Lock()
+        self._claiming = Lock()  # two diallers must not get one connection
+        self._closing = Lock()  # a second call waits for the first
         self._closed = False
         self.port = self._listen(bind, port, security)
 
@@ -210,15 +213,16 @@ class Mesh(ABC, Generic[ConnectionT]):
             self._raise_if_failed()
             for peer in peers:
                 self._links[peer] = self._new_link(peer, addresses[peer])
+        # Only now: a dialler that was faster waits in `claim` for the links it belongs to.
         self._peers_known.set()
+        # One deadline for all of them, however many there are.
         deadline = time.monotonic() + self._connect_timeout_s
         for peer in dialled:
             self._dial_all(peer, addresses[peer], deadline)
-        blocked = [
-            self._explain(peer, addresses)
-            for peer, link in self._links.items()
-            if not link.wait_open(max(0.0, deadline - time.monotonic()))
-        ]
+        blocked = []
+        for peer, link in self._links.items():
+            if not link.wait_open(max(0.0, deadline - time.monotonic())):
+                blocked.append(self._explain(peer, addresses))
         self._raise_if_failed()
         if blocked:
             raise JoinError("\n  ".join([f"rank {self.rank} cannot open every link:", *blocked]))
@@ -302,9 +306,9 @@ class Mesh(ABC, Generic[ConnectionT]):
         for link in self._links.values():
             link.end.drain(left())
             link.enqueue(None)
-        connections = [
-            connection for link in self._links.values() for connection in link.connections
-        ]
+        connections: list[ConnectionT] = []
+        for link in self._links.values():
+            connections += link.connections
         for connection in connections:
             connection.join(left())
         # Only now: what breaks a link cancels its connections.

@@ -110,6 +110,7 @@ class _NcclReceiving(_NcclTransfer):
         self.waited_since = time.monotonic()
         if self.link.failed or not self.done():
             self.link.raise_if_broken()
+        # Given away: the executor keeps this transfer until the step ends, and not its memory.
         tensor = self.tensor
         self.tensor = None
         assert tensor is not None, "a receive is waited for once"
@@ -135,7 +136,7 @@ class _NcclLink:
         self.flying: deque[_NcclTransfer] = deque()
         self._timeout_s = timeout_s
         self._head_since = 0.0
-        self._lock = Lock()
+        self._lock = Lock()  # guards `error` and `failed`
         self._calling = Lock()  # NCCL must not be called with a communicator that was ended
 
     def launch(
@@ -174,6 +175,7 @@ class _NcclLink:
         head = self.flying[0] if self.flying else None
         if head is None or head.waited_since is None:
             return None
+        # From when it was the first on its stream: those before it have had deadlines of their own.
         if now - max(head.waited_since, self._head_since) < self._timeout_s:
             return None
         return TransferTimeout(
@@ -200,6 +202,7 @@ class _NcclLink:
                 f"rank {self.rank} has closed its link with rank {self.peer}"
             )
         if first and self.communicator is not None:
+            # `destroy` waits for what is queued, and a peer that is gone would never take it.
             idle = all(self.streams.done(transfer.end) for transfer in self.flying)
             self._end(self.communicator.destroy if idle else self.communicator.abort)
 
@@ -278,7 +281,7 @@ class NcclTransport:
         self._failed: Exception | None = None
         self._opened = Event()  # all links are open, or the attempt has failed
         self._stopping = Event()
-        self._closing = Lock()
+        self._closing = Lock()  # a second call waits for the first
         self._rehearses = False
         self._watcher = Thread(target=self._watch, name=f"dpipe-nccl-{rank}", daemon=True)
         self._opening: tuple[int, int] | None = None
@@ -356,6 +359,7 @@ class NcclTransport:
         assert into is None, "NCCL receives into the memory of a GPU"
         link = self._links[peer, self.rank]
         link.raise_if_broken()
+        # Allocated on the link's stream: the memory is free there when the receive begins.
         with self._streams.on(link.stream):
             tensor = like.empty(self._streams.device)
             move = link.communicator.recv
@@ -466,6 +470,7 @@ class NcclTransport:
                     self._break_off_peer(link.peer, error)
 
     def _break_off_peer(self, peer: int, error: Exception) -> None:
+        # Both directions: a rank that cannot hear a peer must not go on waiting to be heard.
         for link in self._links.values():
             if link.peer == peer:
                 link.break_off(error)

@@ -52,6 +52,7 @@ class ShapedTransport:
         self.rank = inner.rank
         self.port = inner.port
         self.timeout_s = transfer_timeout_s
+        # Guards what is held and what went wrong; notified at each change.
         self.changed = Condition()
         self._inner = inner
         self._in_transit = InTransit[_Held](network, inner.rank)
@@ -104,6 +105,7 @@ class ShapedTransport:
             )
             self._stopped = True
             self.changed.notify_all()
+        # Last: until its thread has ended, this one still gives tensors to it.
         self._thread.join(_CLOSE_S)
         self._inner.close()
 
@@ -147,7 +149,8 @@ class ShapedTransport:
                     )
                     return sent.item
                 most_s = _DEVICE_POLL_S if self._unready else _WAKE_S
-                self.changed.wait(min(most_s, (self._in_transit.due_us - now_us) / 1e6))
+                due_s = (self._in_transit.due_us - now_us) / 1e6
+                self.changed.wait(min(most_s, due_s))
         return None
 
     def _offer_ready(self, now_us: float) -> None:

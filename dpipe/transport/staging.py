@@ -20,9 +20,8 @@ from dpipe.streams import Mark, Streams
 from dpipe.wire.spec import TensorSpec
 
 _SPARE_BYTES = 64 << 20  # kept for reuse, of each size; at least one tensor
-_LARGE_BYTES = (
-    128 << 10
-)  # from here on malloc takes memory from the system and returns it, each time
+# From here on malloc takes memory from the system and returns it, each time.
+_LARGE_BYTES = 128 << 10
 
 
 class Staging:
@@ -85,6 +84,8 @@ class Staging:
             memory = spare.pop()
         except IndexError:
             memory = torch.empty(num_bytes, dtype=torch.uint8)
+        # numpy's object, which the returned tensor and all that share its memory hold: a tensor's
+        # own Python object may go before them.
         lent = memory.numpy().view()
         weakref.finalize(lent, spare.append, memory).atexit = False
         return torch.from_numpy(lent)

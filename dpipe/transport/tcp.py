@@ -19,10 +19,10 @@ from functools import partial
 from threading import BoundedSemaphore, Event, Lock, Thread
 
 from dpipe.errors import DpipeError, JoinError, TransferError, TransferTimeout
-from dpipe.transport import greeting
+from dpipe.session import greeting
+from dpipe.session.stream import Stream, Tls, shut, stream_over, tune
 from dpipe.transport.link import LinkEnd
 from dpipe.transport.mesh import CHECK, MAX_LINKS, WAKE_S, Connection, Mesh
-from dpipe.transport.stream import Stream, Tls, shut, stream_over, tune
 from dpipe.wire.message import PREFIX_BYTES, Header, framed, framed_size
 from dpipe.wire.rpc import Security
 from dpipe.wire.v1.transport_pb2 import Hello
@@ -74,6 +74,7 @@ class TcpConnection(Connection):
                     stream.write(lead, chunk)
                     lead = b""
                 sending.end_stripe()
+            # Said, because the kernel ends the stream of a process that dies as well.
             stream.write(_END)
             stream.end()
         except OSError as error:
@@ -89,7 +90,9 @@ class TcpConnection(Connection):
                     return self.end.end_stream()
                 arrived = None if self.end.closing else self.arrive(header, sequence)
                 if arrived is None:
-                    stream.skip()  # to the peer's end of the stream
+                    # To the peer's end of the stream: a socket that is closed with bytes unread
+                    # resets the connection, and the peer loses what it was sent last.
+                    stream.skip()
                     return self.end.end_stream()
                 receiving, stripe = arrived
                 stream.read(stripe)
@@ -113,7 +116,7 @@ class _Lobby:
     """Sockets that have not greeted yet, with a thread each."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = Lock()  # guards what is below
         self._sockets: set[socket.socket] = set()
         self._threads: list[Thread] = []
         self._closed = False
@@ -123,7 +126,7 @@ class _Lobby:
         with self._lock:
             self._threads = [other for other in self._threads if other.is_alive()]
             self._threads.append(thread)
-            thread.start()
+            thread.start()  # under the lock: one that has not started cannot be joined
 
     @contextmanager
     def watching(self, sock: socket.socket) -> Iterator[None]:
@@ -172,7 +175,7 @@ class TcpTransport(Mesh[TcpConnection]):
         """Open a connection to `address` and greet whoever is there."""
         end = connection.end
         host, _, port = address.rpartition(":")
-        left_s = max(0.001, deadline - time.monotonic())
+        left_s = max(0.001, deadline - time.monotonic())  # 0 would not wait, but fail at once
         try:
             raw = socket.create_connection((host.strip("[]"), int(port)), left_s)
             with self._secured(raw, deadline, server=False) as sock:
@@ -190,13 +193,14 @@ class TcpTransport(Mesh[TcpConnection]):
     def _accept(self) -> None:
         """Greet whoever dials, each in a thread with a deadline."""
         while not self._stopping.is_set():
+            # Before `accept`: beyond so many, who dials waits in the kernel and takes no thread.
             if not self._strangers.acquire(timeout=WAKE_S):
                 continue
             try:
                 raw, _ = self._listener.accept()
             except OSError:  # nobody dialled, out of sockets, or this end is closing
                 self._strangers.release()
-                self._stopping.wait(0.1)
+                self._stopping.wait(0.1)  # out of sockets it would fail again at once
             else:
                 self._lobby.spawn(partial(self._answer, raw), f"dpipe-greet-{self.rank}")
 
@@ -241,7 +245,7 @@ class TcpTransport(Mesh[TcpConnection]):
 
     def _stop(self, deadline: float) -> None:
         self._stopping.set()
-        shut(self._listener)
+        shut(self._listener)  # wakes the thread in `accept`; a close would not
         self._acceptor.join(max(0.0, deadline - time.monotonic()) + 2 * _ACCEPT_S)
         self._listener.close()
         self._lobby.close(deadline + 1.0)

@@ -95,6 +95,7 @@ class Int8:
         if not like.dtype.is_floating_point:
             return wire
         num_blocks = _num_blocks(like)
+        # In front, where they are aligned: a view as fp32 must begin at a multiple of 4 bytes.
         scales = wire[: 4 * num_blocks].view(torch.float32)
         values = wire[4 * num_blocks :].view(torch.int8)
         padded = pad(values, (0, -values.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
@@ -109,6 +110,7 @@ class Int8:
 
 def _scales(blocks: Tensor) -> Tensor:
     """One scale a block: max|x| / 127; 0 where that is subnormal, nan where it is not finite."""
+    # 127, not 128: without -128 the range is symmetric, and rounding has no bias.
     scales = blocks.abs().amax(dim=1) / _INT8_MAX
     scales = torch.where(scales < _SMALLEST_SCALE, 0.0, scales)
     return torch.where(scales.isfinite(), scales, torch.nan)

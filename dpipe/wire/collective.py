@@ -21,6 +21,7 @@ def open_group(
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
+    # Without it gloo binds to what the hostname resolves to, which may be another interface.
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, rank, size, options)
 
@@ -30,4 +31,5 @@ def open_store(host: str, port: int, timeout_s: float, *, master: bool) -> Any:
     port for 0; the others connect to it.
     """
     timeout = timedelta(seconds=timeout_s)
+    # Nobody is waited for here: whoever looks for a key waits until it is set.
     return dist.TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import TensorHeader
 
 PREFIX_BYTES = 4  # before each message in a stream of bytes: its size, big-endian
-MAX_FRAMED_BYTES = 64 << 10
+MAX_FRAMED_BYTES = 64 << 10  # a header and a greeting have some hundred
 _MAX_DIMS = 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -62,6 +62,7 @@ class Header(NamedTuple):
             raise TransferError(
                 f"a message of {len(message)} bytes stands where a tensor's header belongs"
             ) from None
+        # Here, before memory is taken for it: the number may be anybody's.
         sizes_fit = all(0 <= size < 1 << 48 for size in header.shape)
         if header.dtype not in _DTYPES or len(header.shape) > _MAX_DIMS or not sizes_fit:
             raise TransferError(

@@ -32,10 +32,11 @@ _OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A host that is gone sends no end of its connection: pings find out, within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 # For fewer and larger system calls.
@@ -61,7 +62,8 @@ class Security:
         """Read the PEM files. Raises `JoinError` naming one that cannot be read, or does not match
         the others.
         """
-        loaded = cls(token, *(None if path is None else _read(path) for path in (cert, key, ca)))
+        contents = [None if path is None else _read(path) for path in (cert, key, ca)]
+        loaded = cls(token, *contents)
         if cert and key and ca:
             _check(cert, key, ca)
         return loaded
@@ -119,6 +121,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
     to_client = ssl.MemoryBIO()
     client_end = client.wrap_bio(to_client, to_server)
     server_end = server.wrap_bio(to_server, to_client, server_side=True)
+    # Hello, the server's certificate, the client's verdict on it: no step needs the network.
     for end in (client_end, server_end, client_end):
         with suppress(ssl.SSLWantReadError):
             end.do_handshake()
@@ -174,6 +177,7 @@ class _CheckToken(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         token = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
+        # In a time that does not tell how much of a guess was right.
         if hmac.compare_digest(str(token).encode(), self._token):
             return continuation(handler_call_details)
         return self._refuse

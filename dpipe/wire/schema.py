@@ -14,6 +14,7 @@ T = TypeVar("T")
 _ERRORS_READ = 1000  # of a value; of more only the number is said
 _REASON_CHARACTERS = 200
 
+# Made visible where it enters: whoever logs it later need not think of it.
 Text = Annotated[str, Field(max_length=1000), AfterValidator(visible)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -56,6 +57,7 @@ NCCL_OFFER = Schema[tuple[str, list[tuple[int, list[int]]]]](
 def _first(error: ValidationError) -> str:
     if error.error_count() > _ERRORS_READ:
         return f"{error.error_count()} errors"
+    # Without the input, which somebody else wrote, and which may be as large as a message.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return visible(f"{where[:_REASON_CHARACTERS]}: {first['msg'][:_REASON_CHARACTERS]}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tables.megatron import Shape, Strategy
 
-from dpipe.stage.efficiency import train_flops
+from dpipe.report.efficiency import train_flops
 from dpipe.stage.flops import gpt_layer_flops
 
 CONTEXT, VOCABULARY = 2048, 51_200

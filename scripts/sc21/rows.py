@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpipe.stage.efficiency import mfu, peak_of
+from dpipe.report.efficiency import mfu, peak_of
 from sc21.case import Case
 
 A100 = peak_of("A100")

@@ -4,22 +4,54 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
-def as_text(rows: Sequence[Any], form: str | None, note: str) -> str:
-    """`form` is "csv", "json" or None, for Markdown with the `note` below it."""
+@dataclass(frozen=True)
+class Parameter:
+    """A figure that a table's predictions take in, and that the table's source does not say.
+
+    `origin` begins with one of `ORIGINS`: "nominal" of a data sheet or a program's default,
+    "deduced" from what the source says, "assumed", or "fitted on" the rows that it names.
+    """
+
+    name: str
+    value: float
+    unit: str
+    origin: str
+
+
+ORIGINS = ("nominal", "deduced", "assumed", "fitted on")
+
+
+def as_text(
+    rows: Sequence[Any], form: str | None, note: str, parameters: Sequence[Parameter] = ()
+) -> str:
+    """`form` is "csv", "json" or None, for Markdown with the `note` and the parameters below it."""
     names = [field.name for field in fields(rows[0])]
-    table = [[_cell(getattr(row, name)) for name in names] for row in rows]
     if form == "json":
         return json.dumps([asdict(row) for row in rows], indent=2)
     if form == "csv":
         lines = io.StringIO()
+        table = [[_cell(getattr(row, name)) for name in names] for row in rows]
         csv.writer(lines, lineterminator="\n").writerows([names, *table])
         return lines.getvalue().rstrip()
-    lines_ = [names, ["---"] * len(names), *table]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines_), "", note])
+    return f"{as_markdown(rows)}\n\n{with_parameters(note, parameters)}"
+
+
+def with_parameters(note: str, parameters: Sequence[Parameter]) -> str:
+    """What a page of the docs says of a table whose rows are too many for it."""
+    if not parameters:
+        return note
+    return f"{note}\n\n{as_markdown(parameters)}"
+
+
+def as_markdown(rows: Sequence[Any]) -> str:
+    names = [field.name for field in fields(rows[0])]
+    lines = [names, ["---"] * len(names)]
+    lines += [[_cell(getattr(row, name)) for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: float | str | bool | None) -> str:
@@ -29,5 +61,5 @@ def _cell(value: float | str | bool | None) -> str:
         case bool():
             return "yes" if value else ""
         case float():
-            return f"{value:.4g}"
+            return f"{value:.10g}"  # as it was published: four digits make 10999 1.1e+04
     return str(value)

@@ -3,28 +3,31 @@ gradients, then the update.
 
 stage time     layers x (forward, backward) of a layer on tensor-parallel ranks, then the logits
 pipeline       dpipe's simulator over a link inside the machine
-all-reduce     every replica is one machine, whose card carries the model's gradients, twice
+hops           in the stages' time; over the network where the next stage is another machine's
+all-reduce     a ring over each rank's gradients; the rings that leave a machine share its interface
 update         as fast as memory can be read and written
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 
 from dpipe.network.link import Link, Network
 from dpipe.schedule.generate import generate
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.simulate import simulate_alone
+from tables.measured import Layout
 from tables.megatron import Device, Shape, Strategy, layer_parameters, layer_us
-
-_UPDATE_BYTES = 28  # a parameter: master copy, two moments read and written, gradient read
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind; `network_gigabytes_per_s` is what leaves a machine at best."""
+    """GPUs of one kind behind one network interface, which carries as much in as out."""
 
     device: Device
-    value_bytes: int
     network_gigabytes_per_s: float
+    message_us: float = 0.0  # of the interface, for a hop to another machine, whatever its size
+    gpus: int = 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Job:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     gathers_parameters: bool = False  # FSDP: all-gathered forward and backward, reduced by halves
+    # Each pipeline is one machine's, as in PyTorch's Pipe; else ranks are in Megatron's order.
+    pipeline_inside: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -49,20 +54,71 @@ class Job:
     def num_microbatches(self) -> int:
         return max(1, self.batch_size // self.data_parallel // self.shape.micro_batch)
 
+    def layout(self, precision: str, recompute: str) -> Layout:
+        """As a measured line has it (`measured.py`)."""
+        ranks = (self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
+        return Layout(*ranks, self.shape.micro_batch, self.batch_size, precision, recompute)
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """What leaves the busiest machine at the same time."""
+
+    hops: int  # activations to the next stage
+    rings: int  # of replicas: of each the one link to another machine
+
+
+def crossings(job: Job, gpus: int) -> Crossings:
+    """Ranks are numbered tensor first, then data, then pipeline parallel (Megatron's order), and
+    fill one machine after the other:
+
+        stages, T = 2, D = 6:    | 0 0 0 0 0 0 0 0 | 0 0 0 0 1 1 1 1 | 1 1 1 1 1 1 1 1 | ...
+    """
+    t, d, p = job.tensor_parallel, job.data_parallel, job.pipeline_parallel
+    if job.pipeline_inside:
+        return Crossings(0, t * p if d > 1 else 0)
+
+    def machine(stage: int, replica: int, part: int) -> int:
+        return ((stage * d + replica) * t + part) // gpus
+
+    hops: Counter[int] = Counter()
+    rings: Counter[int] = Counter()
+    for stage, replica, part in product(range(p), range(d), range(t)):
+        here = machine(stage, replica, part)
+        hops[here] += stage + 1 < p and machine(stage + 1, replica, part) != here
+        rings[here] += machine(stage, (replica + 1) % d, part) != here
+    return Crossings(max(hops.values()), max(rings.values()))
+
 
 def iteration_s(job: Job, machine: Machine) -> float:
-    """Seconds. A hop carries 1/t of the activation, inside the machine, while its ends compute."""
+    """Seconds. PyTorch's Pipe copies activations while its stages compute; in Megatron a hop holds
+    up both its ends.
+    """
     device = machine.device
-    cost = stage_cost(
-        job, device, message_bytes=job.shape.values * machine.value_bytes // job.tensor_parallel
-    )
+    if job.pipeline_inside:
+        message_bytes = job.shape.activation_bytes
+        cost = stage_cost(job, device, message_bytes=message_bytes)
+    else:
+        cost = stage_cost(job, device, hop_us=hop_us(job, machine))
     link = Link(delay_ms=0.02, bandwidth_gbps=8 * device.link_gigabytes_per_s)
-    return pipeline_s(job, cost, link) + _agreement_s(job, machine) + update_s(job, device)
+    return pipeline_s(job, cost, link) + agreement_s(job, machine) + update_s(job, device)
+
+
+def hop_us(job: Job, machine: Machine) -> float:
+    """Of an exchange with a neighbour: each of the t ranks sends the whole activation, as Megatron
+    did before its scatter/gather optimisation. What leaves a machine shares its interface.
+    """
+    moved_bytes = job.shape.activation_bytes
+    crossing = crossings(job, machine.gpus).hops
+    if not crossing:
+        return machine.device.collective_us(moved_bytes)
+    through_us = moved_bytes / (machine.network_gigabytes_per_s * 1e3)
+    return crossing * (machine.message_us + through_us)
 
 
 def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: float = 0.0) -> Cost:
-    """A step of each stage; `hop_us` are those for which a hop to or from a neighbour holds up the
-    stage itself.
+    """A step of each stage. `hop_us` are those for which an exchange with one neighbour, there and
+    back at once, holds up the stage itself: half of it behind forward, half behind backward.
     """
     shape, t, stages = job.shape, job.tensor_parallel, job.num_stages
     forward, backward = (
@@ -70,12 +126,15 @@ def stage_cost(job: Job, device: Device, *, message_bytes: int = 0, hop_us: floa
     )
     tokens = shape.sequence * shape.micro_batch
     logits = device.kernel_us(2 * tokens * shape.width * shape.vocabulary(t))
+    if shape.classifies:
+        logits = 0.0
     last = [stage == stages - 1 for stage in range(stages)]
-    hops = [hop_us * (stages > 1)] * stages
+    neighbours = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
+    held = [hop_us * count / 2 for count in neighbours]
     return Cost(
-        forward_us=tuple(forward + end * logits + hop for end, hop in zip(last, hops, strict=True)),
+        forward_us=tuple(forward + end * logits + hop for end, hop in zip(last, held, strict=True)),
         backward_us=tuple(
-            backward + end * 2 * logits + hop for end, hop in zip(last, hops, strict=True)
+            backward + end * 2 * logits + hop for end, hop in zip(last, held, strict=True)
         ),
         input_us=(0.0,) * stages,
         weight_us=(0.0,) * stages,
@@ -97,16 +156,22 @@ def parameters(shape: Shape) -> int:
     )
 
 
-def _agreement_s(job: Job, machine: Machine) -> float:
+def agreement_s(job: Job, machine: Machine) -> float:
     """A ring carries gradients twice, less a share (Patarasuk & Yuan 2009); gathering parameters is
-    one time more.
+    one time more. The rings that leave a machine share its interface.
     """
     d = job.data_parallel
     rounds = 3 if job.gathers_parameters else 2
-    model_bytes = parameters(job.shape) * machine.value_bytes
-    return rounds * (d - 1) / d * model_bytes / (machine.network_gigabytes_per_s * 1e9)
+    own = parameters(job.shape) / (job.tensor_parallel * job.pipeline_parallel)
+    moved_bytes = rounds * (d - 1) / d * own * job.shape.value_bytes
+    crossing = crossings(job, machine.gpus).rings
+    if not crossing:
+        return machine.device.collective_us(moved_bytes) / 1e6
+    return moved_bytes * crossing / (machine.network_gigabytes_per_s * 1e9)
 
 
 def update_s(job: Job, device: Device) -> float:
+    """The master copy, and Adam's two moments, are read and written, the gradient is read."""
     own = parameters(job.shape) / (job.tensor_parallel * job.pipeline_parallel)
-    return own * _UPDATE_BYTES / (device.gigabytes_per_s * device.efficiency * 1e9)
+    moved_bytes = 28 if job.shape.adam else 12
+    return own * moved_bytes / (device.gigabytes_per_s * device.memory_efficiency * 1e9)

@@ -1,8 +1,9 @@
 """Megatron-LM as the simulator sees it: what a layer holds and what it takes, by tensor parallelism
 and strategy.
 
-Half precision throughout. A parameter has 2 bytes and 2 of gradient in a buffer of its own, a
-master copy and two moments of 4; in the optimizer's step 4 more, its gradient as fp32.
+In half precision a parameter has 2 bytes and 2 of gradient in a buffer of its own, and a master
+copy of 4; in the optimizer's step 4 more, its gradient as fp32. In fp32 it has 4 and 4. Adam has
+two moments of 4, SGD none.
 
     s sequence · b micro-batch · h width · a heads · t tensor parallel
     S = s b h values     A = a s^2 b / t scores
@@ -27,10 +28,6 @@ Strategy = Literal[
     "full-recompute",
 ]
 
-_SCORES_KEPT, _SCORES_WORKING = (
-    5,
-    4,
-)  # bytes a score: softmax, its dropout and the mask; two gradients in fp16
 _LOGITS_WORKING = 12  # bytes a logit: as they are, less their maximum, their exponentials
 
 
@@ -47,10 +44,18 @@ class Shape:
     vocab_size: int
     micro_batch: int
     bert: bool = False  # token types, a dense layer before the logits, a pooler
+    classifies: bool = False  # sequences, into two: no logits over the words
+    value_bytes: int = 2  # of activations, parameters and gradients
+    adam: bool = True  # else SGD without momentum
 
     @property
     def values(self) -> int:
+        """Of an activation between layers."""
         return self.sequence * self.micro_batch * self.width
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.values * self.value_bytes
 
     def scores(self, tensor_parallel: int) -> int:
         return self.num_heads * self.sequence**2 * self.micro_batch // tensor_parallel
@@ -79,56 +84,71 @@ def rank_memory(
     stages = [stage] * p
     stages[0] = (_embedding(shape, t, strategy), *stages[0])
     stages[-1] = (*stages[-1], _head(shape, t, strategy, own_table=p > 1))
-    updating = [(*stage, LayerMemory(update_bytes=_updating(stage))) for stage in stages]
+    updating = [(*stage, LayerMemory(update_bytes=_updating(shape, stage))) for stage in stages]
     plan = generate("1f1b", p, microbatches or 2 * p)
     return max(peak_memory(plan, updating, keeps_gradients=True), key=lambda rank: rank.total)
 
 
 def kept_bytes(shape: Shape, t: int, strategy: Strategy) -> int:
-    """What one layer leaves of one micro-batch."""
-    values, scores = shape.values, _SCORES_KEPT * shape.scores(t)
+    """What one layer leaves of one micro-batch. Dropout leaves masks of a byte a value."""
+    v, values = shape.value_bytes, shape.values
+    whole = (4 * v + 2) * values  # what every rank of the group has
+    inside = 12 * v * values // t
+    scores = _kept_scores(shape, t)
     match strategy:
         case "baseline":
-            return 10 * values + 24 * values // t + scores
+            return whole + inside + scores
         case "sequence-parallel":
-            return 34 * values // t + scores
+            return whole // t + inside + scores
         case "selective-recompute":
-            return 10 * values + 24 * values // t
+            return whole + inside
         case "sequence-parallel+selective-recompute":
-            return 34 * values // t
+            return whole // t + inside
         case "full-recompute":
-            return 2 * values
+            return v * values
     assert_never(strategy)
 
 
+def _kept_scores(shape: Shape, t: int) -> int:
+    """Softmax, its dropout and the mask."""
+    return (2 * shape.value_bytes + 1) * shape.scores(t)
+
+
 def _layer(shape: Shape, t: int, strategy: Strategy) -> LayerMemory:
-    values, scores = shape.values, shape.scores(t)
+    v, values = shape.value_bytes, shape.values
     sequence = t if strategy.startswith("sequence") else 1
-    given_back = (
-        5 * values // sequence + 16 * values // t
-    )  # of the perceptron, before the core's turn
-    again = _SCORES_KEPT * scores if "selective" in strategy else 0
-    perceptron = 2 * values // sequence + 16 * values // t
-    working = max(perceptron, again + _SCORES_WORKING * scores - given_back)
+    # Of the perceptron, before the core's turn.
+    given_back = (2 * v + 1) * values // sequence + 8 * v * values // t
+    again = _kept_scores(shape, t) if "selective" in strategy else 0
+    perceptron = v * values // sequence + 8 * v * values // t
+    gradients = 2 * v * shape.scores(t)
+    if v == 4:
+        # Masked and softened one after the other: Megatron's fused kernel takes half precision.
+        gradients += 2 * v * shape.scores(t)
+    working = max(perceptron, again + gradients - given_back)
     if strategy == "full-recompute":
         working += kept_bytes(shape, t, "baseline")
-    return _of(layer_parameters(shape, t), kept_bytes(shape, t, strategy), backward_bytes=working)
+    held = kept_bytes(shape, t, strategy)
+    return _of(shape, layer_parameters(shape, t), held, backward_bytes=working)
 
 
 def _embedding(shape: Shape, t: int, strategy: Strategy) -> LayerMemory:
     table = (shape.vocabulary(t) + shape.sequence + 2 * shape.bert) * shape.width
-    return _of(table, shape.values // (t if strategy.startswith("sequence") else 1))
+    return _of(shape, table, shape.values // (t if strategy.startswith("sequence") else 1))
 
 
 def _head(shape: Shape, t: int, strategy: Strategy, *, own_table: bool) -> LayerMemory:
-    """The last stage has a copy of the table; the norm's input and output are kept."""
-    h, logits = shape.width, shape.sequence * shape.micro_batch * shape.vocabulary(t)
-    parameters = shape.vocabulary(t) * h * own_table + 2 * h + 2 * (h**2 + h) * shape.bert
-    kept = (
-        4 * shape.values // (t if strategy.startswith("sequence") else 1)
-        + 4 * shape.values * shape.bert
-    )
+    """The norm's input and output are kept. For logits the last stage has a copy of the table."""
+    h = shape.width
+    kept = 2 * shape.activation_bytes // (t if strategy.startswith("sequence") else 1)
+    parameters = 2 * h
+    if shape.classifies:
+        return _of(shape, parameters, kept)
+    parameters += shape.vocabulary(t) * h * own_table + 2 * (h**2 + h) * shape.bert
+    kept += 2 * shape.activation_bytes * shape.bert
+    logits = shape.sequence * shape.micro_batch * shape.vocabulary(t)
     return _of(
+        shape,
         parameters,
         kept + 4 * logits,
         forward_bytes=(_LOGITS_WORKING - 4) * logits,
@@ -136,54 +156,48 @@ def _head(shape: Shape, t: int, strategy: Strategy, *, own_table: bool) -> Layer
     )
 
 
-def _of(parameters: int, held: int, **working: int) -> LayerMemory:
-    return LayerMemory(2 * parameters, 2 * parameters, 12 * parameters, held, **working)
+def _of(shape: Shape, parameters: int, held: int, **working: int) -> LayerMemory:
+    v = shape.value_bytes
+    optimizer = 8 * shape.adam + (4 if v < 4 else 0)
+    return LayerMemory(v * parameters, v * parameters, optimizer * parameters, held, **working)
 
 
-def _updating(stage: tuple[LayerMemory, ...]) -> int:
+def _updating(shape: Shape, stage: tuple[LayerMemory, ...]) -> int:
+    """Gradients as fp32, where they are not."""
+    if shape.value_bytes == 4:
+        return 0
     return sum(2 * layer.parameter_bytes for layer in stage)
 
 
 @dataclass(frozen=True)
 class Device:
-    """Nominal figures of a GPU, the share of them that kernels reach, and what the host takes to
+    """Nominal figures of a GPU, the shares of them that kernels reach, and what the host takes to
     issue its work.
-
-    The three host figures are fitted, on the four rows that `FITTED` of the table names.
     """
 
     teraflops: float
     gigabytes_per_s: float
     link_gigabytes_per_s: float  # of an all-reduce inside the machine
-    efficiency: float
-    host_us: float  # to issue one operation
-    host_collective_us: float
-    host_checkpoint_us: (
-        float  # to save and restore the random numbers' state around what is recomputed
-    )
+    efficiency: float  # share of `teraflops` in a product
+    memory_efficiency: float  # share of `gigabytes_per_s`
+    host_us: float = 0.0  # to issue one operation
+    host_collective_us: float = 0.0
+    # To save and restore the random numbers' state around what is recomputed.
+    host_checkpoint_us: float = 0.0
+    collective_latency_us: float = 0.0  # of an all-reduce, or of two halves of one
 
     def kernel_us(self, operations: float = 0.0, moved_bytes: float = 0.0) -> float:
         compute = operations / (self.teraflops * self.efficiency * 1e6)
-        return max(compute, moved_bytes / (self.gigabytes_per_s * self.efficiency * 1e3))
+        moving = moved_bytes / (self.gigabytes_per_s * self.memory_efficiency * 1e3)
+        return max(compute, moving)
 
     def collective_us(self, moved_bytes: float) -> float:
         return moved_bytes / (self.link_gigabytes_per_s * 1e3)
 
 
-V100 = Device(
-    teraflops=125,
-    gigabytes_per_s=900,
-    link_gigabytes_per_s=60,
-    efficiency=0.6,
-    host_us=104,
-    host_collective_us=155,
-    host_checkpoint_us=350,
-)
-
-_CORE_OPERATIONS, _OTHER_OPERATIONS = (
-    4,
-    12,
-)  # of a layer's forward; backward issues half as many again
+# Of a layer's forward; backward issues half as many again.
+_CORE_OPERATIONS = 4
+_OTHER_OPERATIONS = 12
 
 
 def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[float, float]:
@@ -196,8 +210,8 @@ def layer_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> tuple[
         4 if parallel else 2
     ) * tensor  # forward; twice reduce-scatter and all-gather, or all-reduce
     gathered = 2 * parallel * tensor  # again in backward, for the weight gradients
-    half = device.collective_us(2 * shape.values * (t - 1) / t)
-    moved = 4 * tensor * half
+    half = device.collective_us(shape.activation_bytes * (t - 1) / t)
+    moved = tensor * (4 * half + 2 * device.collective_latency_us)
     forward = max(
         core + rest + moved, _host_us(_CORE_OPERATIONS + _OTHER_OPERATIONS, collectives, device)
     )
@@ -221,15 +235,20 @@ def _host_us(operations: float, collectives: int, device: Device) -> float:
 
 
 def _core_us(shape: Shape, t: int, device: Device) -> float:
-    """Scores, masked softmax, dropout, mixing."""
-    scores, product = shape.scores(t), 2 * shape.sequence * shape.values / t
-    traffic = ((product, 2 * scores), (0, 4 * scores), (0, 5 * scores), (product, 2 * scores))
+    """Scores, masked softmax, dropout with a mask of a byte, mixing."""
+    v, scores, product = shape.value_bytes, shape.scores(t), 2 * shape.sequence * shape.values / t
+    traffic = (
+        (product, v * scores),
+        (0, 2 * v * scores),
+        (0, (2 * v + 1) * scores),
+        (product, v * scores),
+    )
     return sum(device.kernel_us(operations, moved) for operations, moved in traffic)
 
 
 def _rest_us(shape: Shape, t: int, strategy: Strategy, device: Device) -> float:
     """Four products, two norms, GELU, two sums with dropout, three transpositions."""
-    values = shape.values
+    v, values = shape.value_bytes, shape.values
     along = values / (t if strategy.startswith("sequence") else 1)
     products = sum(device.kernel_us(2 * n * values * shape.width / t) for n in (3, 1, 4, 4))
-    return products + device.kernel_us(0, 22 * along) + device.kernel_us(0, 28 * values / t)
+    return products + device.kernel_us(0, 11 * v * along) + device.kernel_us(0, 14 * v * values / t)

@@ -1,19 +1,57 @@
-"""BERT and GPT-2 345M under Megatron, by sequence length and strategy: peak memory, and time over
-the baseline's.
+"""BERT and GPT-2 345M under Megatron on eight V100, by sequence length and strategy: peak memory,
+time, and time over the baseline's.
 """
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tables.megatron import V100, Shape, Strategy, layer_us, rank_memory
+from tables.form import Parameter
+from tables.iteration import Job, Machine, iteration_s
+from tables.megatron import Device, Shape, Strategy, layer_us, rank_memory
 
+# Not published; with other sizes no formula comes near.
+BERT_MICRO_BATCH = Parameter("micro-batch of BERT", 2, "", "deduced from the memory of all rows")
+GPT2_MICRO_BATCH = Parameter("micro-batch of GPT-2", 4, "", "deduced from the memory of all rows")
 MICRO_BATCH = {
-    "bert-345m": 2,
-    "gpt2-345m": 4,
-}  # not published; with other sizes no formula comes near
+    "bert-345m": int(BERT_MICRO_BATCH.value),
+    "gpt2-345m": int(GPT2_MICRO_BATCH.value),
+}
+BATCH = Parameter("sequences of an iteration", 16, "", "deduced from the times of all rows")
+_ON = "fitted on the four marked rows of BERT on 2 x 2, their time over the baseline"
+TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
+MEMORY_RATE = Parameter("rate of V100's memory", 900, "GB/s", "nominal")
+LINK_RATE = Parameter("all-reduce in the machine", 60, "GB/s", "assumed")
+EFFICIENCY = Parameter("share of both that kernels reach", 0.6, "", "assumed")
+HOST_US = Parameter("host, for an operation", 104, "us", _ON)
+COLLECTIVE_US = Parameter("host, for a collective", 155, "us", _ON)
+CHECKPOINT_US = Parameter("host, for what is recomputed", 350, "us", _ON)
+PARAMETERS = (
+    BERT_MICRO_BATCH,
+    GPT2_MICRO_BATCH,
+    BATCH,
+    TERAFLOPS,
+    MEMORY_RATE,
+    LINK_RATE,
+    EFFICIENCY,
+    HOST_US,
+    COLLECTIVE_US,
+    CHECKPOINT_US,
+)
+V100 = Device(
+    teraflops=TERAFLOPS.value,
+    gigabytes_per_s=MEMORY_RATE.value,
+    link_gigabytes_per_s=LINK_RATE.value,
+    efficiency=EFFICIENCY.value,
+    memory_efficiency=EFFICIENCY.value,
+    host_us=HOST_US.value,
+    host_collective_us=COLLECTIVE_US.value,
+    host_checkpoint_us=CHECKPOINT_US.value,
+)
+MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # all is inside one
 VOCABULARY = {"bert-345m": 30522, "gpt2-345m": 50257}
 STRATEGIES = (
     "baseline",
@@ -36,10 +74,10 @@ MODES = ("sim",)
 
 @dataclass(frozen=True)
 class Row:
-    """MiB of the fullest GPU and time over the baseline of the same model, cut and length, in
-    percent.
+    """MiB of the fullest GPU, milliseconds an iteration, and time over the baseline of the same
+    model, cut and length, in percent.
 
-    `fitted` marks rows whose time was used; of memory none is. Errors: percent of the memory,
+    `fitted` marks rows whose overhead was used. Errors: percent of the memory and of the time,
     points of the overhead.
     """
 
@@ -52,6 +90,8 @@ class Row:
     predicted_mib: float
     memory_error: float
     published_ms: float
+    predicted_ms: float
+    time_error: float
     published_overhead: float
     predicted_overhead: float
     overhead_error: float
@@ -67,19 +107,22 @@ def simulated(source: Path) -> list[Row]:
 
 
 def note(rows: Sequence[Row]) -> str:
-    """What the errors come to; times of the fitted rows are left out of theirs."""
+    """What the errors come to; overheads of the fitted rows are left out of theirs."""
     memory = [abs(row.memory_error) for row in rows]
-    time = [
+    time = [abs(row.time_error) for row in rows]
+    overhead = [
         abs(row.overhead_error) for row in rows if not row.fitted and row.strategy != "baseline"
     ]
-    bert, gpt2 = MICRO_BATCH["bert-345m"], MICRO_BATCH["gpt2-345m"]
     return (
-        f"Memory: mean error {sum(memory) / len(memory):.2f} %, largest {max(memory):.2f} %; no "
-        "row is fitted, but the "
-        f"micro-batch, {bert} of BERT and {gpt2} of GPT-2, is deduced. Time over the baseline: "
-        "mean error "
-        f"{sum(time) / len(time):.1f} points, largest {max(time):.1f}, fitted rows apart."
+        f"Memory, {_errors(memory, '%')}: nothing is fitted. Time, {_errors(time, '%')}: no time "
+        "is fitted, but overheads of four rows. Time over the baseline, "
+        f"{_errors(overhead, 'points')}, fitted rows and baselines apart."
     )
+
+
+def _errors(values: Sequence[float], unit: str) -> str:
+    mean = sum(values) / len(values)
+    return f"{len(values)} rows: mean error {mean:.1f} {unit}, largest {max(values):.1f} {unit}"
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
@@ -95,11 +138,10 @@ def draw(rows: Sequence[Row], figure: Any) -> None:
         ours = [
             row for row in rows if (row.model, row.tensor_parallel, row.pipeline_parallel) == group
         ]
-        base = {row.sequence: row.published_ms for row in ours if row.strategy == "baseline"}
         for number, strategy in enumerate(STRATEGIES):
             line = [row for row in ours if row.strategy == strategy]
             lengths, colour = [row.sequence for row in line], f"C{number}"
-            times = [base[row.sequence] * (1 + row.predicted_overhead / 100) for row in line]
+            times = [row.predicted_ms for row in line]
             axes[0, column].plot(lengths, [row.published_ms for row in line], "o", color=colour)
             axes[0, column].plot(lengths, times, "-", color=colour, label=strategy)
             axes[1, column].plot(lengths, [row.published_mib for row in line], "o", color=colour)
@@ -122,16 +164,17 @@ def _group(line: dict[str, str]) -> tuple[str, ...]:
 
 
 def _row(line: dict[str, str], baseline: dict[str, str]) -> Row:
-    model, t, p = line["model"], int(line["tensor_parallel"]), int(line["pipeline_parallel"])
-    sequence, strategy = int(line["sequence_length"]), cast(Strategy, line["strategy"])
+    model, strategy = line["model"], cast(Strategy, line["strategy"])
+    t, p = int(line["tensor_parallel"]), int(line["pipeline_parallel"])
+    sequence = int(line["sequence_length"])
     shape = Shape(
         24, 1024, 16, sequence, VOCABULARY[model], MICRO_BATCH[model], bert=model.startswith("bert")
     )
-    published, predicted = (
-        float(line["peak_memory_mb"]),
-        rank_memory(shape, t, p, strategy).total / MIB,
-    )
-    overhead = (float(line["time_ms"]) / float(baseline["time_ms"]) - 1) * 100
+    published = float(line["peak_memory_mb"])
+    predicted = rank_memory(shape, t, p, strategy).total / MIB
+    published_ms = float(line["time_ms"])
+    predicted_ms = iteration_s(_job(shape, t, p, strategy), MACHINE) * 1e3
+    overhead = (published_ms / float(baseline["time_ms"]) - 1) * 100
     base, ours = (sum(layer_us(shape, t, kind, V100)) for kind in ("baseline", strategy))
     foreseen = (ours / base - 1) * 100
     return Row(
@@ -143,9 +186,16 @@ def _row(line: dict[str, str], baseline: dict[str, str]) -> Row:
         published_mib=published,
         predicted_mib=round(predicted, 1),
         memory_error=round((predicted / published - 1) * 100, 2),
-        published_ms=float(line["time_ms"]),
+        published_ms=published_ms,
+        predicted_ms=round(predicted_ms, 1),
+        time_error=round((predicted_ms / published_ms - 1) * 100, 1),
         published_overhead=round(overhead, 1),
         predicted_overhead=round(foreseen, 1),
         overhead_error=round(foreseen - overhead, 1),
         fitted=(model, t, p) == ("bert-345m", 2, 2) and (sequence, strategy) in FITTED,
     )
+
+
+def _job(shape: Shape, t: int, p: int, strategy: Strategy) -> Job:
+    """On eight GPUs, which the replicas fill."""
+    return Job(shape, t, p, 8 // (t * p), int(BATCH.value), strategy)

@@ -14,10 +14,10 @@ from tokenizers import BertWordPieceTokenizer
 
 from dpipe.baselines.foreign import train_rank
 from dpipe.config.load import load
+from dpipe.processes.environment import ProcessInfo
+from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import ProcessInfo
-from dpipe.run.launch import free_port
 
 # Relative: sums in another order, of which Adam makes a whole step where a gradient is all but
 # zero. At bf16 that was seen to be 1e-7 with one set of instructions, and 1.3e-5 with another.

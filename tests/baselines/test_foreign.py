@@ -3,7 +3,7 @@ import pytest
 from dpipe.baselines.foreign import check_world_size, refuse
 from dpipe.config.load import build
 from dpipe.errors import ConfigError
-from dpipe.run.environment import ProcessInfo
+from dpipe.processes.environment import ProcessInfo
 
 
 def test_refusal_lists_every_reason_that_holds():

@@ -13,8 +13,8 @@ from dpipe.baselines.foreign import train_rank
 from dpipe.baselines.megatron import VERSION, check_config, transformer_config
 from dpipe.config.load import load
 from dpipe.errors import ConfigError
+from dpipe.processes.environment import ProcessInfo
 from dpipe.report.metrics import read_rows
-from dpipe.run.environment import ProcessInfo
 
 ONE_RANK = ("pipeline.stages=1",)
 TWO_REPLICAS = (

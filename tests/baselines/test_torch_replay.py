@@ -12,8 +12,8 @@ from dpipe.baselines.torch_replay import check_config, main
 from dpipe.config.load import Config, build
 from dpipe.errors import ConfigError
 from dpipe.plan.forecast import forecast
+from dpipe.processes.launch import launch
 from dpipe.report.metrics import read_rows
-from dpipe.run.launch import launch
 
 TABLE = {
     "model": {"layers": "replay"},

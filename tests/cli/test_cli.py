@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dpipe.baselines import bench
+from dpipe.bench import bench
 from dpipe.cli.main import main
 from dpipe.cli.measuring import BENCHMARKS
 from dpipe.cli.options import MAX_WAIT_S

@@ -25,10 +25,10 @@ from dpipe.dataparallel.direct_exchange import DirectExchange
 from dpipe.dataparallel.feedback import wire
 from dpipe.dataparallel.sharded import Sharded
 from dpipe.dataparallel.single import Single
-from dpipe.paramserver.client import ServerAccess
-from dpipe.paramserver.kind import ParameterServerWorker
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import StepRule
+from dpipe.paramworker.client import ServerAccess
+from dpipe.paramworker.kind import ParameterServerWorker
 from dpipe.wire.transfer import Links
 
 RUNS = itertools.count()

@@ -20,10 +20,10 @@ from dpipe.errors import (
     TransferTimeout,
 )
 from dpipe.paramserver import server
-from dpipe.paramserver.client import ServerAccess, StageClient, reach
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
+from dpipe.paramworker.client import ServerAccess, StageClient, reach
 from dpipe.run.parameter_servers import FolderSnapshots
 from dpipe.wire.v1 import parameters_pb2 as pb
 

@@ -12,6 +12,7 @@ from dpipe.report.trace import (
     dump_steps,
     load_inputs,
     load_steps,
+    load_trace,
     measured_cost,
     save_inputs,
     write_chrome,
@@ -139,6 +140,16 @@ def test_part_of_a_trace_that_is_damaged_is_named(
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         write_chrome(traced)
+
+
+def test_trace_shows_the_steps_that_every_rank_has_sent(traced: Path) -> None:
+    """A rank whose trace did not fit its upload sends fewer of the last steps: the trace was then
+    refused, as if its files were of two runs.
+    """
+    earlier = StepSpans(6, (span(0, "0F0", 0.0, 3.0),))
+    last = StepSpans(7, (span(0, "0F0", 5.0, 7.0),))
+    (traced / "trace" / "rank-0.json").write_bytes(dump_steps([earlier, last]))
+    assert [step for step, _, _ in load_trace(traced).steps] == [7]
 
 
 def test_trace_that_cannot_be_written_is_named(traced: Path) -> None:

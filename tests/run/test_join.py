@@ -5,11 +5,11 @@ import pytest
 from dpipe.config.load import Config
 from dpipe.coordinator.alone import Alone
 from dpipe.errors import ConfigError, JoinError
+from dpipe.processes.environment import ProcessInfo
 from dpipe.ranks import ParallelRanks
 from dpipe.run.agreement import torch_group
 from dpipe.run.api import train
 from dpipe.run.build import run_rank
-from dpipe.run.environment import ProcessInfo
 from dpipe.run.join import address_toward, advertised_host
 from dpipe.run.start import launch_ranks
 

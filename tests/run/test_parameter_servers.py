@@ -22,14 +22,14 @@ import torch
 import dpipe
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError, JoinError, RunError
-from dpipe.paramserver.client import StageClient
 from dpipe.paramserver.journal import Journal
-from dpipe.paramserver.kind import _StageWorker
 from dpipe.paramserver.server import ParameterServer
 from dpipe.paramserver.stage_state import StepDecision
+from dpipe.paramworker.client import StageClient
+from dpipe.paramworker.kind import _StageWorker
+from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.report.trace import load_steps
-from dpipe.run.launch import free_port
 from dpipe.run.parameter_servers import FolderSnapshots, _beside, _state_folder, serve_parameters
 from dpipe.store import checkpoint
 from dpipe.timeline.span import Lane

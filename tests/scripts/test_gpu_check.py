@@ -15,8 +15,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpipe.baselines.mfu import TINY
-from dpipe.stage.efficiency import peak_of
+from dpipe.bench.mfu import TINY
+from dpipe.report.efficiency import peak_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -109,9 +109,7 @@ def test_iperf3_is_timed_between_two_processes(link, possible):
 
 def test_program_that_ends_before_it_listens_is_named_with_its_words(link, monkeypatch):
     monkeypatch.setattr(link.sys, "executable", "/bin/false")
-    with pytest.raises(
-        RunError, match=r"'/bin/false', '-m', 'dpipe.baselines.rate', '1'.* has ended"
-    ):
+    with pytest.raises(RunError, match=r"'/bin/false', '-m', 'dpipe.bench.rate', '1'.* has ended"):
         link.dpipe(HERE, 1, 0.0, 0.1)
 
 

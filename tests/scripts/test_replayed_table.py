@@ -88,9 +88,17 @@ def test_sweep_cuts_eight_hosts_by_tensor_and_by_pipeline(script, table, tmp_pat
     assert len({c.key for c in cells}) == len(cells) == 5 * 4
 
 
-@pytest.mark.parametrize("words", [("--compare",), ("--page", __file__)], ids=["compare", "page"])
-def test_comparison_by_network_is_refused_of_layouts(table, results, words):
-    """It printed the layouts, and left the file that it was to put them into as it was."""
-    result = run(table, "--results", results, *words)
+def test_comparison_by_network_is_refused_of_layouts(table, results):
+    """It printed the layouts."""
+    result = run(table, "--results", results, "--compare")
     assert result.exit_code == 2
-    assert "--compare and --page are of gpt3xl_gpipe_network alone" in result.output
+    assert "--compare is of gpt3xl_gpipe_network alone" in result.output
+
+
+def test_page_without_marks_of_layouts_is_left_as_it_is(table, results, tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text("nothing is marked here")
+    result = run(table, "--results", results, "--page", page)
+    assert result.exit_code == 2
+    assert "has no lines <!-- gpt3xl_megatron replay --> and <!-- end -->" in result.output
+    assert page.read_text() == "nothing is marked here"

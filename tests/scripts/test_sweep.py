@@ -11,7 +11,7 @@ from dpipe.config.load import build
 from dpipe.errors import ConfigError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network
-from dpipe.run.launch import STOPPING
+from dpipe.processes.launch import STOPPING
 
 CONFIG = """
     [model]

@@ -33,8 +33,8 @@ from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
+from dpipe.session import greeting
 from dpipe.store.run_folder import keep_upload
-from dpipe.transport import greeting
 from dpipe.transport import grpc as transport_grpc
 from dpipe.wire.message import Header
 from dpipe.wire.rpc import Security, open_channel, token_metadata

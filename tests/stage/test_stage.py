@@ -336,6 +336,42 @@ def test_clear_lets_an_aborted_step_run_again() -> None:
     )
 
 
+class FailsOnce(nn.Module):
+    """Passes its input on; its first backward pass fails, as one that runs out of memory does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = input * 1.0
+        if output.requires_grad:
+            output.register_hook(self._fail)
+        return output
+
+    def _fail(self, grad: torch.Tensor) -> None:
+        if not self.failed:
+            self.failed = True
+            raise MemoryError
+
+
+def test_clear_forgets_the_weight_gradients_of_a_backward_pass_that_failed() -> None:
+    """The layers behind the failure had filed theirs: the next step would add them to its own."""
+    last = nn.Linear(2, 2)
+    layers = {1: FailsOnce(), 2: last}
+    stage = Stage(0, layers, num_microbatches=1)
+    inputs = (torch.ones(1, 2),)
+    grads = (torch.ones(1, 2),)
+    stage.forward(0, inputs)
+    with pytest.raises(MemoryError):
+        stage.backward(0, grads)
+    stage.clear()
+    stage.forward(0, inputs)
+    stage.backward(0, grads)
+    assert last.weight.grad is not None
+    assert torch.equal(last.weight.grad, torch.ones(2, 2))
+
+
 def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
     (stage,) = cut_model(small_gpt(), (4,), recompute="full")
     with torch.autograd.graph.saved_tensors_hooks(pytest.fail, lambda tensor: tensor):

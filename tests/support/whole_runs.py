@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from dpipe.config.load import Config, build
+from dpipe.processes.environment import ProcessInfo
+from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-from dpipe.run.environment import ProcessInfo
-from dpipe.run.launch import free_port
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "

@@ -12,7 +12,7 @@ import pytest
 from ends import SCALAR, Make, address, assert_link_works, connect, connect_between
 
 from dpipe.errors import JoinError, PeerLost, TransferError
-from dpipe.transport import greeting
+from dpipe.session import greeting
 from dpipe.transport.mesh import PROTOCOL
 from dpipe.transport.tcp import TcpTransport
 from dpipe.wire.message import Header, framed

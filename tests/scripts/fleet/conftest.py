@@ -21,7 +21,7 @@ from fleet import cluster as commands
 from fleet import ssh
 from fleet.ec2 import ssh_answers
 
-from dpipe.run.launch import free_port
+from dpipe.processes.launch import free_port
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 

@@ -1,0 +1,148 @@
+"""What the loopback link of this machine is, as a transport sees it: the network that a local run
+is simulated on.
+
+rank 0    pause --[clock] send n bytes --.                   one way takes delay + n / bandwidth;
+rank 1    --ready                         `--> recv [clock]  both ranks read one clock
+
+The processor time that a message takes at one end is measured too.
+
+The pause is what a run has between its messages: both ends have slept, and what they need has left
+the cores' caches. A ping-pong without it makes the link two to three times as quick as any run
+finds it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stubs do not export it
+from torch.multiprocessing.spawn import spawn
+
+from dpipe.bench.gloo import connect
+from dpipe.network.link import Host, Link
+from dpipe.wire.spec import TensorSpec
+
+# Seconds: when a message left or had arrived, and the processor time of this end's threads.
+Stamp = tuple[float, float]
+SMALL_BYTES = 4  # what a message takes whatever its size
+_REPEATS = 40  # of each size; their medians count
+_READY = TensorSpec((1,), torch.uint8)
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """A link, and the processor time of each of its ends: for any message, and for a megabyte."""
+
+    link: Link
+    message_us: float
+    us_per_mb: float
+
+    def host(self, ranks: Sequence[int], *, computes: bool) -> Host:
+        """This machine, with `ranks` on it."""
+        cores = os.cpu_count() or 1
+        return Host(
+            tuple(ranks),
+            cores,
+            self.message_us,
+            self.us_per_mb,
+            computes,
+        )
+
+
+def measure_loopback(
+    way: str,
+    num_bytes: int = 1_000_000,
+    pause_s: float = 0.01,
+) -> Loopback:
+    """What `way` ("grpc x1", "tcp x1") makes of the loopback link, from messages of a few bytes and
+    of `num_bytes`.
+
+    `pause_s` is for how long a rank of the run to be simulated computes before it sends.
+    """
+    with TemporaryDirectory() as folder:
+        spawn(_run, (folder, way, num_bytes, pause_s), nprocs=2)
+        sent = json.loads((Path(folder) / "0").read_text())
+        received = json.loads((Path(folder) / "1").read_text())
+    return loopback_of(sent, received, num_bytes)
+
+
+def loopback_of(
+    sent: Sequence[Sequence[Stamp]],
+    received: Sequence[Sequence[Stamp]],
+    num_bytes: int,
+) -> Loopback:
+    """The link that messages have crossed, of each size the median: the small ones first, then
+    those of `num_bytes`.
+    """
+    small_s, small_cpu_s = _medians(sent[0], received[0])
+    large_s, large_cpu_s = _medians(sent[1], received[1])
+    # On a loaded machine the large ones may have been no slower; a link has some bandwidth still.
+    moving_s = max(large_s - small_s, 1e-6)
+    more_cpu_s = max(0.0, large_cpu_s - small_cpu_s)
+    more_mb = (num_bytes - SMALL_BYTES) / 1e6
+    link = Link(delay_ms=small_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
+    return Loopback(link, small_cpu_s * 1e6, more_cpu_s * 1e6 / more_mb)
+
+
+def _medians(sent: Sequence[Stamp], received: Sequence[Stamp]) -> tuple[float, float]:
+    """Of messages of one size: the seconds one way, and a processor's seconds at one end."""
+    one_way_s = []
+    cpu_s = []
+    for (start_s, out_s), (end_s, into_s) in zip(sent, received, strict=True):
+        one_way_s.append(end_s - start_s)
+        cpu_s.append((out_s + into_s) / 2)
+    return median(one_way_s), median(cpu_s)
+
+
+def _run(
+    rank: int,
+    folder: str,
+    way: str,
+    num_bytes: int,
+    pause_s: float,
+) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), 2)
+    transport = connect(rank, way, store)
+    stamps: list[list[Stamp]] = [[], []]
+    for _ in range(_REPEATS):
+        # In turns, because the times of the two sizes are subtracted.
+        for size, stamps_of_size in zip((SMALL_BYTES, num_bytes), stamps, strict=True):
+            if rank == 0:
+                stamps_of_size.append(_send(transport, size, pause_s))
+            else:
+                stamps_of_size.append(_receive(transport, size))
+    (Path(folder) / str(rank)).write_text(json.dumps(stamps))
+    # Rank 0 closes last: its peer's last send might still wait to hear that it has arrived.
+    if rank == 0:
+        transport.send(_READY.empty(), 1, "goodbye")
+    else:
+        transport.recv(_READY, 0, "goodbye").wait()
+    transport.close()
+
+
+def _send(transport: Any, num_bytes: int, pause_s: float) -> Stamp:
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    transport.recv(_READY, 1, "ready").wait()
+    time.sleep(pause_s)
+    start_s = time.perf_counter()
+    cpu_s = time.process_time()
+    transport.send(payload, 1, "there").wait()
+    return start_s, time.process_time() - cpu_s
+
+
+def _receive(transport: Any, num_bytes: int) -> Stamp:
+    like = TensorSpec((num_bytes,), torch.uint8)
+    # Posted before the sender may start: the payload then goes straight into its place.
+    pending = transport.recv(like, 0, "there")
+    transport.send(_READY.empty(), 0, "ready").wait()
+    cpu_s = time.process_time()
+    pending.wait()
+    return time.perf_counter(), time.process_time() - cpu_s

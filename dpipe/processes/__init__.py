@@ -1,0 +1,9 @@
+"""Which rank a process is, and how the ranks of a machine are started and stopped.
+
+environment.py   which rank a process is; the only reader of the process's environment
+launch.py        all ranks as processes of this machine: signals, logs, exit code
+leash.py         the program between launcher and rank: the rank ends when the launcher dies
+signals.py       a rank that is asked to stop stops after its step
+
+To add a launcher: a function as `_from_slurm` in environment.py, and its place in the order there.
+"""

@@ -1,0 +1,269 @@
+"""BERT 345M on 1 to 128 A100 under Megatron: an iteration in the parts that Megatron's timers have
+of the last pipeline rank.
+
+    first stage   [F0][F1][F2]..            ..[B2][B3][params]
+    last stage    :...[F0][B0][F1][B1][F2][B2][F3][B3][params]:::::[embedding][optimizer]
+                  receive                                     wait for B3 of the first stage
+
+The layers are so small that the host limits them: a layer takes what it takes to issue it, whatever
+it is cut into. A forward pass of the last stage averages its loss over all replicas, and they wait
+for each other there: by `D` replicas in log2 D rounds. The check for infinities in the optimizer
+waits for all ranks, too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tables.form import Parameter
+from tables.iteration import Crossings, Job, crossings
+from tables.megatron import Shape, layer_parameters
+from tables.scaling import errors_of, lines_of, percent
+
+_ONE = "fitted on 1 GPU, "
+_EIGHT = "fitted on 8 GPUs, "
+_MORE = "fitted on 32 GPUs, "
+FORWARD_MS = Parameter("a layer, forward", 0.9046, "ms", f"{_ONE}forward-compute")
+BACKWARD_MS = Parameter("a layer, backward", 1.8904, "ms", f"{_ONE}backward-compute")
+COLLECTIVE_MS = Parameter("a collective of a layer", 0.066, "ms", f"{_EIGHT}forward and backward")
+COPY_RATE = Parameter("copy of gradients", 30.9, "million/ms", f"{_ONE}params-all-reduce")
+MACHINE_RATE = Parameter("a ring in a machine", 51.3, "GB/s", f"{_EIGHT}params-all-reduce")
+NETWORK_RATE = Parameter("a ring between machines", 7.06, "GB/s", f"{_MORE}params-all-reduce")
+ROUND_MS = Parameter("a round of replicas' losses", 3.31, "ms", f"{_MORE}forward-compute")
+UPDATE_RATE = Parameter("update", 18.7, "million/ms", "fitted on 1 and 8 GPUs, optimizer")
+UPDATE_MS = Parameter("update, in any case", 3.1, "ms", "fitted on 1 and 8 GPUs, optimizer")
+CHECK_MS = Parameter("check in one machine", 2.6, "ms", f"{_EIGHT}unscale-and-check-inf")
+WAIT_MS = Parameter("check over machines", 40.61, "ms", f"{_MORE}unscale-and-check-inf")
+REST_MS = Parameter("what no timer has", 23.6, "ms", f"{_EIGHT}the iteration")
+PARAMETERS = (
+    FORWARD_MS,
+    BACKWARD_MS,
+    COLLECTIVE_MS,
+    COPY_RATE,
+    MACHINE_RATE,
+    NETWORK_RATE,
+    ROUND_MS,
+    UPDATE_RATE,
+    UPDATE_MS,
+    CHECK_MS,
+    WAIT_MS,
+    REST_MS,
+)
+_VALUE_BYTES = 2
+_GPUS_OF_A_MACHINE = 8
+
+# By part: the timers that it is the sum of.
+TIMERS = {
+    "forward": ("forward-compute",),
+    "backward": ("backward-compute",),
+    "waiting for neighbours": ("forward-recv", "backward-send", "backward-send-forward-recv"),
+    "all-reduce of gradients": ("backward-params-all-reduce",),
+    "all-reduce of the embedding": ("backward-embedding-all-reduce",),
+    "optimizer": ("optimizer",),  # less its check
+    "check for infinities": ("optimizer-unscale-and-check-inf",),
+}
+FITTED = {
+    1: ("forward", "backward", "all-reduce of gradients", "optimizer"),
+    8: ("forward", "backward", "all-reduce of gradients", "optimizer", "check for infinities"),
+    32: ("forward", "all-reduce of gradients", "check for infinities"),
+}
+FITTED_ITERATIONS = (1, 8, 32)  # of which parts are
+DOUBTED = 16  # GPUs: six times slower than with half and with twice as many, in every part
+
+
+def job_of(line: dict[str, str]) -> Job:
+    micro_batch = int(line["micro_batch_size"])
+    shape = Shape(24, 1024, 16, 512, 30522, micro_batch, bert=True)
+    cut = [int(line[f"{kind}_parallel"]) for kind in ("tensor", "pipeline", "data")]
+    return Job(shape, *cut, int(line["global_batch_size"]), "full-recompute")
+
+
+def parts_ms(job: Job) -> dict[str, float]:
+    """Of the last pipeline rank, by the names of `TIMERS`."""
+    across = crossings(job, _GPUS_OF_A_MACHINE)
+    layers = job.shape.num_layers / job.pipeline_parallel
+    collectives = 2 * (job.tensor_parallel > 1)
+    forward = layers * (FORWARD_MS.value + collectives * COLLECTIVE_MS.value)
+    # Full recomputation repeats the collectives of forward.
+    backward = layers * (BACKWARD_MS.value + 2 * collectives * COLLECTIVE_MS.value)
+    averaging = ROUND_MS.value * math.log2(job.data_parallel) if across.rings else 0.0
+    piped = job.pipeline_parallel > 1
+    own = parameters(job) / 1e6
+    return {
+        "forward": job.num_microbatches * (forward + averaging),
+        "backward": job.num_microbatches * backward,
+        "waiting for neighbours": piped * (forward + job.num_microbatches * hop_ms(job, across)),
+        "all-reduce of gradients": own / COPY_RATE.value + ring_ms(job, across),
+        "all-reduce of the embedding": piped * (backward + table_ms(job, across)),
+        "optimizer": own / UPDATE_RATE.value + UPDATE_MS.value,
+        "check for infinities": (WAIT_MS if across.rings else CHECK_MS).value,
+    }
+
+
+def parameters(job: Job) -> float:
+    """Of a rank of the last stage, which has a copy of the words' table."""
+    t = job.tensor_parallel
+    blocks = job.shape.num_layers / job.pipeline_parallel * layer_parameters(job.shape, t)
+    return blocks + job.shape.vocabulary(t) * job.shape.width
+
+
+def ring_ms(job: Job, across: Crossings) -> float:
+    """Rings carry gradients twice, less a share (Patarasuk & Yuan 2009)."""
+    d = job.data_parallel
+    rate = (NETWORK_RATE if across.rings else MACHINE_RATE).value
+    return 2 * (d - 1) / d * parameters(job) * _VALUE_BYTES / rate / 1e6
+
+
+def hop_ms(job: Job, across: Crossings) -> float:
+    """There and back at once."""
+    rate = (NETWORK_RATE if across.hops else MACHINE_RATE).value
+    return job.shape.activation_bytes / rate / 1e6
+
+
+def table_ms(job: Job, across: Crossings) -> float:
+    """The first and the last stage add up the gradients of the words' table."""
+    rate = (NETWORK_RATE if across.hops else MACHINE_RATE).value
+    table = job.shape.vocabulary(job.tensor_parallel) * job.shape.width
+    return table * _VALUE_BYTES / rate / 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """An iteration. `doubted` is the run that takes six times as long as its neighbours."""
+
+    gpus: int
+    data_parallel: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    published_ms_per_sample: float
+    published_ms: float
+    predicted_ms: float
+    error_percent: float
+    fitted: bool
+    doubted: bool
+
+
+def iterations(source: Path) -> list[Row]:
+    return [_iteration(line) for line in lines_of(source)]
+
+
+def _iteration(line: dict[str, str]) -> Row:
+    job = job_of(line)
+    gpus = int(line["gpus"])
+    a_sample = float(line["ms_per_sample"])
+    published = a_sample * job.batch_size
+    predicted = sum(parts_ms(job).values()) + REST_MS.value
+    return Row(
+        gpus,
+        job.data_parallel,
+        job.tensor_parallel,
+        job.pipeline_parallel,
+        a_sample,
+        round(published, 2),
+        round(predicted, 1),
+        percent(predicted, published) or 0.0,
+        gpus in FITTED_ITERATIONS,
+        gpus == DOUBTED,
+    )
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One part of an iteration, in the timers of the last pipeline rank."""
+
+    gpus: int
+    part: str
+    published_ms: float
+    predicted_ms: float
+    error_percent: float
+    fitted: bool
+    doubted: bool
+
+
+def parts(source: Path) -> list[PartRow]:
+    timers: dict[int, dict[str, float]] = {}
+    for line in lines_of(source):
+        timers.setdefault(int(line["gpus"]), {})[line["timer"]] = float(line["milliseconds"])
+    layouts = lines_of(source.with_name("megatron_bert345m_scaling.csv"))
+    jobs = {int(line["gpus"]): job_of(line) for line in layouts}
+    return [
+        _part(gpus, part, measured, predicted)
+        for gpus, measured in timers.items()
+        for part, predicted in parts_ms(jobs[gpus]).items()
+        if predicted
+    ]
+
+
+def _part(gpus: int, part: str, timers: dict[str, float], predicted: float) -> PartRow:
+    published = sum(timers.get(name, 0.0) for name in TIMERS[part])
+    if part == "optimizer":
+        published -= timers["optimizer-unscale-and-check-inf"]
+    return PartRow(
+        gpus,
+        part,
+        round(published, 2),
+        round(predicted, 2),
+        percent(predicted, published) or 0.0,
+        part in FITTED.get(gpus, ()),
+        gpus == DOUBTED,
+    )
+
+
+def note(rows: Sequence[Any]) -> str:
+    unseen = [row for row in rows if not row.fitted]
+    sure = [row for row in unseen if not row.doubted]
+    return (
+        f"{sum(row.fitted for row in rows)} fitted; of the others without the run on {DOUBTED} "
+        f"GPUs, which takes six times as long as its neighbours, {errors_of(sure)}; with it, "
+        f"{errors_of(unseen)}."
+    )
+
+
+def parts_note(rows: Sequence[PartRow]) -> str:
+    sure = [row for row in rows if not (row.fitted or row.doubted)]
+    named = dict.fromkeys(row.part for row in sure)
+    groups = {part: [row for row in sure if row.part == part] for part in named}
+    said = "; ".join(f"{part}, {errors_of(group)}" for part, group in groups.items())
+    return f"{note(rows)} By part, without that run: {said}."
+
+
+def draw(rows: Sequence[Any], figure: Any) -> None:
+    """Published over predicted milliseconds; on the line they agree."""
+    axes = figure.subplots()
+    for gpus in dict.fromkeys(row.gpus for row in rows):
+        ours = [row for row in rows if row.gpus == gpus]
+        predicted = [row.predicted_ms for row in ours]
+        axes.plot(predicted, [row.published_ms for row in ours], "o", label=f"{gpus} GPUs")
+    most = max(row.predicted_ms for row in rows)
+    axes.plot([0, most], [0, most], "--", color="grey")
+    axes.set_xlabel("predicted, ms")
+    axes.set_ylabel("published")
+    axes.legend(fontsize="small")
+
+
+def published(source: Path) -> dict[Any, float]:
+    """Seconds by layout, as a measured line has it."""
+    return {
+        job_of(line).layout("fp16", "full"): float(line["ms_per_sample"])
+        * int(line["global_batch_size"])
+        / 1e3
+        for line in lines_of(source)
+    }
+
+
+TABLES = {
+    "megatron_bert345m_scaling": SimpleNamespace(
+        MODES=("sim", "real"),
+        PARAMETERS=PARAMETERS,
+        simulated=iterations,
+        published=published,
+        note=note,
+        draw=draw,
+    ),
+    "megatron_bert345m_timers": SimpleNamespace(
+        MODES=("sim",), PARAMETERS=PARAMETERS, simulated=parts, note=parts_note, draw=draw
+    ),
+}

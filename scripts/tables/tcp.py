@@ -1,0 +1,58 @@
+"""What TCP does to messages on the published networks: virtual machines of AWS, NCCL over sockets.
+
+A connection that has been quiet for longer than its timeout begins again with ten segments, and
+sends twice as many each round trip until the link is full (RFC 2861, RFC 6928; Linux's default):
+
+    round trip    1   2     3         4
+    link         [w ][2w  ][4w      ][full ..............
+                  \\_ what is left unused is the start-up
+
+In a step of GPipe that is the first message of every hop, in each direction. The later ones follow
+it closely, so they come later by as much.
+"""
+
+from dataclasses import replace
+
+from dpipe.network.link import Link
+from tables.form import Parameter
+
+FRAME_BYTES = Parameter(
+    "Ethernet frame", 9015, "bytes", "nominal: AWS's MTU within a region, 9001, and its header"
+)
+PAYLOAD_BYTES = Parameter(
+    "payload of a frame", 8949, "bytes", "nominal: what IP and TCP with timestamps leave of it"
+)
+SOCKETS = Parameter(
+    "sockets of a hop", 16, "", "nominal: NCCL's default on AWS, 2 threads of 8 sockets"
+)
+FIRST_SEGMENTS = Parameter(
+    "segments that a quiet socket begins with", 10, "", "nominal: Linux, RFC 6928"
+)
+PARAMETERS = (FRAME_BYTES, PAYLOAD_BYTES, SOCKETS, FIRST_SEGMENTS)
+
+
+def for_payload(link: Link) -> Link:
+    """`link` for messages: netem's rate counts the headers of packets."""
+    share = PAYLOAD_BYTES.value / FRAME_BYTES.value
+    return replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
+
+
+def after_quiet(link: Link, num_bytes: int) -> Link:
+    """`link` for the published systems' messages of `num_bytes`: start-up counts as delay."""
+    link = replace(for_payload(link), window_bytes=None)
+    return replace(link, delay_ms=link.delay_ms + start_up_ms(link, num_bytes))
+
+
+def start_up_ms(link: Link, num_bytes: int) -> float:
+    """By how much later the message arrives than over connections that fill the link at once."""
+    round_trip_ms = 2 * link.delay_ms
+    bytes_a_ms = link.bandwidth_gbps * 1e6 / 8
+    window = SOCKETS.value * FIRST_SEGMENTS.value * PAYLOAD_BYTES.value
+    sent = 0.0
+    taken_ms = 0.0
+    while sent < num_bytes and window < bytes_a_ms * round_trip_ms:
+        burst = min(window, num_bytes - sent)
+        taken_ms += round_trip_ms * burst / window
+        sent += burst
+        window *= 2
+    return taken_ms - sent / bytes_a_ms

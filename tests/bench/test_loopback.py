@@ -1,0 +1,32 @@
+"""The loopback link as it is measured: the sums on stamps laid out by hand, and one measurement for
+real.
+"""
+
+import pytest
+
+from dpipe.bench.loopback import SMALL_BYTES, loopback_of, measure_loopback
+
+MB = 1_000_000
+
+
+def test_link_is_what_small_messages_take_and_large_ones_take_longer() -> None:
+    sent = [[(10.0, 0.0), (20.0, 0.0)], [(30.0, 0.0), (40.0, 0.0)]]
+    received = [[(10.001, 0.0), (20.001, 0.0)], [(30.002, 0.0), (40.002, 0.0)]]
+    link = loopback_of(sent, received, MB + SMALL_BYTES).link
+    assert link.delay_ms == pytest.approx(1.0)
+    assert link.bandwidth_gbps == pytest.approx(8.0)  # a megabyte in the other millisecond
+
+
+def test_core_time_is_that_of_one_end() -> None:
+    sent = [[(0.0, 100e-6)], [(0.0, 300e-6)]]
+    received = [[(1e-3, 200e-6)], [(2e-3, 800e-6)]]
+    machine = loopback_of(sent, received, MB + SMALL_BYTES)
+    assert machine.message_us == pytest.approx(150.0)
+    assert machine.us_per_mb == pytest.approx(400.0)
+
+
+def test_measured_link_carries_at_a_rate_that_a_socket_can() -> None:
+    machine = measure_loopback("tcp x1", pause_s=0.001)
+    assert 0 < machine.link.delay_ms < 1_000
+    assert 0.1 < machine.link.bandwidth_gbps < 1_000
+    assert machine.message_us > 0

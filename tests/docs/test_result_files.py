@@ -1,0 +1,140 @@
+"""What a table of the results says is what its file says, figure by figure."""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from pages import DOCS, README, ROOT, text_of
+
+RESULTS = DOCS / "results.md"
+KEPT = ROOT / "scripts/results"
+NETWORKS = [("0.1", "10"), ("1", "5"), ("5", "2"), ("10", "1"), ("50", "1")]
+
+
+def lines_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in (KEPT / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+def table(title: str, page: Path = RESULTS) -> list[list[str]]:
+    """The rows of the first table below a heading, its own heading apart."""
+    _, _, section = text_of(page).partition(f"\n## {title}\n")
+    found = re.search(r"^\|.*?(?=^[^|])", section, re.DOTALL | re.MULTILINE)
+    assert found is not None, title
+    rows = [line.strip("|").split("|") for line in found[0].splitlines() if line]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def seconds(value: object) -> str:
+    return f"{float(str(value)):.2f}"
+
+
+def predicted(replicas: int, engine: str, schedule: str, wire: str) -> dict[str, dict[str, str]]:
+    """By network, of what scripts/table.py says with --mode sim."""
+    with (KEPT / "sim/gpt3xl_gpipe_network.csv").open(encoding="utf-8") as lines:
+        return {
+            f"{row['delay_ms']} ms, {row['bandwidth_gbps']} Gbit/s": row
+            for row in csv.DictReader(lines)
+            if (row["engine"], row["schedule"], row["wire"]) == (engine, schedule, wire)
+            and row["data_parallel"] == str(replicas)
+        }
+
+
+def measured(wire: str) -> dict[str, str]:
+    return {
+        f"{line['delay_ms']:g} ms, {line['bandwidth_gbps']:g} Gbit/s": seconds(line["measured_s"])
+        for line in lines_of("gpt3xl_gpipe_network")
+        if (line["mode"], line["engine"], line["schedule"]) == ("replay", "dpipe", "auto")
+        and line["wire"] == wire
+        and line["data_parallel"] == 1
+        and line["delay_ms"] is not None
+    }
+
+
+def five_networks() -> list[list[str]]:
+    source = predicted(1, "published", "gpipe", "fp32")
+    rows = []
+    for network, row in source.items():
+        cells = [network, seconds(row["published_s"]), seconds(row["predicted_s"])]
+        for wire in ("fp32", "bf16"):
+            ours = predicted(1, "dpipe", "auto", wire)[network]
+            cells += [seconds(ours["predicted_s"]), measured(wire)[network]]
+        rows.append(cells)
+    return rows
+
+
+def test_published_system_on_five_networks() -> None:
+    assert len(five_networks()) == 5
+    assert table("The published system on five networks") == five_networks()
+
+
+def test_readme_has_the_same_figures() -> None:
+    without_prediction = [[*row[:2], *row[3:]] for row in five_networks()]
+    assert table("Why", README) == without_prediction
+
+
+def test_four_replicas_of_the_published_system() -> None:
+    expected = []
+    for network, row in predicted(4, "published", "gpipe", "fp32").items():
+        ours = [predicted(4, "dpipe", "auto", wire)[network] for wire in ("fp32", "bf16", "int8")]
+        shown = [row["published_s"], row["predicted_s"], *(each["predicted_s"] for each in ours)]
+        expected.append([network, *map(seconds, shown)])
+    assert len(expected) == 4
+    assert table("Four replicas of the published system, predicted") == expected
+
+
+def pairs(rows: Iterable[Iterable[str]]) -> Counter[str]:
+    cells = [cell for row in rows for part in row for cell in part.split("; ")]
+    return Counter(cell for cell in cells if re.fullmatch(r"[\d.]+, [\d.]+", cell))
+
+
+def test_replicas_measured_beside_simulated() -> None:
+    said = pairs(row[1:] for row in table("Replicas, measured beside simulated"))
+    kept = Counter(
+        f"{seconds(line['predicted_s'])}, {seconds(line['measured_s'])}"
+        for line in lines_of("gpt3xl_replicas")
+    )
+    assert said.total() == 17
+    assert said == kept
+
+
+def test_tensor_parallelism_over_a_slow_link() -> None:
+    said = {
+        (row[0], column): cell
+        for row in table("Tensor parallelism over a slow link")
+        for column, cell in enumerate(row[1:])
+    }
+    columns = [(1, "auto"), (1, "1f1b"), (2, "1f1b"), (4, "1f1b"), (8, "1f1b")]
+    kept = {}
+    for line in lines_of("gpt3xl_megatron"):
+        network = f"{line['delay_ms']:g} ms, {line['bandwidth_gbps']:g} Gbit/s"
+        schedule = line["schedule"].partition(",")[0]
+        both = [line["predicted_s"], line["measured_s"]]
+        text = ", ".join(f"{value:.2f}" if value < 10 else f"{value:.1f}" for value in both)
+        kept[network, columns.index((line["tensor_parallel"], schedule))] = text
+    assert len(said) == 20
+    assert said == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("convergence", "between stages"), ("convergence_data_parallel", "between two replicas")],
+)
+def test_what_wire_formats_cost_in_loss(name: str, where: str) -> None:
+    first, *others = [line["final_held_out_loss"] for line in lines_of(name)]
+    kept = Counter(percent(loss, first) for loss in others)
+    rows = table("What wire formats cost in loss")
+    said = Counter(row[2] for row in rows if row[0] == where)
+    if where == "between two replicas":
+        (not_clipped,) = kept - said  # told below the table
+        assert f"Of the last, {not_clipped.removeprefix('+')}" in text_of(RESULTS)
+        kept -= Counter([not_clipped])
+    assert said == kept
+
+
+def percent(loss: float, of: float) -> str:
+    text = f"{(loss / of - 1) * 100:+.2f} %"
+    return "0.00 %" if float(text.split()[0]) == 0 else text
