@@ -38,6 +38,7 @@ COMMANDS = {
     "scripts/link.py": "link",
     "scripts/bert_text.py": "bert_text",
     "scripts/gpu_check": "gpu_check",
+    "scripts/fuzz": "fuzz",
 }
 
 

@@ -13,6 +13,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   memory         what each rank will hold
                   data           texts, tokens, batches
                   store          checkpoints and the folder of a run
+                  search         schedule "auto": the best order on a network
     specialists   timeline       when a step's actions happen, predicted or measured
                   stage          a slice of the model on one device
                   transport      moving a tensor to another rank
@@ -25,7 +26,7 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
     alphabets     schedule       what runs where in which order
                   wire           bytes: formats, messages
                   network        links and their delays and bandwidths
-    ground        choices  errors  ranks  streams
+    ground        choices  errors  ranks  streams  toml
 
 What `__all__` names is public. To plan and to predict a step takes no torch:
 

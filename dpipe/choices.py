@@ -12,6 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dpipe.errors import ConfigError
 
+_COMPARED = 100  # characters of a name: to compare takes time by their square
+
 
 class Named(Protocol):
     @property
@@ -62,9 +64,9 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     """`must be one of "gpipe", "1f1b", got 'gpip'; did you mean "gpipe"?`"""
     names = list(known)
     quoted = ", ".join(f'"{each}"' for each in names)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name[:_COMPARED], names, n=1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
-    return f"must be one of {quoted}, got {name!r}{hint}"
+    return f"must be one of {quoted}, got {name!r:.200}{hint}"
 
 
 def function_at(path: str) -> Callable[..., Any]:

@@ -48,9 +48,9 @@ from dpipe.schedule.action import COMPUTE, Action, Op
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, schedule_names
 from dpipe.schedule.schedule import Schedule
+from dpipe.search.auto import search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.search import search
 from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
@@ -396,6 +396,17 @@ def _predicted_and_measured(row: Row | None) -> list[str]:
     return [predicted, f"{row.measured_s:.2f}"]
 
 
+def note(rows: Sequence[Row]) -> str:
+    """What the errors of the published system's rows come to, but for the fitted one."""
+    _, *others = [row for row in rows if row.engine == "published"]
+    errors = [abs(row.error) for row in others if row.error is not None]
+    mean = sum(errors) / len(errors)
+    return (
+        f"Of the published system's rows the first is fitted; {len(errors)} predicted: mean error "
+        f"{mean:.1f} %, largest {max(errors):.1f} %."
+    )
+
+
 def as_comparison(rows: Sequence[Row]) -> str:
     """One line a network, one column a system: what happened, else what is predicted; seconds a
     step.
@@ -552,7 +563,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
-    help="Also put what it comes to between the marks of this page: docs/results.md, README.md.",
+    help="Also put what it comes to, or of a measured table the lines of --compare, between the "
+    "marks of this page: docs/results.md, README.md.",
 )
 def main(
     name: str,
@@ -572,17 +584,17 @@ def main(
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
+        below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
         shown = as_predicted_and_measured if name == NETWORKS else as_comparison
         for path in page:
-            put_between_marks(path, name, mode, shown(rows))
+            put_between_marks(path, name, mode, below or shown(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)
-    click.echo(
-        {"json": as_json, "csv": as_csv, "compare": as_comparison}.get(form or "", as_markdown)(
-            rows
-        )
-    )
+    forms = {"json": as_json, "csv": as_csv, "compare": as_comparison}
+    click.echo(forms.get(form or "", as_markdown)(rows))
+    if below and form is None:
+        click.echo(f"\n{below}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUND = {"choices", "errors", "ranks", "streams"}
+GROUND = {"choices", "errors", "ranks", "streams", "toml"}
 ALPHABETS = {"network", "schedule", "wire"}
 SPECIALISTS = {
     "timeline",
@@ -33,9 +33,10 @@ BELOW_TRAINING = BELOW_MEETING | {"data", "store", "plan", "report"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ranks": set(),
+    "toml": set(),
     "choices": {"errors"},
     "streams": {"errors"},
-    "network": {"errors"},
+    "network": {"errors", "toml"},
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
@@ -43,11 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
+    "search": BELOW_CONFIG | {"timeline"},
     "config": BELOW_CONFIG | SPECIALISTS,  # of them it reads the tables of choices, without torch
     "store": BELOW_MEETING,
     "data": BELOW_MEETING,
     "memory": BELOW_MEETING | {"data"},
-    "plan": BELOW_MEETING | {"data", "store", "memory"},
+    "plan": BELOW_MEETING | {"data", "store", "memory", "search"},
     "report": BELOW_MEETING | {"data", "store", "plan"},
     "engine": BELOW_MEETING | {"data", "store", "report"},
     "processes": {"errors", "report"},
@@ -78,10 +80,12 @@ WITHOUT_TORCH = (
     "memory/",
     "network/",
     "ranks.py",
+    "toml.py",
     "stage/families.py",
     "transport/kinds.py",
     "cli/",
     "schedule/",
+    "search/",
     "timeline/",
     "wire/format.py",
 )

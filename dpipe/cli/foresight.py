@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, show
+from dpipe.cli.options import CONFIG, JSON, OVERRIDE, RUN, TRUST_CODE, show
 from dpipe.schedule.generate import GENERATORS, who_take
 
 
@@ -17,7 +17,14 @@ from dpipe.schedule.generate import GENERATORS, who_take
     help="A network profile; default: predict.network.",
 )
 @JSON
-def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_json: bool) -> None:
+@TRUST_CODE
+def simulate(
+    config: str,
+    overrides: tuple[str, ...],
+    network: str | None,
+    as_json: bool,
+    trust_code: bool,
+) -> None:
     """Predict a step: seconds, bubble, micro-batches in flight, bytes a link. Needs no torch for
     built-in models.
 
@@ -27,7 +34,7 @@ def simulate(config: str, overrides: tuple[str, ...], network: str | None, as_js
     """
     from dpipe.plan.text import forecast_text
 
-    show(forecast_text(config, overrides, network, as_json))
+    show(forecast_text(config, overrides, network, as_json, trust_code=trust_code))
 
 
 @click.command()

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from dpipe.cli.options import RUN, NumberRange, show
+from dpipe.cli.options import RUN, TRUST_CODE, NumberRange, show
 
 
 @click.command()
@@ -25,6 +25,7 @@ from dpipe.cli.options import RUN, NumberRange, show
 @click.option(
     "--fallback", is_flag=True, help="If the newest checkpoint is damaged, use the one before."
 )
+@TRUST_CODE
 def generate(run: str, prompt: str, **options: Any) -> None:
     """Continue a text with the newest checkpoint of a run.
 

@@ -24,6 +24,12 @@ OVERRIDE = click.option(
     metavar="KEY=VALUE",
     help="Override one key of the configuration, such as -o train.steps=100; may be repeated.",
 )
+TRUST_CODE = click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Let model.layers name code outside the working folder that no installed package declares "
+    "for it.",
+)
 
 
 def resuming(command: F) -> F:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, NumberRange, resuming
+from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, TRUST_CODE, NumberRange, resuming
 
 
 @click.command()
@@ -21,6 +21,7 @@ from dpipe.cli.options import CONFIG, MAX_WAIT_S, OVERRIDE, NumberRange, resumin
     type=NumberRange(min=0, min_open=True, max=MAX_WAIT_S),
     help="Seconds to wait for the other ranks; default: timeouts.join.",
 )
+@TRUST_CODE
 @resuming
 def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """Train one rank in this process.
@@ -51,6 +52,7 @@ def train(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     type=click.IntRange(min=1),
     help="Number of ranks; default: what CONFIG says.",
 )
+@TRUST_CODE
 @resuming
 def launch(config: str, overrides: tuple[str, ...], **flags: Any) -> None:
     """Train all ranks as processes of this machine.

@@ -6,6 +6,7 @@ run.py        [train], [run], [transport], [timeouts], [predict], [node]
 parallel.py   [pipeline], [tensor_parallel], [data_parallel]
 presets.py    sizes of published models by name
 checks.py     what spans sections
+trust.py      whose code a configuration may run
 load.py       Config: all sections together; load, build
 reference.py  every key with type, default, allowed values and meaning, for people and programs
 effective.py  what a file comes to: the value of every key, and from where it is

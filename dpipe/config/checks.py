@@ -12,6 +12,7 @@ from dpipe.config.parallel import (
 from dpipe.config.run import NodeConfig, RunConfig, TrainConfig, TransportConfig
 from dpipe.dataparallel.kinds import names_where
 from dpipe.schedule.generate import may_split_backward, names_that_keep_backward_whole
+from dpipe.schedule.size import too_large, too_many_messages
 from dpipe.transport.kinds import TRANSPORTS
 from dpipe.wire.format import FORMATS
 
@@ -67,6 +68,23 @@ def check_batch(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
         )
 
 
+def check_size(
+    pipeline: PipelineConfig, train: TrainConfig, data_parallel: DataParallelConfig
+) -> None:
+    replicas = data_parallel.replicas
+    reason = too_large(pipeline.stages, train.num_microbatches, replicas)
+    if reason is not None:
+        raise ValueError(
+            f"{reason}; lower pipeline.stages, train.num_microbatches or data_parallel.replicas"
+        )
+    if data_parallel.active_kind.pattern is None:
+        return
+    has_server = data_parallel.active_kind.has_server
+    reason = too_many_messages(pipeline.stages, replicas, 1, has_server=has_server)
+    if reason is not None:
+        raise ValueError(f"{reason}; lower data_parallel.replicas or pipeline.stages")
+
+
 def check_servers(
     data_parallel: DataParallelConfig, pipeline: PipelineConfig, train: TrainConfig
 ) -> None:
@@ -80,6 +98,22 @@ def check_servers(
         raise ValueError(
             "data_parallel.staleness does not go with clipping or fp16: both wait for all replicas "
             'before each step; set train.clip_norm = 0 and train.precision = "fp32" or "bf16"'
+        )
+
+
+def check_reject(train: TrainConfig, data_parallel: DataParallelConfig) -> None:
+    """Ranks must hear of each other before the step, and an overflow of fp16 is everybody's."""
+    if data_parallel.reject is None:
+        return
+    if train.precision == "fp16":
+        raise ValueError(
+            'data_parallel.reject does not go with train.precision = "fp16", where an overflow '
+            'lowers the loss scale of all replicas; set train.precision = "bf16" or "fp32"'
+        )
+    if train.clip_norm == 0:
+        raise ValueError(
+            "data_parallel.reject waits before each step until all ranks have said that they are "
+            "well, which they do for clipping: set train.clip_norm above 0"
         )
 
 

@@ -10,7 +10,6 @@ of the digest.
 import difflib
 import hashlib
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -29,8 +28,13 @@ from dpipe.config.run import (
     TransportConfig,
 )
 from dpipe.config.section import Section
+from dpipe.config.trust import refuse_untrusted
 from dpipe.errors import ConfigError
 from dpipe.ranks import ParallelRanks
+from dpipe.toml import parse_toml, read_text
+
+_ERRORS_SHOWN = 20
+_SHOWN_CHARACTERS = 200
 
 
 class Config(Section):
@@ -55,12 +59,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        checks.check_size(self.pipeline, self.train, self.data_parallel)
         checks.check_transport(self.transport, self.model, self.node, self.data_parallel)
         checks.check_tensor_parallel(self.model, self.tensor_parallel, self.data_parallel)
         checks.check_replay(self.model, self.replay, self.pipeline, self.tensor_parallel, self.node)
         checks.check_compile(self.train, self.pipeline)
         checks.check_sample(self.model, self.run)
         checks.check_batch(self.train, self.data_parallel)
+        checks.check_reject(self.train, self.data_parallel)
         checks.check_servers(self.data_parallel, self.pipeline, self.train)
         checks.check_tied_embedding(self.model, self.data_parallel)
         checks.check_shape(self.transport, self.data_parallel)
@@ -129,16 +135,28 @@ class Config(Section):
         return build(table)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides.
+def load(
+    path: Config | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> Config:
+    """Read a TOML file, or take a configuration, and apply `section.key=value` overrides.
 
     The values of overrides are TOML; a bare word is a string. Raises `ConfigError` where the file
-    cannot be read, and for every mistake in it.
+    cannot be read, for every mistake in it, and, without `trust_code`, where it names code that is
+    neither the user's nor declared (`trust.py`).
     """
-    table = read_table(path)
+    table = path.model_dump(exclude_unset=True) if isinstance(path, Config) else read_table(path)
     for text in overrides:
         override(table, text)
-    return build(table)
+    checked = build(table)
+    refuse_untrusted(checked.model.layers, trust_code=trust_code)
+    return checked
+
+
+def in_folder(overrides: Sequence[str], resume: str | Path | None) -> tuple[str, ...]:
+    """`overrides` for the run in the folder `resume`, if that is given."""
+    if resume is None:
+        return tuple(overrides)
+    return (*overrides, f"run.folder={json.dumps(str(resume))}")
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -148,12 +166,11 @@ def read_table(path: str | Path) -> dict[str, Any]:
     """
     is_json = Path(path).suffix == ".json"
     try:
-        # some editors begin a file with a byte order mark
-        content = Path(path).read_text(encoding="utf-8-sig")
-        table: dict[str, Any] = json.loads(content) if is_json else tomllib.loads(content)
+        content = read_text(path)
+        table: dict[str, Any] = json.loads(content) if is_json else parse_toml(content)
     except FileNotFoundError:
         raise ConfigError(f"configuration {path} does not exist") from None
-    except ValueError as error:  # of either decoder, and of UTF-8's
+    except (RecursionError, ValueError) as error:  # of either decoder, and of UTF-8's
         language = "JSON" if is_json else "TOML"
         raise ConfigError(f"configuration {path} is not {language}: {error}") from None
     except OSError as error:
@@ -168,7 +185,7 @@ def build(table: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError(_explain_all(error.errors(include_url=False))) from None
 
 
 def override(table: dict[str, Any], text: str) -> None:
@@ -177,24 +194,31 @@ def override(table: dict[str, Any], text: str) -> None:
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(
-            f"override {text!r} must look like section.key=value, such as train.steps=100"
+            f"override {text!r:.200} must look like section.key=value, such as train.steps=100"
         )
     if not isinstance(table.setdefault(section, {}), dict):
-        raise ConfigError(f"override {text!r}: {section!r} is not a section")
+        raise ConfigError(f"override {text!r:.200}: {section!r:.200} is not a section")
     table[section][key] = _value(value.strip())
 
 
 def _value(text: str) -> Any:
     # A bare word is a string: quotes within a shell's quotes are easily lost.
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"v = {text}")["v"]
+    except ValueError:
         return text
+
+
+def _explain_all(errors: Sequence[Any]) -> str:
+    lines = [_explain(error) for error in errors[:_ERRORS_SHOWN]]
+    if len(errors) > _ERRORS_SHOWN:
+        lines.append(f"and {len(errors) - _ERRORS_SHOWN} more")
+    return "\n".join(lines)
 
 
 def _explain(error: Any) -> str:
     """One line for one of pydantic's errors."""
-    where = [str(part) for part in error["loc"]]
+    where = [str(part)[:_SHOWN_CHARACTERS] for part in error["loc"]]
     name = ".".join(where[:2]) or "the configuration"
     message = str(error["msg"])
     match error["type"]:
@@ -202,13 +226,22 @@ def _explain(error: Any) -> str:
             return f"unknown key {name!r}{_did_you_mean(where)}"
         case "value_error":  # one of ours, which names its keys
             return message.removeprefix("Value error, ")
-        case "name":
+        case "name" | "absurd":
             return f"{name} {message}"
         case "model_type" if where:
-            return f"{name} must be a section, [{name}], got {error['input']!r}"
+            return f"{name} must be a section, [{name}], got {_shown(error['input'])}"
         case _:
             message = message.replace("a valid tuple", "a list")
-            return f"{name}: {message}, got {error['input']!r}"
+            return f"{name}: {message}, got {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    """Enough of `value` to find it by."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # of deep tables, and of integers of thousands of digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _did_you_mean(where: list[str]) -> str:

@@ -21,24 +21,25 @@ class ModelConfig(Section):
         str, Name(FAMILIES, pattern="package.module:function", matches=_is_function)
     ] = "gpt"
     """A model of dpipe's own, "replay" (stages that wait instead of computing, see [replay]), or
-    "package.module:function": your function that returns (layers, loss)."""
+    "package.module:function": your function that returns (layers, loss); outside the working folder
+    it may need --trust-code."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for your function. dpipe's own models take none."""
 
-    num_layers: Count = 4
+    num_layers: Annotated[int, Field(ge=1, le=2048)] = 4
     """Transformer blocks."""
 
-    width: Count = 128
+    width: Annotated[int, Field(ge=1, le=1 << 20)] = 128
     """Size of a token's vector between blocks (hidden size). A multiple of num_heads."""
 
     num_heads: Count = 4
     """Attention heads of each block."""
 
-    context: Count = 128
+    context: Annotated[int, Field(ge=1, le=1 << 24)] = 128
     """Tokens in a sequence."""
 
-    vocab_size: Count | None = None
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 28)] | None = None
     """Rows of the embedding. Left out: as many as the tokenizer has tokens."""
 
     dropout: Fraction = 0.0

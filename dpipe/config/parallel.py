@@ -38,7 +38,7 @@ class PipelineConfig(Section):
 
     in_flight: Count | None = None
     """Micro-batches in flight on the first rank: forward done, backward not. For "interleaved" each
-    of its stages counts; "gpipe" takes none. Left out: enough to fill the pipeline."""
+    of its stages counts; "gpipe" and "auto" take none. Left out: enough to fill the pipeline."""
 
     memory_limit: Count | None = None
     """Micro-batches whose activations a rank may hold, for "zero-bubble" and "auto". Left out: no
@@ -46,7 +46,7 @@ class PipelineConfig(Section):
 
     memory_gb: Positive | None = None
     """10^9 bytes that a rank may hold. A run that is predicted to hold more is refused. Left out:
-    no limit."""
+    what this machine has."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, the attention cores, or
@@ -71,6 +71,12 @@ class PipelineConfig(Section):
             raise ValueError(
                 f"pipeline.split lists {len(self.split)} stages, but pipeline.stages is "
                 f"{self.stages}"
+            )
+        if self.schedule == AUTO and self.in_flight is not None:
+            raise ValueError(
+                f'pipeline.schedule "{AUTO}" finds out itself how many micro-batches to have in '
+                "flight: leave pipeline.in_flight out, or bound what a rank holds with "
+                "pipeline.memory_limit or pipeline.memory_gb"
             )
         self._check_stages_per_rank()
         return self
@@ -148,6 +154,10 @@ class DataParallelConfig(Section):
     """Whether each step uses the mean gradient of the step before, so that its exchange hides
     behind this step's computation."""
 
+    reject: Literal["nonfinite"] | None = None
+    """Which replicas a step leaves out of its mean: "nonfinite", those whose gradient or loss is
+    not finite; the others exchange again without them. Left out: such a step ends the run."""
+
     servers: Literal["one", "per-stage"] = "one"
     """Parameter servers: one for all stages, or one for each."""
 
@@ -197,6 +207,7 @@ class DataParallelConfig(Section):
                 f"{self.wire!r}: leave data_parallel.group out"
             )
         self._check_delay(kind)
+        self._check_reject(kind)
         self._check_inner_steps(kind)
         if not kind.has_server and (self.address or self.staleness or self.servers != "one"):
             raise ValueError(
@@ -213,6 +224,22 @@ class DataParallelConfig(Section):
         raise ValueError(
             f'data_parallel.delay does not go with data_parallel.kind "{self.kind}"{instead}'
         )
+
+    def _check_reject(self, kind: Kind) -> None:
+        if self.reject is None:
+            return
+        needed = None
+        if not kind.leaves_out:
+            needed = f"kind {names_where(lambda kind: kind.leaves_out)}, not {self.kind!r}"
+        elif self.delay:
+            needed = "delay = false: a delayed step is computed ahead by what would be left out"
+        elif FORMATS[self.wire].error_feedback:
+            needed = (
+                f'wire other than "{self.wire}", whose rounding errors of the first exchange would '
+                "be lost"
+            )
+        if needed is not None:
+            raise ValueError(f'data_parallel.reject = "{self.reject}" needs data_parallel.{needed}')
 
     def _check_inner_steps(self, kind: Kind) -> None:
         is_late = self.overlap and kind.late_by != "overlap"

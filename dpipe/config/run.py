@@ -128,10 +128,10 @@ class RunConfig(Section):
                 "run.folder is empty, perhaps of a shell variable that is not set; name a folder"
             )
         too_long = any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in Path(folder).parts)
-        if "\0" in folder or too_long:
+        if too_long:
             raise ValueError(
-                f"run.folder {folder!r:.80} cannot be a folder: it holds a NUL, or a name of more "
-                f"than {_MAX_NAME_BYTES} bytes"
+                f"run.folder {folder!r:.80} cannot be a folder: it holds a name of more than "
+                f"{_MAX_NAME_BYTES} bytes"
             )
         return folder
 
@@ -143,7 +143,7 @@ class TransportConfig(Section):
     """"grpc" passes proxies and inspection that speak HTTP/2; "tcp" is faster; "nccl" is for GPUs
     with a fast network."""
 
-    connections: Count | Literal["auto"] = "auto"
+    connections: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """TCP connections a link. "auto": as many as it takes to fill a link of predict.network."""
 
     chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
@@ -207,12 +207,16 @@ class NodeConfig(Section):
     """"cpu", "cuda" (each process of a machine takes the next GPU), or one GPU, such as
     "cuda:1"."""
 
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=4096)] = 1
     """Threads of torch within an operator. On CPU a run repeats bit for bit with the same
     number."""
 
     token: str = ""
     """Secret that every rank must show to join. Left out: that of DPIPE_TOKEN."""
+
+    token_file: str | None = None
+    """File of tokens, one a line: the first is shown, each is accepted. It is read again at each
+    connection, so that a token can be changed while a run goes on. Left out: `token`."""
 
     tls_cert: str | None = None
     """Path of this process's certificate (PEM), for the name "dpipe". Left out: no TLS."""
@@ -231,4 +235,6 @@ class NodeConfig(Section):
                 "node.tls_cert, node.tls_key and node.tls_ca go together: both sides show a "
                 "certificate"
             )
+        if self.token and self.token_file:
+            raise ValueError("node.token and node.token_file exclude each other: leave one out")
         return self

@@ -26,6 +26,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from dpipe.choices import unknown_name
 
+MAX_CHARACTERS = 1 << 16
+MAX_INTEGER = 2**63 - 1
 MAX_WAIT_S = 30 * 86_400  # far longer ones do not fit what clocks count in
 
 Count = Annotated[int, Field(ge=1)]
@@ -48,6 +50,20 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_absurd(cls, value: Any) -> Any:
+        """Texts that no system call takes, and numbers that no float counts."""
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, str) and "\0" in each:
+                raise PydanticCustomError("absurd", "must not hold a NUL")
+            if isinstance(each, str) and len(each) > MAX_CHARACTERS:
+                most = {"most": MAX_CHARACTERS}
+                raise PydanticCustomError("absurd", "must have {most} characters at most", most)
+            if isinstance(each, int) and abs(each) > MAX_INTEGER:
+                raise PydanticCustomError("absurd", "must be between -2^63 and 2^63")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,11 +1,13 @@
 """Text to tokens to batches: what a step is fed with, the same on every rank that asks.
 
-corpus.py     text to tokens, cached; windows of it
-tokenizer.py  text to token ids, and back
-sampling.py   tokens drawn from a model's distribution, one at a time
-bert_data.py  what BERT reads: two passages, some words masked out
-feed.py       a step's batch as a function of (seed, step, replica), cut into micro-batches
-batch.py      the type of such a batch
+corpus.py             text to tokens, cached; windows of it
+tokenizer.py          text to token ids, and back
+tokenizer_process.py  a tokenizer.json applied in a process of its own, within limits
+tokenizer_child.py    that process
+sampling.py           tokens drawn from a model's distribution, one at a time
+bert_data.py          what BERT reads: two passages, some words masked out
+feed.py               a step's batch as a function of (seed, step, replica), cut into micro-batches
+batch.py              the type of such a batch
 
 To add a format: write a feed with `training` and `held_out` (feed.py), let `feed_of` choose it, and
 give the model family that reads it a property in `stage/families.py`.

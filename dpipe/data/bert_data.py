@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dpipe.data.corpus import Corpus, Part
 from dpipe.data.tokenizer import FileTokenizer
+from dpipe.data.tokenizer_process import TokenizerProcess
 from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
 
@@ -43,6 +44,9 @@ class SentenceTokenizer(FileTokenizer):
     Raises `DataError` naming the special tokens that are missing.
     """
 
+    marks = _SPECIAL
+    special_is_text = True  # "[SEP]" in a text is text
+
     def __init__(self, path: str) -> None:
         if path == "bytes":
             raise DataError(
@@ -52,8 +56,7 @@ class SentenceTokenizer(FileTokenizer):
         super().__init__(path)
         present: dict[str, int] = {}
         missing = []
-        for token in _SPECIAL:
-            number = self._pieces.token_to_id(token)
+        for token, number in self.mark_ids.items():
             if number is None:
                 missing.append(token)
             else:
@@ -68,17 +71,14 @@ class SentenceTokenizer(FileTokenizer):
         self.masked = present["[MASK]"]
         # The same tokenizer.json gives other tokens of the same text to a GPT.
         self.fingerprint = b"sentences" + self.fingerprint
-        self._pieces.encode_special_tokens = True  # "[SEP]" in a text is text
 
-    def encode(self, text: str) -> list[int]:
-        sentences = text.removesuffix("\n").split("\n")
-        lines = self._pieces.encode_batch(sentences, add_special_tokens=False)
+    def ids(self, process: TokenizerProcess, text: str) -> list[int]:
         ids: list[int] = []
-        for line in lines:
+        for line in process.encode(text.removesuffix("\n").split("\n")):
             # Of several blank lines the first already ends the document.
             document_has_ended = ids[-2:] == [self.separator] * 2
-            if line.ids or not document_has_ended:
-                ids += [*line.ids, self.separator]
+            if line or not document_has_ended:
+                ids += [*line, self.separator]
         return ids
 
 

@@ -261,8 +261,8 @@ def _tokenise(text: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
 def _ids(text: str, tokenizer: Tokenizer) -> NDArray[Any]:
     dtype = _dtype(tokenizer)
     ids = [np.zeros(0, dtype)]  # an empty text has no pieces
-    for piece in _pieces(text):
-        ids.append(np.array(tokenizer.encode(piece), dtype))
+    for piece in tokenizer.encode_each(_pieces(text)):
+        ids.append(np.array(piece, dtype))
     return np.concatenate(ids)
 
 

@@ -1,10 +1,18 @@
 """Text to token ids, and back. Sizes of vocabularies need no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 from dpipe.config.load import Config
+from dpipe.data.tokenizer_process import (
+    MAX_FILE_BYTES,
+    TokenizerFailed,
+    TokenizerProcess,
+    described,
+    tokenizer_process,
+)
 from dpipe.errors import ConfigError, DataError
 
 
@@ -17,17 +25,19 @@ def vocabulary(tokenizer: str) -> int:
     """The size of a tokenizer's vocabulary. Raises `ConfigError` if its file cannot be read."""
     if tokenizer == "bytes":
         return 256
-    from tokenizers import Tokenizer
-
     try:
-        return size_of(Tokenizer.from_file(tokenizer))
-    except Exception as error:  # the library raises bare Exception
+        vocab_size, _ = described(_content(tokenizer))
+    except (OSError, ValueError, TokenizerFailed) as error:
         raise ConfigError(f"data.tokenizer {tokenizer} cannot be read: {error}") from None
+    return vocab_size
 
 
-def size_of(tokenizer: Any) -> int:
-    """The entries that a model needs for a Hugging Face tokenizer. Its ids may have gaps."""
-    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+def _content(path: str) -> bytes:
+    """Raises `OSError` or `ValueError`; of a file that is too large only what shows it is read."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError("it is not a regular file")
+    with open(path, "rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 class Tokenizer(Protocol):
@@ -36,6 +46,7 @@ class Tokenizer(Protocol):
     fingerprint: bytes  # all that decides its ids
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_each(self, texts: Iterable[str]) -> Iterator[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -49,35 +60,69 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_each(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        return map(self.encode, texts)
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`. Raises `DataError` if it is missing or something else."""
+    """A Hugging Face `tokenizer.json`, applied in a process of its own: it may be anybody's, and
+    no more than its process shall run out of memory or time. All methods raise `DataError`, the
+    constructor also for a file that is missing or something else.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()  # tokens whose ids `mark_ids` has
+    special_is_text: ClassVar[bool] = False  # whether a special token's name in a text is text
 
     def __init__(self, path: str) -> None:
-        from tokenizers import Tokenizer as Pieces  # slow to import, and not needed for bytes
-
         self.name = path
         try:
-            self.fingerprint = Path(path).read_bytes()
-            self._pieces = Pieces.from_str(self.fingerprint.decode())
+            self._file = _content(path)
+            self.vocab_size, self.mark_ids = described(self._file, self.marks)
         except FileNotFoundError:
             raise DataError(
                 f'data.tokenizer {path} does not exist; give a tokenizer.json, or "bytes"'
             ) from None
-        except Exception as error:  # the library raises bare Exception
+        except (OSError, ValueError, TokenizerFailed) as error:
             raise DataError(
-                f"data.tokenizer {path} is not a Hugging Face tokenizer.json: {error}"
+                f"data.tokenizer {path} is not a Hugging Face tokenizer.json that can be used: "
+                f"{error}"
             ) from None
-        self.vocab_size = size_of(self._pieces)
+        self.fingerprint = self._file
 
     def encode(self, text: str) -> list[int]:
-        return list(self._pieces.encode(text, add_special_tokens=False).ids)
+        (ids,) = self.encode_each([text])
+        return ids
+
+    def encode_each(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """One process for all of them."""
+        with self._process() as process:
+            for text in texts:
+                ids = self.ids(process, text)
+                largest = max(ids, default=-1)
+                if largest >= self.vocab_size:
+                    raise TokenizerFailed(f"it makes id {largest}, of {self.vocab_size} entries")
+                yield ids
+
+    def ids(self, process: TokenizerProcess, text: str) -> list[int]:
+        return process.encode([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._pieces.decode(list(ids)))
+        with self._process() as process:
+            return process.decode(ids)
+
+    @contextmanager
+    def _process(self) -> Iterator[TokenizerProcess]:
+        try:
+            with tokenizer_process(self._file, special_is_text=self.special_is_text) as process:
+                yield process
+        except TokenizerFailed as error:
+            raise DataError(
+                f"data.tokenizer {self.name} cannot be applied to this text: {error}; take another "
+                "tokenizer"
+            ) from None
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -1,12 +1,13 @@
 """Every replica averages the whole gradient of its stages, and takes the whole step."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from dpipe.dataparallel.ahead import LookAhead
-from dpipe.dataparallel.background import BackgroundExchange, Ready
+from dpipe.dataparallel.background import BackgroundExchange, Gradients, Ready
 from dpipe.dataparallel.base import DataParallel, Layers, Moments, Report, Traffic
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import AdamSettings, trained
@@ -28,6 +29,7 @@ class Averaging(Protocol):
         vector: torch.Tensor,
         stage: int,
         ready: Ready,
+        without: Collection[int] = (),
     ) -> list[Traffic]: ...
     def fail(self, error: Exception) -> None: ...
 
@@ -44,12 +46,14 @@ def build(setup: ReplicaSetup) -> DataParallel:
         averaging,
         lag=int(setup.options.delay),
         uncounted=setup.uncounted,
+        rejects=setup.options.reject is not None,
     )
 
 
 class AllReduce(DataParallel):
     """`lag` 1 delays the gradient by a step; that step is then computed ahead of the agreed
-    parameters (`ahead.py`).
+    parameters (`ahead.py`). With `rejects` this replica's own gradient is kept until the step, for
+    `leave_out`.
 
     Replica 0 reports and saves for all: between steps they hold the same, to the last bit.
     """
@@ -64,8 +68,12 @@ class AllReduce(DataParallel):
         *,
         lag: int = 0,
         uncounted: Collection[str] = (),
+        rejects: bool = False,
     ) -> None:
         self._averaging = averaging
+        self._rejects = rejects
+        # by stage, as long as it may be exchanged again
+        self._own: dict[int, Gradients] = {}
         self._is_first = averaging.replica == 0
         self._single = Single(stages, settings, uncounted)
         self._flat = {index: FlatParameters(trained(stage)) for index, stage in stages.items()}
@@ -99,6 +107,8 @@ class AllReduce(DataParallel):
     def start(self, stage: int) -> None:
         if stage in self._ahead:
             self._ahead[stage].remember(self._flat[stage].gradients(), self._loss_scale)
+        if self._rejects:
+            self._own[stage] = self._flat[stage].gradients()
         self._background.begin(stage, self._loss_scale, self._averaging.average)
 
     def wait(self) -> None:
@@ -113,8 +123,18 @@ class AllReduce(DataParallel):
         squares = self._single.report(measure=measure).squares
         return Report(squares, self._background.bad())
 
+    def leave_out(self, replicas: Collection[int]) -> None:
+        average = partial(self._averaging.average, without=replicas)
+        for stage, own in self._own.items():
+            # The mean with what is not finite, which nobody steps by.
+            self._background.take(stage)
+            gradients = [None for _ in own] if self._averaging.replica in replicas else own
+            self._background.begin(stage, self._loss_scale, average, gradients)
+        self.wait()
+
     def step(self, stage: int, factor: float | None) -> bool:
         gradient = self._background.take(stage)
+        self._own.pop(stage, None)
         if stage in self._ahead:
             ahead = self._ahead[stage]
             # Before the step: it belongs on the agreed parameters.

@@ -20,7 +20,7 @@ What each kind does when. "mean" is the gradient's mean over replicas, here at t
 between steps they are the agreed ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -110,6 +110,13 @@ class DataParallel(Protocol):
 
     def report(self, *, measure: bool) -> Report:
         """For this rank's vote; `squares` only where `measure`."""
+
+    def leave_out(self, replicas: Collection[int]) -> None:
+        """Between two reports: exchange this step's gradients again, for the mean without those of
+        `replicas`, as `wait` ends with it. All replicas call it, those left out too, which take the
+        same step. Of kinds that declare `leaves_out`.
+        """
+        return
 
     def step(self, stage: int, factor: float | None) -> bool:
         """Step by the mean gradient times `factor`, or drop it where that is None; whether

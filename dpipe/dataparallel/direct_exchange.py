@@ -17,7 +17,7 @@ vectors, and have to step alike.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,10 +62,11 @@ class DirectExchange:
         vector: torch.Tensor,
         stage: int,
         ready: Ready,
+        without: Collection[int] = (),
     ) -> list[Traffic]:
-        """Replace `vector` [N] by its mean over replicas."""
+        """Replace `vector` [N] by its mean over replicas, those `without` left out."""
         route = self._route(vector, stage)
-        exchange = _RunningExchange(self, route, vector, ready)
+        exchange = _RunningExchange(self, route, vector, ready, without=without)
         return exchange.run(route.sends, route.arrivals)
 
     def reduce_scatter(
@@ -73,10 +74,13 @@ class DirectExchange:
         vector: torch.Tensor,
         stage: int,
         ready: Ready,
+        without: Collection[int] = (),
     ) -> list[Traffic]:
-        """Replace this replica's shard of `vector` by its mean over replicas."""
+        """Replace this replica's shard of `vector` by its mean over replicas, those `without` left
+        out.
+        """
         route = self._route(vector, stage)
-        exchange = _RunningExchange(self, route, vector, ready)
+        exchange = _RunningExchange(self, route, vector, ready, without=without)
         sends = _with(Role.REDUCE, route.sends)
         traffic = exchange.run(sends, _with(Role.REDUCE, route.arrivals))
         for part in range(route.num_parts):
@@ -193,13 +197,17 @@ class _RunningExchange:
         ready: Ready,
         *,
         reduced: bool = False,
+        without: Collection[int] = (),
     ) -> None:
-        """With `reduced` this replica's shard is the mean already."""
+        """With `reduced` this replica's shard is the mean already. What the replicas `without` send
+        is received and dropped, whatever it is.
+        """
         self._end = end
         self._route = route
         self._vector = vector
         self._ready = ready
         self._reduced = reduced
+        self._without = without
         self._links = end.links
         self._wire = end.wire
         # by source: not expected yet
@@ -234,20 +242,21 @@ class _RunningExchange:
         own = self._route.own[part]
         self._ready(own.piece)
         mine = self._vector[own.piece]
+        if not mine.numel():  # nobody sends an empty piece
+            return
         received: dict[int, torch.Tensor] = {}
-        if mine.numel():  # nobody sends an empty piece
-            for replica in self._route.others:
-                received[replica] = self._share(part, replica)
+        for replica in self._route.others:
+            received[replica] = self._share(part, replica)
         total: torch.Tensor | None = None  # a buffer of this exchange, or `mine` itself
         # By replica, whoever was here first: a sum in another order has other bits.
-        for replica in sorted({*received, self._end.replica}):
+        for replica in sorted({*received, self._end.replica} - set(self._without)):
             if replica in received:
                 share = self._wire.decode(received[replica], own.values)
             else:
                 share = self._wire.rounded(mine)
             total = share if total is None else total.add_(share)
-        assert total is not None, "this replica's own share is always there"
-        torch.div(total, len(self._end.ranks), out=mine)
+        assert total is not None, "not all replicas are left out"
+        torch.div(total, len(self._end.ranks) - len(self._without), out=mine)
         for wire in received.values():
             self._end.buffers.give_back(own.wire, wire)
 

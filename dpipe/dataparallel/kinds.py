@@ -28,6 +28,9 @@ class HeldVectors:
     # with data_parallel.delay, besides one more of the above; where the parameters are
     delayed: int = 0
     delayed_shards: int = 0  # the same, of 1 / R of a vector each
+    # with data_parallel.reject, this replica's gradient beside the mean; where the parameters are,
+    # unless the vectors above are there
+    own_gradient: int = 0
     pieces: bool = True  # whether each piece that other replicas send has a place of its own
 
 
@@ -55,6 +58,8 @@ class Kind:
     rounds_answer: bool = True  # whether data_parallel.wire rounds what comes back too
     # whether data_parallel.group "torch" can take the place of dpipe's own exchange
     torch_group: bool = False
+    # whether data_parallel.reject can leave a replica out of the mean: `leave_out` of `base.py`
+    leaves_out: bool = False
 
     @property
     def synchronous(self) -> bool:
@@ -77,9 +82,10 @@ KINDS = Choices[Kind](
         builder="dpipe.dataparallel.allreduce:build",
         pattern="all-reduce",
         # delayed: what is agreed, and a gradient
-        held=HeldVectors(1, delayed=2),
+        held=HeldVectors(1, delayed=2, own_gradient=1),
         late_by="delay",
         torch_group=True,
+        leaves_out=True,
     ),
     Kind(
         "sharded",
@@ -90,6 +96,7 @@ KINDS = Choices[Kind](
         late_by="delay",
         shards_optimizer=True,
         rounds_answer=False,  # what comes back are parameters, in which rounding would add up
+        leaves_out=True,
     ),
     Kind(
         "parameter-server",

@@ -17,6 +17,7 @@ are in place.
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -112,6 +113,17 @@ class Sharded(DataParallel):
             if measure and gradient is not None:
                 squares |= shard.squares(gradient.vector, self._uncounted)
         return Report(squares, self._background.bad())
+
+    def leave_out(self, replicas: Collection[int]) -> None:
+        reduce_scatter = partial(self._gradients.reduce_scatter, without=replicas)
+        for stage, flat in self._flat.items():
+            self._background.take(stage)
+            gradients = flat.gradients()
+            # Zeros are sent; the owners of the shards drop them, whatever they are.
+            if self._gradients.replica in replicas:
+                gradients = [None for _ in gradients]
+            self._background.begin(stage, self._loss_scale, reduce_scatter, gradients)
+        self.wait()
 
     def step(self, stage: int, factor: float | None) -> bool:
         gradient = self._background.take(stage)

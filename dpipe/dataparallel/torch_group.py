@@ -14,6 +14,7 @@ configuration refuses it.
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,10 @@ class TorchGroup:
         vector: torch.Tensor,
         stage: int,
         ready: Ready,
+        without: Collection[int] = (),
     ) -> list[Traffic]:
         """Replace `vector` [N] by its mean over replicas; raises `PeerLost` where another replica
-        is gone.
+        is gone. The replicas `without` must give zeros, and are not counted.
 
         It runs behind what is queued on the current stream, on a stream of its own, and is over on
         the device when this returns.
@@ -76,7 +78,7 @@ class TorchGroup:
         try:
             with self._streams.receiving():
                 self._streams.wait(queued)
-                traffic = self._average(vector, stage, ready)
+                traffic = self._average(vector, stage, ready, self._num_replicas - len(without))
                 self._streams.block(self._streams.mark(), self._timeout_s)
         # torch and the streams raise no others here.
         except (RuntimeError, TimeoutError) as error:
@@ -91,6 +93,7 @@ class TorchGroup:
         vector: torch.Tensor,
         stage: int,
         ready: Ready,
+        count: int,
     ) -> list[Traffic]:
         length = vector.numel()
         in_progress: deque[_Part] = deque()
@@ -101,9 +104,9 @@ class TorchGroup:
             in_progress.append(self._begin(vector[piece]))
             # A bound, because each part holds its encoded copy until it is through.
             if len(in_progress) > _AHEAD:
-                traffic.append(self._end(in_progress.popleft(), stage))
+                traffic.append(self._end(in_progress.popleft(), stage, count))
         for part in in_progress:
-            traffic.append(self._end(part, stage))
+            traffic.append(self._end(part, stage, count))
         return traffic
 
     def fail(self, error: Exception) -> None:
@@ -115,9 +118,9 @@ class TorchGroup:
         work = self._group.allreduce([wire])
         return _Part(values, wire, work, time.perf_counter_ns())
 
-    def _end(self, part: "_Part", stage: int) -> Traffic:
+    def _end(self, part: "_Part", stage: int, count: int) -> Traffic:
         part.work.wait()
-        torch.div(part.wire.to(part.values.dtype), self._num_replicas, out=part.values)
+        torch.div(part.wire.to(part.values.dtype), count, out=part.values)
         # what a ring sends; the library does not say what it did
         share = 2 * (self._num_replicas - 1) / self._num_replicas
         num_bytes = round(share * part.wire.nbytes)

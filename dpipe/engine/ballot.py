@@ -1,20 +1,27 @@
 """What a rank says at the end of a step: its ballot, checked before it is counted."""
 
+import math
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from dpipe.wire.schema import Finite, Schema, Shape, Text
 
+# The norm of fp32 gradients of 10^15 parameters is at most 1e46. Sums of more than its square would
+# overflow, and the gradient be taken for one that is not finite.
+_LARGEST_SQUARE = 1e100
 
-def _no_negative(square: float) -> float:
+
+def _possible(square: float) -> float:
     """Inf and NaN pass: a gradient may overflow, and the count names it."""
     if square < 0:
         raise ValueError("the square of a norm is negative")
+    if _LARGEST_SQUARE < square < math.inf:
+        raise ValueError("no gradient has so large a norm")
     return square
 
 
-Square = Annotated[float, AfterValidator(_no_negative)]
+Square = Annotated[float, AfterValidator(_possible)]
 Layer = Annotated[int, Field(ge=0)]
 
 

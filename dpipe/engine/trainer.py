@@ -231,14 +231,24 @@ class Trainer:
         }
 
     def _log(self, verdict: Verdict) -> None:
-        """Log every `log_every`-th step, and the last, on every rank; on rank 0 write its row."""
+        """Log every `log_every`-th step, the last, and each that left replicas out, on every rank;
+        on rank 0 write its row.
+        """
         seconds = self._step_s.pop(verdict.step)
         if verdict.culprit is not None:
             LOG.warning(
                 "step %d skipped: %s overflowed; loss scale halved", verdict.step, verdict.culprit
             )
+        if verdict.left_out:
+            LOG.warning(
+                "step %d left out %s, whose gradient or loss was not finite; the mean is that of "
+                "the other %d",
+                verdict.step,
+                ", ".join(f"replica {replica}" for replica in verdict.left_out),
+                self.job.here.dp_size - len(verdict.left_out),
+            )
         last = verdict.step + 1 >= self.job.train.steps
-        if verdict.step % self.job.run.log_every and not last:
+        if verdict.step % self.job.run.log_every and not (last or verdict.left_out):
             return
         ms_per_sample = seconds / self.job.train.batch_size * 1e3
         LOG.info("step %d loss %.4f, %.2f ms a sample", verdict.step, verdict.loss, ms_per_sample)
@@ -253,7 +263,7 @@ class Trainer:
         rates: dict[str, float] = {}
         for report in reports:
             rates |= report.mb_per_s
-        row = {
+        row: dict[str, Any] = {
             "step": verdict.step,
             "loss": verdict.loss,
             "learning_rate": learning_rate(train, verdict.step),
@@ -272,6 +282,8 @@ class Trainer:
             by_rank = _by_rank(reports, name)
             if by_rank:
                 row[name] = by_rank
+        if verdict.left_out:
+            row["left_out"] = list(verdict.left_out)
         utilisation = self.job.utilisation(seconds)
         if utilisation is not None:
             row["mfu"] = utilisation

@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,6 +55,8 @@ class Verdict:
     # The first non-finite gradient (rank, parameter), else the non-finite norm or loss.
     culprit: str | None
     reports: tuple[RankReport, ...] = ()  # by rank: what each said of itself
+    bad_replicas: tuple[int, ...] = ()  # whose gradient or loss is not finite
+    left_out: tuple[int, ...] = ()  # replicas that loss, norm and step are without
 
 
 class Decision(NamedTuple):
@@ -121,8 +123,9 @@ class Update:
     and `step` of each stage.
 
     `gather(key, payload)` exchanges bytes with every rank. A verdict that no step waits for is read
-    `lag` steps later, so that no rank is held back by one that is that far behind. `timed(name)` is
-    around each part of a step (`timeline/timers.py`).
+    `lag` steps later, so that no rank is held back by one that is that far behind. With `rejects`
+    a verdict that names some replicas, not all, is followed by an exchange and a vote without them.
+    `timed(name)` is around each part of a step (`timeline/timers.py`).
     """
 
     def __init__(
@@ -135,8 +138,10 @@ class Update:
         timeout_s: float,
         here: ParallelRanks = ParallelRanks(),  # noqa: B008 - frozen
         lag: int = 1,
+        rejects: bool = False,
         timed: Timed = nullcontext,
     ) -> None:
+        self._rejects = rejects
         self._stages = stages
         self._train = train
         self._data_parallel = data_parallel
@@ -184,14 +189,37 @@ class Update:
             "report": report or {},
         }
         with self._timed("optimizer-clip-main-grad"):
-            gathering = self._gather(f"step/{step}", json.dumps(ballot).encode())
-            self._pending.append((step, gathering))
+            self._cast(step, f"step/{step}", ballot)
             verdict = None
             if len(self._pending) > self._lag:
                 verdict = self._collect()
+        if verdict is not None and self._may_leave_out(verdict):
+            verdict = self._vote_again(verdict, ballot)
+        if verdict is not None:
+            self._refuse(verdict)
         if self._waits and verdict is not None:
             return Decision(self._factor(verdict), verdict)
         return Decision(1.0, verdict)
+
+    def _cast(self, step: int, key: str, ballot: Mapping[str, Any]) -> None:
+        self._pending.append((step, self._gather(key, json.dumps(ballot).encode())))
+
+    def _may_leave_out(self, verdict: Verdict) -> bool:
+        return self._rejects and 0 < len(verdict.bad_replicas) < self._here.dp_size
+
+    def _vote_again(self, verdict: Verdict, ballot: Mapping[str, Any]) -> Verdict:
+        """On the mean without the bad replicas. All ranks have read one verdict, and all come
+        here.
+        """
+        step = verdict.step
+        self._data_parallel.leave_out(verdict.bad_replicas)
+        # Of the mean of the rest: by the norm with the others in it nobody could clip.
+        gradient = self.measure()
+        norms = {str(layer): square for layer, square in gradient.squares.items()}
+        with self._timed("optimizer-clip-main-grad"):
+            again = {**ballot, "norms": norms, "bad": gradient.bad}
+            self._cast(step, f"step/{step}/again", again)
+            return self._collect(left_out=verdict.bad_replicas)
 
     def step(self, stage: int, factor: float | None) -> bool:
         """Take the optimizer's step of one stage; whether its parameters change."""
@@ -202,7 +230,10 @@ class Update:
 
     def drain(self) -> list[Verdict]:
         """Between steps: wait for the verdicts that nobody has waited for yet."""
-        return [self._collect() for _ in range(len(self._pending))]
+        verdicts = [self._collect() for _ in range(len(self._pending))]
+        for verdict in verdicts:
+            self._refuse(verdict)
+        return verdicts
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """For a checkpoint: plain numbers, and this rank's part of the optimizer's state by
@@ -232,7 +263,7 @@ class Update:
         # As torch.nn.utils.clip_grad_norm_ has it, 1e-6 and all.
         return min(1.0, self._train.clip_norm / (verdict.norm + 1e-6))
 
-    def _collect(self) -> Verdict:
+    def _collect(self, left_out: tuple[int, ...] = ()) -> Verdict:
         """The oldest verdict that is out."""
         step, gathering = self._pending.popleft()
         payloads = gathering.wait(self._timeout_s)
@@ -240,13 +271,16 @@ class Update:
         ballots = []
         for rank, payload in enumerate(payloads):
             ballots.append(BALLOT.parse(payload, what, rank))
-        verdict = count(step, ballots, self._here, independent=self._data_parallel.independent)
+        independent = self._data_parallel.independent
+        return count(step, ballots, self._here, independent=independent, left_out=left_out)
+
+    def _refuse(self, verdict: Verdict) -> None:
+        """Raises `NumericError` for a culprit that no lower loss scale helps against."""
         if verdict.culprit is not None and not self.loss_scale.dynamic:
             raise NumericError(
-                f"step {step}: {verdict.culprit} is not finite; lower train.learning_rate, clip "
-                "with train.clip_norm, or resume from the last checkpoint"
+                f"step {verdict.step}: {verdict.culprit} is not finite; lower "
+                "train.learning_rate, clip with train.clip_norm, or resume from the last checkpoint"
             )
-        return verdict
 
 
 def _count_in(numbers: Mapping[str, Any], key: str) -> int:
@@ -264,22 +298,29 @@ def count(
     here: ParallelRanks = ParallelRanks(),  # noqa: B008 - frozen
     *,
     independent: bool = False,
+    left_out: tuple[int, ...] = (),
 ) -> Verdict:
-    """The verdict of a step's ballots, by rank.
+    """The verdict of a step's ballots, by rank, about the mean without the replicas `left_out`.
 
     Norms are added in layer order, so that no cut changes a bit, and within a layer in the order of
     ranks. The norm is over all ranks, or, where replicas are `independent`, over the ranks of this
     one. The loss is the replicas' mean. Raises `TransferError` where not one rank of each replica
     reports a loss.
     """
-    losses = [ballot.loss for ballot in ballots if ballot.loss is not None]
-    if len(losses) != here.dp_size:
-        reporting = [rank for rank, ballot in enumerate(ballots) if ballot.loss is not None]
+    reporting = [rank for rank, ballot in enumerate(ballots) if ballot.loss is not None]
+    if len(reporting) != here.dp_size:
         raise TransferError(
-            f"step {step}: {len(losses)} ranks report a loss (by rank: {reporting}), where one of "
-            f"each of {here.dp_size} replicas does"
+            f"step {step}: {len(reporting)} ranks report a loss (by rank: {reporting}), where one "
+            f"of each of {here.dp_size} replicas does"
         )
+    replica_of = [replace(here, rank=rank).dp_rank for rank in range(len(ballots))]
+    losses = [
+        ballot.loss
+        for replica, ballot in zip(replica_of, ballots, strict=True)
+        if ballot.loss is not None and replica not in left_out
+    ]
     loss = sum(losses) / len(losses)
+    bad = {replica_of[rank] for rank, ballot in enumerate(ballots) if not _is_well(ballot)}
     own = ballots
     if independent:
         own = [ballots[rank] for rank in here.replica_ranks]
@@ -294,7 +335,13 @@ def count(
         stop=any(ballot.stop for ballot in ballots),
         culprit=_culprit(ballots, loss),
         reports=tuple(ballot.report for ballot in ballots),
+        bad_replicas=tuple(sorted(bad)),
+        left_out=left_out,
     )
+
+
+def _is_well(ballot: Ballot) -> bool:
+    return ballot.bad is None and math.isfinite(ballot.loss or 0.0)
 
 
 def _squares_by_layer(ballots: Iterable[Ballot]) -> dict[int, float]:

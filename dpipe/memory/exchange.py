@@ -5,6 +5,7 @@ A row is a stage's parameters in fp32: P bytes. R replicas, s the staleness. `He
 says how many rows its code holds (`dataparallel/`):
 
     all-reduce        a row to add up in
+      on a GPU        nothing, but P if replicas can be left out: the mean lies beside the gradient
       with a delay    another, what was agreed on, and a gradient: 3 P more
     sharded           a row, for gradients and parameters in turns
       with a delay    another, a gradient, and two shards: 2 P + 2 P / R more
@@ -66,7 +67,7 @@ def _of_stage(config: Config, size: int) -> int:
     if settings.delay:
         in_rows += size
     if not _rows_are_counted(config):
-        in_rows = 0
+        in_rows = held.own_gradient * size if settings.reject is not None else 0
     if not settings.delay:
         return in_rows
     shard = size // settings.replicas

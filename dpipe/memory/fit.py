@@ -40,9 +40,14 @@ def _with_optimizer(config: Config, layer: LayerMemory) -> LayerMemory:
     return replace(layer, optimizer_bytes=layer.optimizer_bytes // sharing)
 
 
+def held_by_rank(schedule: Schedule, stages: Stages) -> list[int]:
+    """Bytes of each rank at its worst moment."""
+    return [rank.total for rank in peak_memory(schedule, stages)]
+
+
 def most_held(schedule: Schedule, stages: Stages) -> int:
     """Bytes of the rank that holds most."""
-    return max(rank.total for rank in peak_memory(schedule, stages))
+    return max(held_by_rank(schedule, stages))
 
 
 def refuse_memory_of_replay(config: Config) -> None:

@@ -125,6 +125,9 @@ class Egress(Generic[T]):
         """Set all rates anew: equal shares for the queues, and what one cannot use goes to those
         that can use more.
         """
+        if len(self._moving) == 1:
+            self._serve_alone(*self._moving.values())
+            return
         moving = sorted(self._moving.values(), key=_by_number)
         queues: dict[int | None, list[_Moving[T]]] = {}
         for each in moving:
@@ -141,6 +144,11 @@ class Egress(Generic[T]):
             share = left / (len(wanted) - served)
             left -= self._serve(queue, min(limit, share))
         self._first = min(moving, key=_by_time_left, default=None)
+
+    def _serve_alone(self, moving: _Moving[T]) -> None:
+        """What is left of `_share` for one message."""
+        self._serve([moving], min(self._limits[moving.target], self._bits_per_us))
+        self._first = moving
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
         """Give out `bits_per_us` in order of arrival. Returns how much of it is used."""

@@ -2,12 +2,12 @@
 tables read.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
+from dpipe.toml import parse_toml, read_text
 
 _SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
 _TOP = {"name", "link"} | _SHAPE
@@ -30,8 +30,9 @@ def load_network(path: str | Path) -> Network:
     Raises `ProfileError` naming the file and the key.
     """
     try:
-        # Some editors begin a file with a byte-order mark.
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+            raise ProfileError("it is not a regular file")  # a trace may name any path
+        table = parse_toml(read_text(path))
         return parse_network(table, default_name=Path(path).stem)
     except FileNotFoundError:
         raise ProfileError(f"network profile {path} does not exist") from None
@@ -50,6 +51,9 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
     if describes_others or "link" not in table:
         default = _link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
+    name = table.get("name", default_name)
+    if not isinstance(name, str):
+        raise ProfileError(f"name must be a text, got {name!r:.100}")
     for row in _rows(table.get("link", [])):
         _only(row, _LINK, "[[link]]")
         source = _rank(row, "from")
@@ -64,7 +68,6 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
     # After all rows: the opposite pair may be listed further down.
     for (source, target), link in list(links.items()):
         links.setdefault((target, source), link)
-    name = str(table.get("name", default_name))
     return Network(name, default, links)
 
 
@@ -93,8 +96,11 @@ def _number(
     value = table.get(key, default)
     # TOML's true is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ProfileError(f"{where} needs {key}, a number; got {value!r}")
-    return float(value)
+        raise ProfileError(f"{where} needs {key}, a number; got {value!r:.100}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ProfileError(f"{where}: {key} is too large for any network") from None
 
 
 def _link(table: dict[str, Any], where: str) -> Link:
@@ -113,5 +119,5 @@ def _link(table: dict[str, Any], where: str) -> Link:
 def _rank(table: dict[str, Any], key: str) -> int:
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ProfileError(f"[[link]] needs {key!r}, a rank (0, 1, ...); got {value!r}")
+        raise ProfileError(f"[[link]] needs {key!r}, a rank (0, 1, ...); got {value!r:.100}")
     return value

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError, RunError
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
+from dpipe.wire.schema import Count, Schema, Text
 
 REMEDY = "make room there, on the parameter server's machine"
 _STEPS_A_SNAPSHOT = 8  # a restart replays as many at most
@@ -40,6 +42,18 @@ _LEFT = "left-"
 _NO_GRADIENT = torch.zeros(0)
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+class _State(BaseModel):
+    """What a snapshot holds besides tensors."""
+
+    session: Text
+    num_updates: Count
+    row: FlatSpec
+    rule: StepRule
+
+
+_STATE = Schema[_State](_State)
 
 
 class Snapshots(Protocol):
@@ -186,19 +200,24 @@ def recover(folder: Path, snapshots: Snapshots) -> tuple[StageState, Journal] | 
     snapshot = snapshots.load(folder)
     if snapshot is None:
         return None
-    step, tensors, moments, state = snapshot
-    spec = FlatSpec.of(state["row"])
-    rule = StepRule.of(state["rule"])
-    vectors = StageTensors(
-        _joined(spec, "", tensors),
-        _joined(spec, ".exp_avg", moments),
-        _joined(spec, ".exp_avg_sq", moments),
-    )
-    if rule.lossy_parameters:
-        vectors.held = vectors.values
-        vectors.values = _joined(spec, ".master", moments)
-    stage = StageState(spec, rule, vectors, step=step, num_updates=state["num_updates"])
-    journal = Journal(folder, snapshots, state["session"])
+    step, tensors, moments, kept = snapshot
+    try:
+        state = _STATE.read(json.dumps(kept).encode())
+        spec = state.row
+        vectors = StageTensors(
+            _joined(spec, "", tensors),
+            _joined(spec, ".exp_avg", moments),
+            _joined(spec, ".exp_avg_sq", moments),
+        )
+        if state.rule.lossy_parameters:
+            vectors.held = vectors.values
+            vectors.values = _joined(spec, ".master", moments)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the snapshot in {folder} is damaged: {error}; remove {folder} and resume the run"
+        ) from None
+    stage = StageState(spec, state.rule, vectors, step=step, num_updates=state.num_updates)
+    journal = Journal(folder, snapshots, state.session)
     journal.recover(stage)
     return stage, journal
 
@@ -242,6 +261,8 @@ def _split(spec: FlatSpec, suffix: str, values: torch.Tensor) -> dict[str, torch
 
 def _joined(spec: FlatSpec, suffix: str, tensors: Tensors) -> torch.Tensor:
     parts = [tensors[f"{parameter.name}{suffix}"].reshape(-1) for parameter in spec.parameters]
+    if [part.numel() for part in parts] != [each.num_values for each in spec.parameters]:
+        raise ValueError("its tensors are not of the sizes that it says")
     return torch.cat(parts) if parts else torch.zeros(0)
 
 

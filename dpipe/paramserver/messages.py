@@ -7,22 +7,17 @@ its size, and then the raw bytes of a chunk.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TypeVar
 
 import torch
-from google.protobuf.message import DecodeError, Message
 
 from dpipe.errors import TransferError
-from dpipe.paramserver.spec import FlatSpec, StepRule
-from dpipe.wire.message import byte_view, framed, unframed
+from dpipe.paramserver.spec import RULE, SPEC, FlatSpec, StepRule
+from dpipe.wire.message import byte_view, framed, message_of, tensor_of, unframed
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.parameters_pb2 import Attendance, Piece
 
-M = TypeVar("M", bound=Message)
-
 SERVICE = "dpipe.wire.v1.Parameters"
 PROTOCOL = 2  # of parameters.proto; workers of another are refused
-_ERROR_CHARACTERS = 200  # of what is wrong in a description
 PLACE_KEY = "dpipe-place-bin"  # the key of the metadata that holds a Place
 # the vectors that a server holds of a stage; the last one with lossy parameters alone
 VECTORS = ("values", "exp_avg", "exp_avg_sq", "held")
@@ -40,24 +35,7 @@ def piece(head: Piece, chunk: torch.Tensor | None = None) -> bytes:
 def parse(message: bytes) -> tuple[Piece, memoryview]:
     """The head and the bytes behind it. Raises `TransferError` on bytes that are no piece."""
     head, body = unframed(message)
-    try:
-        return Piece.FromString(head), body
-    except DecodeError:
-        raise TransferError(f"{len(message)} bytes came that are no chunk of a stage") from None
-
-
-def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
-    """A copy of the bytes, as a tensor. Raises `TransferError` where they are too few or too many.
-
-    `what` names the tensor in that message.
-    """
-    if len(body) != spec.num_bytes:
-        raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
-    if not body:
-        return spec.empty()
-    # A copy, because the bytes of a message cannot be written to, and lie at any offset.
-    flat = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    return flat.view(spec.dtype).view(spec.shape)
+    return message_of(Piece, head), body
 
 
 def chunk_spec(spec: FlatSpec, chunk: int) -> TensorSpec:
@@ -117,21 +95,8 @@ def attendance(
 def spec_and_rule(message: Attendance) -> tuple[FlatSpec, StepRule]:
     """Raises `TransferError` on text that describes none."""
     try:
-        spec = FlatSpec.of(json.loads(message.row))
-        rule = StepRule.of(json.loads(message.rule))
-    # What JSON of any other shape makes of the lines above.
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return SPEC.read(message.row.encode()), RULE.read(message.rule.encode())
+    except ValueError as error:
         raise TransferError(
-            f"a worker's description of its stage cannot be read: {repr(error)[:_ERROR_CHARACTERS]}"
-        ) from None
-    return spec, rule
-
-
-def message_of(kind: type[M], data: bytes) -> M:
-    """Raises `TransferError` on bytes that are no such message."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise TransferError(
-            f"{len(data)} bytes came where a {kind.DESCRIPTOR.name} belongs"
+            f"a worker's description of its stage cannot be read: {error}"
         ) from None

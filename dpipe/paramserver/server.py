@@ -17,6 +17,7 @@ at any time.
 """
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -35,18 +36,17 @@ from dpipe.paramserver.messages import (
     PROTOCOL,
     SERVICE,
     chunk_spec,
-    message_of,
     parse,
     piece,
     pieces_of,
     spec_and_rule,
-    tensor_of,
     vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_server import CallerGone, Session, StageServer
 from dpipe.paramserver.stage_state import StageState, StageTensors, StepDecision
 from dpipe.wire.codec import codec
+from dpipe.wire.message import message_of, tensor_of
 from dpipe.wire.rpc import Security, serve
 from dpipe.wire.v1 import parameters_pb2 as pb
 
@@ -56,6 +56,9 @@ _MAX_CALLS = 1024  # at once; each waits in a thread, made when needed
 _STOP_S = 2.0  # for answers that are on their way
 _POLL_S = 1.0  # how often a waiting call looks whether its caller is still there
 _PART = "-part-"  # in the name of a stage's folder
+# of a stage: parameters and moments as they are, and those of the step in progress
+_VECTORS = 6
+_MAX_CHUNKS = 1 << 22  # some bytes each, for whose turn it is
 
 
 class _Restarted(Exception):  # noqa: N818 - not an error: the caller attends again
@@ -208,6 +211,7 @@ class ParameterServer:
             )
         session = _session(place)
         spec, rule = spec_and_rule(attendance)
+        _refuse_large(spec, session)
         stage = _StageSpec(spec, rule, attendance.num_updates)
         begins = not attendance.again
         with self._changed:
@@ -369,6 +373,18 @@ class ParameterServer:
         journal = Journal(self._folder / name, self._snapshots, session.name)
         journal.begin(state)
         return journal
+
+
+def _refuse_large(spec: FlatSpec, session: Session) -> None:
+    """Raises `TransferError` for a stage that this machine cannot hold: before any of it is."""
+    needed = _VECTORS * 4 * spec.length
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has or spec.num_chunks > _MAX_CHUNKS:
+        raise TransferError(
+            f"{session.what} takes {needed / 1e9:,.1f} GB here, in {spec.num_chunks} chunks; this "
+            f"machine has {has / 1e9:,.1f} GB for {_MAX_CHUNKS} at most: share the stages out "
+            '(data_parallel.servers = "per-stage"), or raise data_parallel.chunk_bytes'
+        )
 
 
 def _watched(context: grpc.ServicerContext, server: StageServer) -> grpc.ServicerContext:

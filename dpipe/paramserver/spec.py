@@ -11,13 +11,22 @@ borders of parameters.
 The field names of these classes are in journals on disk and in messages.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from dpipe.wire.format import FORMATS
+from dpipe.wire.schema import Count, Finite, Schema, Text
+
+
+def _known_format(name: str) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"no wire format is called {name!r:.100}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -26,9 +35,9 @@ class ParameterSpec:
     elsewhere; `decays` says whether weight decay applies.
     """
 
-    name: str
-    layer: int
-    num_values: int
+    name: Text
+    layer: Count
+    num_values: Count
     decays: bool
     counts: bool = True
 
@@ -37,19 +46,13 @@ class ParameterSpec:
 class StepRule:
     """How a stage steps: AdamW's constants, who takes part, and the wire format."""
 
-    ranks: tuple[int, ...]  # by replica
-    weight_decay: float
-    betas: tuple[float, float]
-    wire: str = "none"  # of gradients, and of parameters unless they are stale
+    ranks: tuple[Count, ...]  # by replica
+    weight_decay: Finite
+    betas: tuple[Finite, Finite]
+    # of gradients, and of parameters unless they are stale
+    wire: Annotated[str, AfterValidator(_known_format)] = "none"
     # steps that a worker may be ahead of the slowest; 0 keeps replicas equal after each step
-    staleness: int = 0
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        """From what `dataclasses.asdict` made, perhaps by way of JSON."""
-        ranks = tuple(fields["ranks"])
-        betas = tuple(fields["betas"])
-        return cls(**{**fields, "ranks": ranks, "betas": betas})
+    staleness: Count = 0
 
     @property
     def num_replicas(self) -> int:
@@ -66,13 +69,7 @@ class FlatSpec:
     """The layout of a stage's parameters in a flat vector of `length` values."""
 
     parameters: tuple[ParameterSpec, ...]
-    chunk_values: int
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        """From what `dataclasses.asdict` made, perhaps by way of JSON."""
-        parameters = [ParameterSpec(**parameter) for parameter in fields["parameters"]]
-        return cls(tuple(parameters), fields["chunk_values"])
+    chunk_values: Annotated[int, Field(ge=1, le=1 << 40)]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -127,3 +124,7 @@ class FlatSpec:
         if self.chunk_values != other.chunk_values:
             return f"chunks of {other.chunk_values} values where {self.chunk_values} are known"
         return None
+
+
+SPEC = Schema[FlatSpec](FlatSpec)
+RULE = Schema[StepRule](StepRule)

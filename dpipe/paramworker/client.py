@@ -32,7 +32,6 @@ from dpipe.paramserver.messages import (
     PLACE_KEY,
     SERVICE,
     attendance,
-    message_of,
     parse,
     piece,
     pieces_of,
@@ -40,6 +39,7 @@ from dpipe.paramserver.messages import (
 )
 from dpipe.paramserver.spec import FlatSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
+from dpipe.wire.message import message_of
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.text import visible
 from dpipe.wire.transfer import Moved

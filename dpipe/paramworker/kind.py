@@ -22,11 +22,11 @@ from dpipe.dataparallel.feedback import Wire, wire
 from dpipe.dataparallel.flat import FlatParameters
 from dpipe.dataparallel.optimizer import trained
 from dpipe.dataparallel.setup import ReplicaSetup
-from dpipe.paramserver.messages import tensor_of
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
 from dpipe.paramserver.stage_state import StepDecision
 from dpipe.paramworker.client import ServerAccess, StageClient
 from dpipe.wire.codec import codec
+from dpipe.wire.message import tensor_of
 from dpipe.wire.spec import TensorSpec
 
 

@@ -10,10 +10,11 @@ probe.py            operations, shapes and time of each layer of any model
 assumed_network.py  the network that a prediction assumes
 measured.py         what a user's own layers hold: run on fake tensors
 allocations.py      what tensors take, from allocation to release
+machine.py          whether a run can be on this machine
 text.py             what `dpipe simulate` prints
 
 forecast.py and what it imports need no torch, so that a step can be predicted anywhere.
-run_plan.py, probe.py and measured.py do.
+machine.py, run_plan.py, probe.py and measured.py do.
 
 To change what is predicted: `forecast` puts it into `Forecast`, text.py prints it. What a family of
 models costs by formula is declared in `stage/families.py`.

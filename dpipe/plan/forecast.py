@@ -13,7 +13,13 @@ from typing import Any
 from dpipe.config.load import Config
 from dpipe.dataparallel.kinds import KINDS
 from dpipe.errors import ConfigError
-from dpipe.memory.fit import check_fits, in_run, most_held, refuse_memory_of_replay
+from dpipe.memory.fit import (
+    check_fits,
+    held_by_rank,
+    in_run,
+    most_held,
+    refuse_memory_of_replay,
+)
 from dpipe.memory.layers import Stages
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
@@ -25,16 +31,18 @@ from dpipe.schedule.exchange import exchange, silent
 from dpipe.schedule.generate import AUTO, forward_only, generate, leanest
 from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.size import num_messages
+from dpipe.search.auto import first_fit, search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.memory import RankMemory, peak_memory
-from dpipe.timeline.search import first_fit, search
 from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
 from dpipe.wire.format import wire_bytes
 
 # Finer parts make an exchange faster by less than one of them, and its simulation slower.
 _MOST_PARTS = 32
+_MOST_MESSAGES = 1 << 19
 _FLOAT_BYTES = 4
 
 
@@ -81,7 +89,7 @@ def choose_schedule(
     if pipeline.schedule == AUTO:
         limits = _auto_limits(config)
         if pipeline.memory_gb is not None:
-            limits["held_bytes"] = partial(most_held, stages=stages)
+            limits["held_bytes"] = partial(held_by_rank, stages=stages)
             limits["most_bytes"] = pipeline.memory_gb * 1e9
         limits |= {"replicas": replicas, "ballots": ballots}
         return search(pipeline.stages, microbatches, cost, network, **limits)
@@ -267,7 +275,8 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
     if delayed and kind.late_pattern is not None:
         pattern = kind.late_pattern
     most_bytes = max(cost.reduce_bytes) // settings.fragments
-    num_parts = max(1, min(_MOST_PARTS, -(-most_bytes // settings.chunk_bytes)))
+    num_chunks = -(-most_bytes // settings.chunk_bytes)
+    num_parts = max(1, min(_MOST_PARTS, num_chunks, _affordable_parts(config)))
     rounds = exchange(
         pattern,
         settings.replicas,
@@ -276,6 +285,14 @@ def replicas_of(config: Config, cost: Cost) -> Replicas | None:
         stale=settings.staleness > 0,
     )
     return Replicas(rounds, server_ranks(config), delayed=delayed)
+
+
+def _affordable_parts(config: Config) -> int:
+    """Parts of which a simulation still takes seconds: 32 for 4 stages of 32 replicas."""
+    replicas = config.data_parallel.replicas
+    has_server = config.data_parallel.active_kind.has_server
+    of_a_part = num_messages(replicas, 1, has_server=has_server)
+    return _MOST_MESSAGES // (of_a_part * config.pipeline.stages)
 
 
 def ballots_over(

@@ -4,8 +4,7 @@ possible. No torch.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from dpipe.errors import ConfigError
@@ -50,23 +49,42 @@ def _best(
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
     """The cut with the least `cost(start, end)` of its stages joined, exactly, by dynamic
-    programming.
+    programming. Neither `cost` of more layers nor `join` may be less.
     """
+    # By where the layers start: the cost of all from there on, cut into as many stages as the loop
+    # has come to.
+    least = {start: cost(start, num_layers) for start in range(num_stages - 1, num_layers)}
+    first_ends = []
+    for stages in range(2, num_stages + 1):
+        starts = range(num_stages - stages, num_layers - stages + 1)
+        firsts = {start: _cheapest_first(start, least, cost, join) for start in starts}
+        least = {start: value for start, (value, _) in firsts.items()}
+        first_ends.append({start: end for start, (_, end) in firsts.items()})
+    start = 0
+    cut = []
+    for ends in reversed(first_ends):
+        cut.append(ends[start] - start)
+        start = ends[start]
+    return least[0], (*cut, num_layers - start)
 
-    @cache
-    def rest(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        if stages == 1:
-            return cost(start, num_layers), (num_layers - start,)
-        ends = range(start + 1, num_layers - stages + 2)  # a layer is left for each later stage
-        # Of equal costs `min` takes the smaller cut: fewer layers in the earlier stages.
-        return min(first(start, end, stages) for end in ends)
 
-    def first(
-        start: int,
-        end: int,
-        stages: int,
-    ) -> tuple[float, tuple[int, ...]]:
-        others, cut = rest(end, stages - 1)
-        return join(cost(start, end), others), (end - start, *cut)
-
-    return rest(0, num_stages)
+def _cheapest_first(
+    start: int,
+    rest: Mapping[int, float],
+    cost: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, int]:
+    """The least cost of a stage from `start` on joined with the `rest` behind it, and where that
+    stage ends: of equal ones as early as can be.
+    """
+    least = math.inf
+    chosen = start + 1
+    for end in range(start + 1, 1 + max(rest)):
+        own = cost(start, end)
+        if own > least:
+            break  # a longer stage is no cheaper
+        whole = join(own, rest[end])
+        if whole < least:
+            least = whole
+            chosen = end
+    return least, chosen

@@ -46,6 +46,7 @@ class RunPlan:
     corpus: Corpus | None  # None for replay
     boundaries: tuple[tuple[TensorSpec, ...], ...]  # [s]: what a rank of stage s sends to the next
     forecast: Forecast
+    parameter_bytes: int = 0  # of the whole model, in fp32
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -90,7 +91,8 @@ def draft(
     ends = [end - 1 for end in accumulate(predicted.split)][:-1]
     corpus = read_text(config)  # last, because the first time it writes a cache
     sent = boundaries(config, [probed[end].outputs for end in ends])
-    return RunPlan(config, model, corpus, sent, predicted)
+    parameter_bytes = sum(cost.parameter_bytes for cost in probed)
+    return RunPlan(config, model, corpus, sent, predicted, parameter_bytes)
 
 
 def _replay_plan(config: Config, predicted: Forecast) -> RunPlan:

@@ -17,9 +17,11 @@ def forecast_text(
     overrides: tuple[str, ...],
     network: str | None,
     as_json: bool,
+    *,
+    trust_code: bool = False,
 ) -> str:
     """For the configuration in `path`, on the network profile `network` instead of its own."""
-    config = load(path, overrides)
+    config = load(path, overrides, trust_code=trust_code)
     assumed = configured_network(config, network) if network else None
     if config.model.is_transformer or not config.model.family.computes:
         predicted = forecast(config, None, assumed)

@@ -124,6 +124,8 @@ def describe(row: Mapping[str, Any]) -> str:
     ]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.0%}")
+    if "left_out" in row:
+        parts.append("left out replica " + ", ".join(map(str, row["left_out"])))
     rates = [f"{link} {rate:.1f}" for link, rate in sorted(row["mb_per_s"].items())]
     if rates:
         parts.append("MB/s " + " ".join(rates))

@@ -7,20 +7,23 @@ FOLDER/trace.json           one Chrome / Perfetto file (`dpipe trace FOLDER`)
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeVar
 
+from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, ScheduleError
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import assumed_network
+from dpipe.report.trace_file import PLAN, STEPS, PlanTable, ReplicasTable
 from dpipe.schedule.action import Op, parse_action
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.schedule import Schedule
-from dpipe.store.run_folder import needing_room
+from dpipe.store.run_folder import needing_room, refuse_links
 from dpipe.store.storage import regular_bytes
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
@@ -29,6 +32,9 @@ from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Lane, Span, Timeline
 
 T = TypeVar("T")
+
+_MAX_FILE_BYTES = UPLOADS["trace"]  # of plan.json too: rank 0 writes it for the same spans
+_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -86,11 +92,25 @@ def dump_steps(steps: Iterable[StepSpans]) -> bytes:
 
 
 def load_steps(data: bytes, rank: int) -> list[StepSpans]:
-    """The inverse of `dump_steps`; spans do not say which rank's they are."""
+    """The inverse of `dump_steps`; spans do not say which rank's they are. Raises `ValueError` or
+    `ScheduleError` for anything else.
+    """
     steps = []
-    for row in json.loads(data):
-        spans = tuple(_span_from_list(rank, *values) for values in row["spans"])
-        steps.append(StepSpans(row["step"], spans))
+    for table in STEPS.read(data):
+        spans = [
+            Span(
+                rank,
+                row.lane,
+                parse_action(row.action),
+                row.start_us,
+                row.end_us,
+                row.num_bytes,
+                row.cpu_us,
+                row.peer,
+            )
+            for row in table.spans
+        ]
+        steps.append(StepSpans(table.step, tuple(spans)))
     return steps
 
 
@@ -105,10 +125,6 @@ def _span_as_list(span: Span) -> list[Any]:
         span.cpu_us,
         span.peer,
     ]
-
-
-def _span_from_list(rank: int, lane: str, action: str, *numbers: Any) -> Span:
-    return Span(rank, Lane(lane), parse_action(action), *numbers)
 
 
 def save_inputs(folder: Path, inputs: TraceInputs) -> None:
@@ -136,61 +152,49 @@ def save_inputs(folder: Path, inputs: TraceInputs) -> None:
 
 def load_inputs(folder: Path) -> TraceInputs:
     """Raises `ConfigError` if `plan.json` is missing or damaged."""
-    return _read(folder / "plan.json", _parse_inputs)
+    path = folder / "plan.json"
+    return _inputs(_read(path, _parse_plan), path)
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
+    with _naming(path):
+        return parse(regular_bytes(path, path.parent, _MAX_FILE_BYTES))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises `ConfigError` naming `path` for what is wrong with it inside."""
     remedy = "copy the run again from where it is whole, or train some more of it"
     try:
-        return parse(regular_bytes(path, path.parent))
+        yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except CheckpointError as error:
         raise ConfigError(f"{error}; {remedy}") from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        ScheduleError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(f"{path} is damaged: {type(error).__name__}: {error}; {remedy}") from None
+    except (ConfigError, ScheduleError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:_REASON_CHARACTERS]  # the rest is a grid
+        raise ConfigError(f"{path} is damaged: {reason}; {remedy}") from None
 
 
-def _parse_inputs(data: bytes) -> TraceInputs:
-    table = json.loads(data)
-    return TraceInputs(
-        schedule=_schedule_from_table(table),
-        cost=_cost_from_table(table["cost"]),
-        network=table["network"],
-        connections=table["connections"],
-        hosts=tuple(Host(tuple(ranks), cores) for ranks, cores in table["hosts"]),
-        replicas=None if table["replicas"] is None else _from_table(table["replicas"]),
-        headers=table["headers"],
-        tensor_size=table.get("tensor_size", 1),  # older traces have none
-        waits_for_verdict=table.get("waits_for_verdict", False),  # nor this
-    )
+def _parse_plan(data: bytes) -> PlanTable:
+    table = PLAN.read(data)
+    table.check_counts()
+    return table
 
 
-def _schedule_from_table(table: dict[str, Any]) -> Schedule:
-    return Schedule(
-        table["num_microbatches"],
-        tuple(table["rank_of_stage"]),
-        tuple(tuple(parse_action(text) for text in program) for program in table["programs"]),
-        table["name"],
-        lowered=True,
-        tied=table["tied"],
-    )
-
-
-def _cost_from_table(table: dict[str, Any]) -> Cost:
-    """JSON has lists where `Cost` has tuples."""
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-    }
-    return Cost(**values)
+def _inputs(table: PlanTable, path: Path) -> TraceInputs:
+    with _naming(path):
+        return TraceInputs(
+            schedule=table.schedule(),
+            cost=Cost(**table.cost),  # type: ignore[arg-type]  # it checks its lengths
+            network=table.network,
+            connections=table.connections,
+            hosts=tuple(Host(ranks, cores) for ranks, cores in table.hosts),
+            replicas=None if table.replicas is None else _replicas(table.replicas),
+            headers=table.headers,
+            tensor_size=table.tensor_size,
+            waits_for_verdict=table.waits_for_verdict,
+        )
 
 
 def _as_table(replicas: Replicas) -> dict[str, Any]:
@@ -199,8 +203,9 @@ def _as_table(replicas: Replicas) -> dict[str, Any]:
     return {"exchange": settings, "servers": replicas.servers, "delayed": replicas.delayed}
 
 
-def _from_table(table: dict[str, Any]) -> Replicas:
-    return Replicas(exchange(**table["exchange"]), tuple(table["servers"]), table["delayed"])
+def _replicas(table: ReplicasTable) -> Replicas:
+    rounds = exchange(**table.exchange.model_dump())
+    return Replicas(rounds, table.servers, table.delayed)
 
 
 @dataclass(frozen=True)
@@ -217,16 +222,19 @@ class Trace:
 def load_trace(run: Path) -> Trace:
     """Read `FOLDER/trace`. Raises `ConfigError` if it, or a part of it, is missing or damaged."""
     folder = run / "trace"
-    if not (folder / "plan.json").exists():
+    path = folder / "plan.json"
+    if not path.exists():
         raise ConfigError(
             f"{run} has no trace: run.trace_steps must be above 0, and the run must have ended by "
             "itself"
         )
-    inputs = load_inputs(folder)
+    table = _read(path, _parse_plan)
+    # Before anything is made of the plan: each rank that it counts must have a file.
     by_rank = [
         _read(folder / f"rank-{rank}.json", partial(load_steps, rank=rank))
-        for rank in range(inputs.world_size)
+        for rank in range(table.world_size)
     ]
+    inputs = _inputs(table, path)
     traced = [[step.step for step in steps] for steps in by_rank]
     # Not all steps: a rank whose trace did not fit its upload has sent fewer of the last ones.
     common = set(traced[0]).intersection(*traced)
@@ -238,14 +246,10 @@ def load_trace(run: Path) -> Trace:
     shown = [[step for step in steps if step.step in common] for steps in by_rank]
     steps = tuple(_join(same_step, inputs) for same_step in zip(*shown, strict=True))
     cost = measured_cost(inputs, [timeline for _, _, timeline in steps])
-    predicted = simulate(
-        inputs.schedule,
-        cost,
-        inputs.assumed_network,
-        inputs.hosts,
-        inputs.replicas,
-        inputs.ballots,
-    )
+    network = inputs.assumed_network
+    ballots = inputs.ballots
+    with _naming(path):
+        predicted = simulate(inputs.schedule, cost, network, inputs.hosts, inputs.replicas, ballots)
     return Trace(inputs, steps, _on_first_ranks(predicted, inputs.tensor_size))
 
 
@@ -259,7 +263,7 @@ def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
 def _join(same_step: Sequence[StepSpans], inputs: TraceInputs) -> tuple[int, float, Timeline]:
     """All ranks' spans of one step, counted from the first of them."""
     spans = [span for of_rank in same_step for span in of_rank.spans]
-    began_us = min(span.start_us for span in spans)
+    began_us = min((span.start_us for span in spans), default=0.0)
     moved = tuple(
         span._replace(start_us=span.start_us - began_us, end_us=span.end_us - began_us)
         for span in spans
@@ -300,6 +304,7 @@ def measured_cost(inputs: TraceInputs, timelines: Sequence[Timeline]) -> Cost:
 
 def write_chrome(run: Path) -> Path:
     """Write `FOLDER/trace.json` and return its path. Raises `ConfigError` if it cannot."""
+    refuse_links(run)
     trace = load_trace(run)
     path = run / "trace.json"
     steps = [(began_us, timeline) for _, began_us, timeline in trace.steps]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dpipe.config.load import Config, build, load, override
+from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import InputError, RunError
+from dpipe.processes.environment import set_up_grpc
 from dpipe.report.display import lasting
 from dpipe.report.rows import OnRow
-from dpipe.run.start import launch_ranks, train_rank
 
 LOG = logging.getLogger("dpipe")
 
@@ -36,6 +36,7 @@ def train(
     on_row: OnRow | None = None,
     show: bool = False,
     change: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> Path:
     """Train one rank in this process, as `dpipe train` does; returns the run's folder.
 
@@ -45,15 +46,21 @@ def train(
     wait for the other ranks (default: timeouts.join). `resume` is the folder of a run to continue;
     with `fallback` from the checkpoint before the newest, if that is damaged. `change` names keys,
     such as "train.seed", that may differ from the run's although they make another run of it.
+    `trust_code` lets model.layers name code outside the working folder that no installed package
+    declares for it: a configuration from somebody else can name any.
 
     On rank 0 `on_row` gets each row of metrics.jsonl as it is written; what it raises ends the
     run. With `show` rank 0 prints what `dpipe train` prints.
 
     In the main thread, Ctrl-C stops the run after the step with a checkpoint, and this returns.
     Raises `InputError` for what you can fix before the run, and `RunError` where the run fails.
-    Sets the number of torch's threads to node.threads.
+    Sets the number of torch's threads to node.threads, and in the environment what makes gRPC
+    faster (GRPC_EXPERIMENTS, GRPC_POLL_STRATEGY): grpc must not have been imported before.
     """
-    checked = _configuration(config, overrides, resume)
+    checked = load(config, in_folder(overrides, resume), trust_code=trust_code)
+    set_up_grpc()
+    from dpipe.run.start import train_rank  # imports grpc
+
     train_rank(
         checked,
         rank=rank,
@@ -78,6 +85,7 @@ def launch(
     fallback: bool = False,
     on_row: OnRow | None = None,
     change: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> Path:
     """Train all ranks as processes of this machine, and wait; returns the run's folder.
 
@@ -92,7 +100,9 @@ def launch(
     this returns; a second one kills them. Raises `InputError` for what you can fix before the
     run, and `RunError` where the run fails, with the last lines of the rank that failed first.
     """
-    checked = _configuration(config, overrides, resume)
+    from dpipe.run.start import launch_ranks  # imports grpc, before which `train` can set it up
+
+    checked = load(config, in_folder(overrides, resume), trust_code=trust_code)
     lines: list[str] = []
     # a folder that only this user can read: the file may hold the token
     with tempfile.TemporaryDirectory(prefix="dpipe-") as folder:
@@ -106,6 +116,7 @@ def launch(
             resume=None if resume is None else str(resume),
             fallback=fallback,
             change=change,
+            trust_code=trust_code,
             say=lines.append,
             quiet=True,
             on_row=on_row,
@@ -115,16 +126,3 @@ def launch(
     if exit_code:
         raise RunError("\n".join(lines))
     return Path(checked.run.folder)
-
-
-def _configuration(
-    config: Config | str | Path, overrides: Sequence[str], resume: str | Path | None
-) -> Config:
-    if resume is not None:
-        overrides = (*overrides, f"run.folder={json.dumps(str(resume))}")
-    if not isinstance(config, Config):
-        return load(config, tuple(overrides))
-    table = config.model_dump(exclude_unset=True)
-    for text in overrides:
-        override(table, text)
-    return build(table)

@@ -27,6 +27,7 @@ from dpipe.engine.trainer import Job, Trainer
 from dpipe.engine.update import Update
 from dpipe.errors import RunAborted, TransferError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import RunPlan, draft, local_device, measure_layers
 from dpipe.processes.environment import ProcessInfo, load_kernels_at_start
 from dpipe.processes.signals import stop_on_signals
@@ -117,7 +118,9 @@ def _check(config: Config, process: ProcessInfo, resume: bool) -> RunPlan:
     if process.rank == 0:
         refuse_folder(config, resume)
     # Every rank drafts, and they are alike; only what takes long is left to rank 0.
-    return draft(config, choose=without_search, predicts_memory=False)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, [process.rank])
+    return run_plan
 
 
 def _peers(run_plan: RunPlan, rank: int) -> set[int]:
@@ -338,6 +341,7 @@ def _make_update(
         here=resources.here,
         # A rank that is so many steps behind has not voted yet, and is not to be waited for.
         lag=max(1, config.data_parallel.staleness),
+        rejects=config.data_parallel.reject is not None,
         timed=resources.recorder.part,
     )
 

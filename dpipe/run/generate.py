@@ -18,14 +18,22 @@ from dpipe.store.run_folder import checkpoint_url, load_configuration
 
 
 def generate_text(
-    run: Path, prompt: str, *, tokens: int, temperature: float, seed: int, fallback: bool = False
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    fallback: bool = False,
+    trust_code: bool = False,
 ) -> str:
     """Continue `prompt` with the newest checkpoint of `run`.
 
-    Raises `ConfigError` if its model continues no text, `DataError` for a prompt that is not UTF-8,
+    Raises `ConfigError` if its model continues no text or is code from elsewhere without
+    `trust_code`, `DataError` for a prompt that is not UTF-8,
     `CheckpointError` for an empty one, or for a checkpoint that does not fit.
     """
-    config = load_configuration(run)
+    config = load_configuration(run, trust_code=trust_code)
     family = config.model.family
     if not family.computes:
         raise ConfigError(f"{run} is a run of replayed stages, which have learned nothing")

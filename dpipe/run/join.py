@@ -30,7 +30,8 @@ _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 
 def security_of(config: Config, process: ProcessInfo) -> Security:
     node = config.node
-    return Security.load(node.token or process.token, node.tls_cert, node.tls_key, node.tls_ca)
+    token = node.token or process.token
+    return Security.load(token, node.tls_cert, node.tls_key, node.tls_ca, node.token_file)
 
 
 @contextmanager

@@ -203,7 +203,8 @@ def serve_parameters(
     Raises `RunError` once a stage cannot go on: started again, the server goes on at the last step
     that it kept.
     """
-    config = load(path, overrides)
+    # a server runs no layers
+    config = load(path, overrides, trust_code=True)
     if not KINDS[config.data_parallel.kind].has_server:
         raise ConfigError(
             f'data_parallel.kind is "{config.data_parallel.kind}", so that no worker would ever '
@@ -213,7 +214,7 @@ def serve_parameters(
     node = config.node
     folder = _state_folder(config, host, port)
     token = node.token or environment().get("DPIPE_TOKEN", "")
-    security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca)
+    security = Security.load(token, node.tls_cert, node.tls_key, node.tls_ca, node.token_file)
     torch.set_num_threads(node.threads)  # it steps all stages: this is its compute
     stopping = stop_on_signals("stopping; every acknowledged step is kept")
     with _state_held(folder), stopping as wants_stop:

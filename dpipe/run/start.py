@@ -4,16 +4,16 @@ launch_ranks   check everything, then one process a rank on this machine
 train_rank     which rank this process is, then train it
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from dpipe.config.load import Config, load
+from dpipe.config.load import Config, in_folder, load
 from dpipe.errors import ConfigError, InputError
 from dpipe.plan.forecast import without_search
+from dpipe.plan.machine import refuse_more_than_machine
 from dpipe.plan.run_plan import draft
 from dpipe.processes.environment import environment, process_info
 from dpipe.processes.launch import launch
@@ -33,6 +33,7 @@ def launch_ranks(
     quiet: bool = False,
     on_row: OnRow | None = None,
     change: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> int:
     """All ranks as processes of this machine; returns the exit code. Mistakes in the configuration
     are found before any process starts.
@@ -40,29 +41,28 @@ def launch_ranks(
     `num_ranks` overrides pipeline.stages; `quiet` and `on_row` are `launch`'s.
     """
     if num_ranks is not None:
-        overrides = (*overrides, _stages_override(load(path, overrides), num_ranks))
-    of_folder = () if resume is None else (f"run.folder={json.dumps(resume)}",)
-    config = load(path, (*overrides, *of_folder))
+        checked = load(path, overrides, trust_code=trust_code)
+        overrides = (*overrides, _stages_override(checked, num_ranks))
+    config = load(path, in_folder(overrides, resume), trust_code=trust_code)
     # Before the draft, which leaves a cache of the text that it reads.
     refuse_folder(config, resume is not None)
     if resume is not None:
         refuse_changes(config, change)
     # For its errors, and for the cache of the text that it leaves: every rank drafts for itself.
-    draft(config, choose=without_search, predicts_memory=False)
+    run_plan = draft(config, choose=without_search, predicts_memory=False)
+    refuse_more_than_machine(run_plan, range(config.world_size))
     folder = Path(config.run.folder)
     new_folders = absent(folder)
     # Here, and again by rank 0: the logs of the ranks go into it before one of them runs.
     open_folder(config, resume is not None)
     # The same for all ranks: which one a process is, it reads in its environment.
     argv = [sys.executable, "-m", "dpipe", "train", path]
-    for override in overrides:
-        argv += ["-o", override]
-    if resume:
-        argv += ["--resume", resume]
+    argv += _options(overrides, resume, change)
     if fallback:
         argv += ["--fallback"]
-    for key in change:
-        argv += ["--change", key]
+    # Each rank asks for itself: what one is told by another proves nothing.
+    if trust_code:
+        argv += ["--trust-code"]
     exit_code = launch(
         lambda rank: argv,
         config.world_size,
@@ -74,6 +74,18 @@ def launch_ranks(
     if exit_code == InputError.exit_code:
         take_back(folder, new_folders)
     return exit_code
+
+
+def _options(overrides: Sequence[str], resume: str | None, change: Sequence[str]) -> Sequence[str]:
+    """Of a rank's command line."""
+    options: list[str] = []
+    for override in overrides:
+        options += ["-o", override]
+    if resume:
+        options += ["--resume", resume]
+    for key in change:
+        options += ["--change", key]
+    return options
 
 
 def train_rank(

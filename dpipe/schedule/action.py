@@ -42,7 +42,7 @@ PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B}
 PER_RANK = frozenset({Op.AGREE, Op.VOTE})
 
 _OPS = "|".join(sorted(Op, key=len, reverse=True))
-_TEXT = re.compile(rf"(\d+)({_OPS})(\d*)")
+_TEXT = re.compile(rf"(\d{{1,9}})({_OPS})(\d{{0,9}})")
 
 
 class Action(NamedTuple):
@@ -67,4 +67,4 @@ def parse_action(text: str) -> Action:
         microbatch = int(match[3]) if match[3] else None
         if (microbatch is not None) == (op in PER_MICROBATCH):
             return Action(stage, op, microbatch)
-    raise ScheduleError(f"{text!r} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")
+    raise ScheduleError(f"{text!r:.100} is not an action; one looks like 2F0, 1SEND_B3 or 0STEP")

@@ -130,11 +130,16 @@ class Exchange:
 
     @cached_property
     def waits(self) -> Mapping[Message, frozenset[Message]]:
-        """`requires` of every message."""
+        """`requires` of every message; one set for all that wait for the same."""
         waits = {}
+        known: dict[tuple[object, ...], frozenset[Message]] = {}
         for program in self.programs:
             for message in program:
-                waits[message] = frozenset(self.requires(message))
+                receiver = message.target if self.stale else None
+                same = (message.role, message.source, message.owner, message.part, receiver)
+                if same not in known:
+                    known[same] = frozenset(self.requires(message))
+                waits[message] = known[same]
         return waits
 
     @cached_property

@@ -14,6 +14,7 @@ from dpipe.choices import Choices
 from dpipe.errors import ScheduleError
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
+from dpipe.schedule.size import too_large
 from dpipe.schedule.split import SplitProgram
 
 Program = tuple[Action, ...]
@@ -50,13 +51,16 @@ def generate(
 ) -> Schedule:
     """The schedule that the generator called `name` makes, one of `GENERATORS`.
 
-    `None` is the generator's own default. Raises `ScheduleError` for an unknown name and for a
-    parameter that the generator does not take. `AUTO` is not here: it needs the simulator
-    (`dpipe.timeline.search`).
+    `None` is the generator's own default. Raises `ScheduleError` for an unknown name, for a
+    parameter that the generator does not take, and for a step that is `too_large`. `AUTO` is not
+    here: it needs the simulator (`dpipe.search`).
     """
     if name not in GENERATORS:
         known = ", ".join(GENERATORS)
         raise ScheduleError(f"no schedule is called {name!r}; choose one of {known}")
+    reason = too_large(num_stages, num_microbatches)
+    if reason is not None:
+        raise ScheduleError(reason)
     generator = GENERATORS[name]
     defaults = {"stages_per_rank": 1, "in_flight": None, "memory_limit": None}
     parameters = {
@@ -206,8 +210,8 @@ def zero_bubble(
 ) -> Schedule:
     """1F1B with the weight gradient apart, which fills what would be bubbles (Qi et al. 2023).
 
-    Greedy in unit time by the rule of `SplitProgram`; `timeline.greedy` follows it on a network's
-    clock. `in_flight` limits the forwards whose input gradient is not done, as in `one_f_one_b`;
+    Greedy in unit time by the rule of `SplitProgram`; `search.greedy` follows the clock of a
+    network. `in_flight` limits the forwards whose input gradient is not done, as in `one_f_one_b`;
     `memory_limit` the micro-batches a rank holds, forward done and weight gradient not (default:
     all).
 

@@ -3,7 +3,7 @@ when.
 
     rank 1 | 1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
 
-`generate.zero_bubble` follows it in unit time, `timeline.greedy` on the clock of a network.
+`generate.zero_bubble` follows it in unit time.
 """
 
 from dpipe.schedule.action import Action, Op

@@ -7,9 +7,8 @@
     right?              <----------------------------  HMAC(token, "answers" | challenges | hello),
                                                        or why not
 
-The token is never sent, and a proof holds for one connection only. The dialler proves itself first,
-so that a stranger learns nothing. Without TLS this keeps strangers out, but not somebody on the
-path who changes bytes afterwards.
+The token is never sent; a proof holds for one connection. The dialler proves itself first: a
+stranger learns nothing. Without TLS, somebody on the path can still change bytes afterwards.
 """
 
 import hmac
@@ -52,20 +51,21 @@ def call(sock: socket.socket, hello: Hello, token: str, deadline: float) -> None
         raise TransferError("its proof that it knows the token is wrong")
 
 
-def answer(sock: socket.socket, token: str, deadline: float) -> Dialler:
-    """Greet as the end that was dialled. Raises `TransferError` for a stranger, after telling it so
-    if it greets at all.
+def answer(sock: socket.socket, tokens: tuple[str, ...], deadline: float) -> Dialler:
+    """Greet as the end that was dialled. Each of `tokens` is tried, so that the time tells nothing.
+    Raises `TransferError` for a stranger, after telling it so if it greets at all.
     """
     greeting = _receive(sock, deadline)
-    theirs = _challenge(greeting)
     hello = greeting.hello
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
+    said = _challenge(greeting), ours, hello
     _send(sock, Greeting(challenge=ours), deadline)
-    expected = _proof(token, "dials", theirs, ours, hello)
-    if not hmac.compare_digest(_receive(sock, deadline).proof, expected):
+    shown = _receive(sock, deadline).proof
+    fitting = [t for t in tokens if hmac.compare_digest(shown, _proof(t, "dials", *said))]
+    if not fitting:
         refuse(sock, _REFUSED, deadline)
         raise TransferError(_REFUSED)
-    return Dialler(hello, _proof(token, "answers", theirs, ours, hello))
+    return Dialler(hello, _proof(fitting[0], "answers", *said))
 
 
 def welcome(sock: socket.socket, dialler: Dialler, deadline: float) -> None:

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from dpipe.errors import CheckpointError, NumericError
 from dpipe.stage.tensor_parallel import Shard
-from dpipe.store.identity import RunIdentity, from_table, writer_of
+from dpipe.store.identity import RunIdentity, from_table, refuse_superseded, writer_of
 from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
 
 LOG = logging.getLogger("dpipe")
@@ -94,10 +94,12 @@ def save(
     The newest `keep` checkpoints stay. Steps later than `step` are removed: the run went back.
     Those of a run other than `run` are never removed.
     Whatever fails, earlier checkpoints stay whole. Raises `RunError`, which ends in the `remedy`,
-    if something cannot be written, and `NumericError` if one of `tensors` is not finite, because no
-    run could go on from it.
+    if something cannot be written, or if another process writes this run's checkpoints now; and
+    `NumericError` if one of `tensors` is not finite, because no run could go on from it.
     """
     store = Storage(url, remedy)
+    if run is not None:
+        refuse_superseded(store, run)
     part = dict[str, Any]()
     # Every rank shares, also one that has found something: the others wait for it.
     part["bad"] = _first_not_finite(tensors)

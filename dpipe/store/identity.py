@@ -2,6 +2,7 @@
 
 FOLDER/run.json                 the run in this folder
 URL/run.json                    the run whose checkpoints are here: any other is refused
+URL/start                       which start of it writes here: the last one
 URL/step-00000100/index.json    "run": the one that wrote this step
 
 Checkpoints from before runs had an id carry none. They are those of the folder that they are in;
@@ -15,7 +16,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +24,13 @@ from pydantic import Field
 
 from dpipe.config.load import Config
 from dpipe.coordinator.base import Coordination
-from dpipe.errors import CheckpointError, TransferError
+from dpipe.errors import CheckpointError, RunError, TransferError
 from dpipe.store.storage import INDEX, Storage, parsed_json, regular_bytes
 from dpipe.wire.schema import Schema, Shape, Text
 
 RUN_FILE = "run.json"
+START_FILE = "start"
+_START_BYTES = 8
 _MAX_TEXT = 1000  # of the folder's name, as ranks may share it
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -36,6 +39,7 @@ class _SharedRun(Shape):
     id: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
     folder: Text
     host: Text
+    start: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 RUN = Schema[_SharedRun | None](_SharedRun | None)  # None from all but rank 0
@@ -48,6 +52,8 @@ class RunIdentity:
     id: str
     folder: str  # where it was made
     host: str
+    # Of processes that have this run open, each time anew: two copies of a folder have one id.
+    start: str = ""
 
     def __str__(self) -> str:
         # From a file that somebody else may have written: no control characters.
@@ -55,7 +61,7 @@ class RunIdentity:
         return f"run {self.id} ({where})"
 
     def as_table(self) -> dict[str, str]:
-        return asdict(self)
+        return {"id": self.id, "folder": self.folder, "host": self.host}
 
 
 def from_table(table: Any, path: str) -> RunIdentity:
@@ -134,6 +140,25 @@ def claim(url: str, identity: RunIdentity, *, takes_unmarked: bool) -> None:
         owner = owner_of(url)
     if owner is None or owner.id != identity.id:
         raise of_another(url, owner, identity)
+    if identity.start:
+        storage.replace(START_FILE, identity.start.encode())
+
+
+def refuse_superseded(storage: Storage, identity: RunIdentity) -> None:
+    """Raises `RunError` if another process has begun to write the run's checkpoints: it goes on
+    from a copy of its folder, or was told to resume while this one still ran.
+    """
+    path = f"{storage.root}/{START_FILE}"
+    try:
+        newest = storage.read(path).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if identity.start and newest != identity.start:
+        raise RunError(
+            f"another process has gone on with {identity} and writes its checkpoints to "
+            f"{storage.root}: this one has written none since; stop one of them, or give it a "
+            "run.folder and a run.checkpoint_url of its own"
+        )
 
 
 def release(url: str, identity: RunIdentity) -> None:
@@ -143,6 +168,7 @@ def release(url: str, identity: RunIdentity) -> None:
     # Not if there is a checkpoint, also an unfinished one: then somebody may still want it.
     if owner is not None and owner.id == identity.id and not storage.folders():
         storage.remove_file(RUN_FILE)
+        storage.remove_file(START_FILE)
 
 
 @contextmanager
@@ -162,7 +188,9 @@ def agreed_identity(key: str, config: Config, coordinator: Coordination) -> RunI
     if coordinator.rank == 0:
         identity = identity_of(Path(config.run.folder))
         assert identity is not None, "rank 0 has opened the folder"
-    table = None if identity is None else identity.as_table()
+    table = None
+    if identity is not None:
+        table = {**identity.as_table(), "start": secrets.token_hex(_START_BYTES)}
     by_rank = coordinator.share(key, table, config.timeouts.transfer, RUN)
     if by_rank[0] is None:
         raise TransferError("rank 0 does not say which run this is")

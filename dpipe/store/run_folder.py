@@ -9,12 +9,14 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from dpipe.config.load import Config, build
+from dpipe.config.trust import refuse_untrusted
 from dpipe.coordinator.limits import UPLOADS
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
 from dpipe.store.checkpoint import latest, saved_configuration
@@ -30,6 +32,18 @@ from dpipe.store.identity import (
 from dpipe.store.storage import parsed_json, regular_bytes
 
 LOG = logging.getLogger("dpipe")
+# In a run's folder. Where checkpoints are is checked as they are written.
+_WRITTEN = (
+    "*.json",
+    "*.jsonl",
+    "*.tmp",
+    "logs",
+    "logs/*",
+    "trace",
+    "trace/*",
+    "tensorboard",
+    "tensorboard/*",
+)
 # The keys that decide which model comes of it; the others decide where, how fast and how long.
 _ANOTHER_RUN = re.compile(
     r"model\..*|data\.(?!cache$).*|train\.(seed|batch_size|learning_rate|min_learning_rate"
@@ -85,7 +99,8 @@ def _has_written(config: Config) -> bool:
     folder = Path(config.run.folder)
     if not (folder / "config.json").exists():
         return False
-    of_folder = load_configuration(folder).shared()
+    # compared, and none of its code run
+    of_folder = load_configuration(folder, trust_code=True).shared()
     saved = saved_configuration(config.run.checkpoint_url)
     keys = []
     for key in saved.keys() & of_folder.keys():
@@ -147,11 +162,12 @@ def open_folder(config: Config, resume: bool) -> Path:
     """Make the run's folder, or find it. Nothing is overwritten, and nothing is made if there is no
     run to resume.
 
-    Raises as `refuse_folder` does, and `ConfigError` if the run is under way or the folder cannot
-    be written.
+    Raises as `refuse_folder` and `refuse_links` do, and `ConfigError` if the run is under way or
+    the folder cannot be written.
     """
-    identity = refuse_folder(config, resume)
     folder = Path(config.run.folder)
+    refuse_links(folder)
+    identity = refuse_folder(config, resume)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "trace").mkdir(exist_ok=True)
@@ -161,6 +177,20 @@ def open_folder(config: Config, resume: bool) -> Path:
             return folder
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error}") from None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises `ConfigError` if anything that a run writes in its folder is a link, or no file: the
+    folder may be a copy of somebody else's, and a link leads anywhere.
+    """
+    for pattern in _WRITTEN:
+        for path in folder.glob(pattern):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ConfigError(
+                    f"{path} is a link, or no regular file: a run writes to it, and would write "
+                    "elsewhere; put a copy in its place"
+                )
 
 
 def _run_held(folder: Path) -> AbstractContextManager[None]:
@@ -262,17 +292,21 @@ def save_configuration(folder: Path, config: Config) -> None:
         os.replace(temporary, path)
 
 
-def load_configuration(folder: Path) -> Config:
-    """Raises `ConfigError` if `folder` is not the folder of a run."""
+def load_configuration(folder: Path, *, trust_code: bool = False) -> Config:
+    """Raises `ConfigError` if `folder` is not the folder of a run, or of one that names code which
+    is not trusted (`config/trust.py`).
+    """
     try:
         path = folder / "config.json"
         table = parsed_json(regular_bytes(path, folder), str(path))
     except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"{folder} is not the folder of a run: {error}") from None
     try:
-        return build(table)
+        config = build(table)
     except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{folder}/config.json is not what a run writes: {error}") from None
+    refuse_untrusted(config.model.layers, trust_code=trust_code)
+    return config
 
 
 def keep_upload(folder: Path, rank: int, kind: str, payload: bytes) -> None:

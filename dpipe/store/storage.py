@@ -138,6 +138,19 @@ class Storage:
         except OSError as error:
             raise RunError(f"cannot write {path}: {error}; set run.checkpoint_url") from error
 
+    def replace(self, name: str, content: bytes) -> None:
+        """Write `name` beside the steps, over one that exists. Raises `RunError` if that fails."""
+        path = f"{self.root}/{name}"
+        try:
+            if self.is_local:
+                temporary = Path(self.root) / f".{secrets.token_hex(8)}.tmp"
+                temporary.write_bytes(content)
+                os.replace(temporary, path)
+            else:
+                self._fs.pipe_file(path, content)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error}; {self._remedy}") from error
+
     def remove_file(self, name: str) -> None:
         """Other ranks may do the same at the same time."""
         with suppress(FileNotFoundError):
@@ -212,16 +225,16 @@ def regular_size(path: Path, root: Path) -> int:
     return status.st_size
 
 
-def regular_bytes(path: Path, root: Path) -> bytes:
+def regular_bytes(path: Path, root: Path, most: int | None = None) -> bytes:
     """The content of a small file below `root`. Raises as `regular_size` does, and for one of more
-    than `MAX_JSON_BYTES`.
+    than `most` bytes, by default `MAX_JSON_BYTES`.
     """
-    _refuse_large(path, regular_size(path, root))
+    _refuse_large(path, regular_size(path, root), most)
     return path.read_bytes()
 
 
-def _refuse_large(path: str | Path, size: int) -> None:
-    if size > MAX_JSON_BYTES:
+def _refuse_large(path: str | Path, size: int, most: int | None = None) -> None:
+    if size > (most or MAX_JSON_BYTES):
         raise CheckpointError(f"{path} has {size} bytes: a run writes no such file")
 
 

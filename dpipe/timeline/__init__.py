@@ -7,8 +7,6 @@ simulation.py the model behind them, event by event
 machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
 exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
 votes.py      the ballots before an optimizer step in a simulation
-greedy.py     a split backward pass that follows the clock of a network
-search.py     schedule "auto": what the simulator finds fastest under a memory limit
 memory.py     what a rank holds at the worst moment of a step
 timers.py     where a rank's time goes, by the names of Megatron-LM's timers
 summary.py    bubble, overlap, bytes a link; predicted beside measured

@@ -115,7 +115,12 @@ class _Track:
         end = self._event("f", receive, receive.start_us)
         yield end | {"id": name, "bp": "e"}
 
-    def _event(self, phase: str, span: Span, at_us: float) -> Event:
+    def _event(
+        self,
+        phase: str,
+        span: Span,
+        at_us: float,
+    ) -> Event:
         waiting = "wait for " if span.lane == Lane.WAIT else ""
         return {
             "ph": phase,

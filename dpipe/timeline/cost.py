@@ -46,7 +46,11 @@ class Cost:
         for name in ("activation_bytes", "gradient_bytes"):
             self._expect(name, self.num_stages - 1)
 
-    def _default(self, name: str, values: tuple[float, ...]) -> None:
+    def _default(
+        self,
+        name: str,
+        values: tuple[float, ...],
+    ) -> None:
         if not getattr(self, name):
             object.__setattr__(self, name, values)  # the way into a frozen dataclass
 

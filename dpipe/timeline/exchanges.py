@@ -77,7 +77,12 @@ class Replicas:
             network.egress_gbps(source) == network.egress_gbps(pair[0])
         )
 
-    def rotated(self, rank: int, by: int, per_replica: int) -> int:
+    def rotated(
+        self,
+        rank: int,
+        by: int,
+        per_replica: int,
+    ) -> int:
         """The rank that is to the replica `by` further on what `rank` is to its own."""
         return (rank + by * per_replica) % (self.count * per_replica)
 
@@ -193,7 +198,12 @@ class StageExchanges:
         self._final[self._machines.step[rank]] += 1
         self._release()
 
-    def sent(self, rank: int, step: int, action: Action) -> None:
+    def sent(
+        self,
+        rank: int,
+        step: int,
+        action: Action,
+    ) -> None:
         """A message to a neighbour in the pipeline has left."""
         for sending, holder, _ in self._held:
             if holder == rank:
@@ -235,7 +245,12 @@ class StageExchanges:
             done = partial(self._half_done, step, rank, stage)
         self._enqueue(self._leg(step, stage, self._end(rank), rank, roles, done))
 
-    def _half_done(self, step: int, rank: int, stage: int) -> None:
+    def _half_done(
+        self,
+        step: int,
+        rank: int,
+        stage: int,
+    ) -> None:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
@@ -353,7 +368,12 @@ class StageExchanges:
             leg.missing.discard(message)
             self._advance(leg)
 
-    def _leg_of(self, step: int, stage: int, end: int) -> _Leg | None:
+    def _leg_of(
+        self,
+        step: int,
+        stage: int,
+        end: int,
+    ) -> _Leg | None:
         """What the end is at; None where its rank is at another stage, or has not begun."""
         if end == self._exchange.num_replicas:
             return self._serving.get((step, stage))

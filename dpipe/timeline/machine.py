@@ -49,7 +49,12 @@ class Cores:
         self._since_us = 0.0
         self._plans = 0  # as in `Sender`
 
-    def run(self, thread: Hashable, duration_us: float, over: Call) -> None:
+    def run(
+        self,
+        thread: Hashable,
+        duration_us: float,
+        over: Call,
+    ) -> None:
         self._progress()
         self._threads.setdefault(thread, deque()).append((duration_us, over))
         self._plan()
@@ -131,7 +136,13 @@ class Sender:
             0  # the completion that is due belongs to the latest plan; earlier ones are void
         )
 
-    def send(self, target: int, num_bytes: int, left: Since, arrived: Since) -> None:
+    def send(
+        self,
+        target: int,
+        num_bytes: int,
+        left: Since,
+        arrived: Since,
+    ) -> None:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """

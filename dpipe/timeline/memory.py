@@ -161,7 +161,12 @@ class _Walk:
             self._hold(-sum(layer.deferred_bytes for layer in layers))
             self._collect()
 
-    def _backward(self, action: Action, place: int, layer: LayerMemory) -> None:
+    def _backward(
+        self,
+        action: Action,
+        place: int,
+        layer: LayerMemory,
+    ) -> None:
         whole = action.op is Op.B or layer.deferred_bytes == 0
         if not whole:
             self._see(layer.input_bytes)
@@ -175,7 +180,12 @@ class _Walk:
         self._hold(-layer.held_bytes)
         self._make_gradients(action.stage, place, layer)
 
-    def _make_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+    def _make_gradients(
+        self,
+        stage: int,
+        place: int,
+        layer: LayerMemory,
+    ) -> bool:
         """Whether they are the first of the step; of parameters in half precision they stay beside
         the masters'.
         """
@@ -193,7 +203,12 @@ class _Walk:
             self._see(0)
         self._rounded.clear()
 
-    def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+    def _have_gradients(
+        self,
+        stage: int,
+        place: int,
+        layer: LayerMemory,
+    ) -> bool:
         """Allocate them where this is the first micro-batch of a step to give it any; whether it
         was.
         """

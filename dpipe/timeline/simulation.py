@@ -30,7 +30,7 @@ The model, event by event:
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import assert_never
 
 from dpipe.errors import ScheduleError
@@ -41,9 +41,16 @@ from dpipe.schedule.links import counterpart
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas, StageExchanges
-from dpipe.timeline.machine import Machines
+from dpipe.timeline.machine import Clock, Machines
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
+
+
+def _check_stages(schedule: Schedule, cost: Cost) -> None:
+    if schedule.num_stages != cost.num_stages:
+        raise ScheduleError(
+            f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
+        )
 
 
 class Simulation:
@@ -67,25 +74,22 @@ class Simulation:
         *,
         mirrors_votes: bool = False,
     ) -> None:
-        if schedule.num_stages != cost.num_stages:
-            raise ScheduleError(
-                f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
-            )
+        _check_stages(schedule, cost)
         self.schedule = schedule
         self.cost = cost
         self.network = network
         self.replicas = replicas
-        votes_alike = ballots is None or (mirrors_votes and not ballots.links)
-        self.mirrored = votes_alike and not hosts and self._replicas_are_alike
+        self.ballots = ballots
+        told_apart = hosts or (ballots is not None and not mirrors_votes)
+        self.mirrored = not told_apart and self._replicas_are_alike
         self.programs = schedule.programs * self._num_simulated
         self.num_steps = num_steps
         self.machines = Machines(network, len(self.programs), hosts)
-        self.clock = self.machines.clock
         # By rank, when it began each step, and in the end when it would have begun one more.
         self.starts_us: list[list[float]] = [[] for _ in self.programs]
         # By step and replica.
         self.done: defaultdict[tuple[int, int], set[Action]] = defaultdict(set)
-        self.position = [0 for _ in self.programs]
+        self.position = [0] * len(self.programs)
         # When the rank ran out of work; None while it computes.
         self.idle_since: list[float | None] = [None for _ in self.programs]
         # What the rank's next action still lacks.
@@ -93,9 +97,11 @@ class Simulation:
         # By rank, the STEPs after which parameters are still exchanged.
         self.unsettled: list[set[Action]] = [set() for _ in self.programs]
         self.exchanges = self._stage_exchanges()
-        self.ballots = ballots
-        self.vote_delays_us = self._vote_delays_us()
         self.votes: dict[int, Votes] = {}  # by step
+
+    @property
+    def clock(self) -> Clock:
+        return self.machines.clock
 
     @property
     def _num_simulated(self) -> int:
@@ -107,11 +113,15 @@ class Simulation:
     @property
     def _replicas_are_alike(self) -> bool:
         """Then one of them is simulated, and stands for all."""
-        return self.replicas is not None and self.replicas.alike(
-            self.network, self.schedule.num_ranks
-        )
+        if self.replicas is None:
+            return False
+        if self.ballots is not None and self.ballots.links:
+            return False
+        num_ranks = self.schedule.num_ranks
+        return self.replicas.alike(self.network, num_ranks)
 
-    def _vote_delays_us(self) -> list[tuple[float, float]]:
+    @cached_property
+    def vote_delays_us(self) -> list[tuple[float, float]]:
         """By rank, of its ballot and of the verdict. A replica that stands for all is one that the
         coordinator is not in.
         """
@@ -198,7 +208,12 @@ class Simulation:
         self.machines.note(Span(rank, lane, action, start_us, self.clock.now_us, num_bytes), step)
         self.complete(rank, action, step)
 
-    def complete(self, rank: int, action: Action, step: int) -> None:
+    def complete(
+        self,
+        rank: int,
+        action: Action,
+        step: int,
+    ) -> None:
         self.done[step, rank // self.schedule.num_ranks].add(action)
         if step == self.machines.step[rank]:
             self._arrived(rank, action)
@@ -270,7 +285,12 @@ class Simulation:
         else:
             self.clock.at(start + self.cost.duration_us(action), over)
 
-    def _computed(self, rank: int, action: Action, start_us: float) -> None:
+    def _computed(
+        self,
+        rank: int,
+        action: Action,
+        start_us: float,
+    ) -> None:
         self.idle_since[rank] = self.clock.now_us
         if action.op is Op.VOTE:
             span = Span(rank, Lane.UPDATE, action, start_us, self.clock.now_us)

@@ -71,7 +71,11 @@ class Timers:
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
 
-    def add(self, spans: Iterable[Span], parts: Mapping[str, float]) -> None:
+    def add(
+        self,
+        spans: Iterable[Span],
+        parts: Mapping[str, float],
+    ) -> None:
         """A step is over; `parts` are milliseconds by the names of PARTS."""
         self._steps.append({**timers_ms(spans), **parts})
 

@@ -17,12 +17,16 @@ from dpipe.timeline.machine import Clock
 COORDINATOR = 0  # the rank on whose host it is
 
 
+def delay_us(network: Network, source: int, target: int) -> float:
+    """Of a ballot or a verdict; ranks `source` and `target` may be the same."""
+    return 0.0 if source == target else network.link(source, target).delay_us
+
+
 def vote_delays_us(network: Network, rank: int) -> tuple[float, float]:
     """Of the ballot of `rank`, and of the verdict on its way back."""
-    if rank == COORDINATOR:
-        return 0.0, 0.0
-    ballot_us = network.link(rank, COORDINATOR).delay_us
-    return ballot_us, network.link(COORDINATOR, rank).delay_us
+    ballot_us = delay_us(network, rank, COORDINATOR)
+    verdict_us = delay_us(network, COORDINATOR, rank)
+    return ballot_us, verdict_us
 
 
 class Votes:

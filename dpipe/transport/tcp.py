@@ -156,7 +156,7 @@ class TcpTransport(Mesh[TcpConnection]):
     connection_type = TcpConnection
 
     def _listen(self, bind: str, port: int, security: Security) -> int:
-        self._token = security.token
+        self._security = security
         self._tls = Tls(security) if security.tls else None
         self._lobby = _Lobby()
         # Diallers that may be in the lobby at once.
@@ -179,7 +179,7 @@ class TcpTransport(Mesh[TcpConnection]):
         try:
             raw = socket.create_connection((host.strip("[]"), int(port)), left_s)
             with self._secured(raw, deadline, server=False) as sock:
-                greeting.call(sock, hello, self._token, deadline)
+                greeting.call(sock, hello, self._security.tokens()[0], deadline)
                 connection.start(stream_over(sock))
         except TimeoutError:
             pass  # `connect`, which has the same deadline, says what to check
@@ -208,7 +208,7 @@ class TcpTransport(Mesh[TcpConnection]):
         deadline = time.monotonic() + _GREETING_S
         try:
             with self._secured(raw, deadline, server=True) as sock:
-                self._admit(sock, greeting.answer(sock, self._token, deadline))
+                self._admit(sock, greeting.answer(sock, self._security.tokens(), deadline))
         except (OSError, ValueError, DpipeError):
             pass  # a stranger, told so if it greeted; links go on
         finally:

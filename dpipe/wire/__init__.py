@@ -7,6 +7,7 @@ message.py     tensor <-> header and raw bytes; nothing is ever unpickled
 transfer.py    Moved, Pending, Links: what a room asks of the links that it is given
 schema.py      the shapes of JSON values from another machine, checked
 text.py        text from another machine, with escapes for what a terminal would obey
+token.py       a file of tokens, which may change while a run goes on
 rpc.py         how every gRPC server and channel is opened: token, TLS, keep-alive
 collective.py  how every torch.distributed group is opened
 

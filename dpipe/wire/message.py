@@ -2,15 +2,17 @@
 and nothing is ever unpickled.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from dpipe.errors import TransferError
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.text import visible
 from dpipe.wire.v1.transport_pb2 import TensorHeader
+
+M = TypeVar("M", bound=Message)
 
 PREFIX_BYTES = 4  # before each message in a stream of bytes: its size, big-endian
 MAX_FRAMED_BYTES = 64 << 10  # a header and a greeting have some hundred
@@ -119,3 +121,26 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def tensor_of(body: memoryview, spec: TensorSpec, what: str) -> torch.Tensor:
+    """A copy of the bytes, as a tensor. Raises `TransferError` where they are too few or too many.
+
+    `what` names the tensor in that message.
+    """
+    if len(body) != spec.num_bytes:
+        raise TransferError(f"{what} came in {len(body)} bytes, {spec} takes {spec.num_bytes}")
+    if not body:
+        return spec.empty()
+    flat = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    return flat.view(spec.dtype).view(spec.shape)
+
+
+def message_of(kind: type[M], data: bytes) -> M:
+    """Raises `TransferError` on bytes that are no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise TransferError(
+            f"{len(data)} bytes came where a {kind.DESCRIPTOR.name} belongs"
+        ) from None

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from dpipe.errors import JoinError
+from dpipe.wire.token import TokenFile
 
 LOG = logging.getLogger("dpipe")
 TLS_NAME = "dpipe"
@@ -50,23 +51,44 @@ _BULK_OPTIONS = [
 
 @dataclass(frozen=True)
 class Security:
-    """The token and, with TLS, the PEM bytes of certificate, key and authority."""
+    """The token, or the file that it is in, and, with TLS, the PEM bytes of certificate, key and
+    authority.
+    """
 
     token: str = ""
     cert: bytes | None = None
     key: bytes | None = None
     ca: bytes | None = None
+    token_file: TokenFile | None = None  # in place of `token`
 
     @classmethod
-    def load(cls, token: str, cert: str | None, key: str | None, ca: str | None) -> "Security":
-        """Read the PEM files. Raises `JoinError` naming one that cannot be read, or does not match
-        the others.
+    def load(
+        cls,
+        token: str,
+        cert: str | None,
+        key: str | None,
+        ca: str | None,
+        token_file: str | None = None,
+    ) -> "Security":
+        """Read the files. Raises `JoinError` naming one that cannot be read, or a PEM that does not
+        match the others.
         """
-        contents = [None if path is None else _read(path) for path in (cert, key, ca)]
-        loaded = cls(token, *contents)
+        pem = [None if path is None else _read(path) for path in (cert, key, ca)]
+        tokens = None if token_file is None else TokenFile(token_file)
+        loaded = cls(token, pem[0], pem[1], pem[2], tokens)
         if cert and key and ca:
             _check(cert, key, ca)
         return loaded
+
+    def tokens(self) -> tuple[str, ...]:
+        """The token to show now, and after it the others to accept; "" where there is none."""
+        return (self.token,) if self.token_file is None else self.token_file.tokens()
+
+    def accepts(self, shown: str) -> bool:
+        """In a time that depends on nothing but lengths, and on how many tokens there are."""
+        # All of them, also behind one that fits: `any` alone would tell which it was.
+        same = [hmac.compare_digest(shown.encode(), token.encode()) for token in self.tokens()]
+        return any(same)
 
     @property
     def tls(self) -> bool:
@@ -133,8 +155,10 @@ def open_channel(
     """A channel to `host:port`. Channels to one address share a TCP connection unless
     `own_connection`. `bulk` is for tensors, and costs megabytes of buffers a connection.
     """
-    if security.token and not security.tls:
-        _warn_of_clear_token(address.rpartition(":")[0].strip("[]"))
+    if not security.tls:
+        _warn_of_the_open(
+            address.rpartition(":")[0].strip("[]"), has_token=security.tokens()[0] != ""
+        )
     options: list[tuple[str, Any]] = [*_OPTIONS, *(_BULK_OPTIONS if bulk else ())]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
@@ -146,30 +170,38 @@ def open_channel(
 
 
 @functools.cache
-def _warn_of_clear_token(host: str) -> None:
+def _warn_of_the_open(host: str, *, has_token: bool) -> None:
     """Once a host, where others may be on the way to it."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    if not is_loopback:
+    if is_loopback:
+        return
+    if has_token:
         LOG.warning(
             "the token goes in clear to %s, and whoever reads it on the way can join: set "
             "node.tls_cert, node.tls_key and node.tls_ca, or use a tunnel",
+            host,
+        )
+    else:
+        LOG.warning(
+            "there is no token: whoever reaches %s can join; set the same DPIPE_TOKEN for every "
+            "process, or node.token_file",
             host,
         )
 
 
 def token_metadata(security: Security) -> tuple[tuple[str, str], ...]:
     """The metadata of a client's every call: `stub(..., metadata=token_metadata(security))`."""
-    return ((_TOKEN_KEY, security.token),)
+    return ((_TOKEN_KEY, security.tokens()[0]),)
 
 
 class _CheckToken(grpc.ServerInterceptor):
     """Refuses a call without the run's token before its handler sees a byte."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, security: Security) -> None:
+        self._security = security
         # As a stream: a handler of single requests would wait for a message that may never come.
         self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             _refuse
@@ -177,8 +209,7 @@ class _CheckToken(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         token = dict(handler_call_details.invocation_metadata).get(_TOKEN_KEY, "")
-        # In a time that does not tell how much of a guess was right.
-        if hmac.compare_digest(str(token).encode(), self._token):
+        if self._security.accepts(str(token)):
             return continuation(handler_call_details)
         return self._refuse
 
@@ -210,7 +241,7 @@ def serve(
     server = grpc.server(
         ThreadPoolExecutor(max_workers),
         list(handlers),
-        interceptors=[_CheckToken(security.token)],
+        interceptors=[_CheckToken(security)],
         options=options,
     )
     try:

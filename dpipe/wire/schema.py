@@ -37,14 +37,21 @@ class Schema(Generic[T]):
     def __init__(self, shape: Any) -> None:
         self._adapter: TypeAdapter[T] = TypeAdapter(shape)
 
-    def parse(self, payload: bytes, what: str, rank: int) -> T:
-        """Raises `TransferError` naming the `rank` that sent another shape, and `what` it is of."""
+    def read(self, payload: bytes) -> T:
+        """Raises `ValueError` with a line about another shape."""
         try:
             return self._adapter.validate_json(payload, strict=True)
         except ValidationError as error:
+            raise ValueError(_first(error)) from None
+
+    def parse(self, payload: bytes, what: str, rank: int) -> T:
+        """Raises `TransferError` naming the `rank` that sent another shape, and `what` it is of."""
+        try:
+            return self.read(payload)
+        except ValueError as error:
             raise TransferError(
                 f"rank {rank} sent {len(payload)} bytes for {what} that do not belong there "
-                f"({_first(error)}); install one dpipe version everywhere"
+                f"({error}); install one dpipe version everywhere"
             ) from None
 
 
@@ -59,5 +66,6 @@ def _first(error: ValidationError) -> str:
         return f"{error.error_count()} errors"
     # Without the input, which somebody else wrote, and which may be as large as a message.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return visible(f"{where[:_REASON_CHARACTERS]}: {first['msg'][:_REASON_CHARACTERS]}")
+    where = ".".join(map(str, first["loc"]))[:_REASON_CHARACTERS]
+    reason = first["msg"][:_REASON_CHARACTERS]
+    return visible(f"{where}: {reason}" if where else reason)

@@ -142,6 +142,11 @@ def execute(hosts: Hosts, machines: list[Machine], words: tuple[str, ...], timeo
     "--fallback", is_flag=True, help="With --resume: if that is damaged, use the one before."
 )
 @click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Let model.layers name code outside the working folder, here and on every host.",
+)
+@click.option(
     "--detach", is_flag=True, help="Return once all ranks are started; see status, logs and down."
 )
 @_on_machines

@@ -12,7 +12,6 @@ slots = 2
 """
 
 import difflib
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dpipe.errors import InputError
+from dpipe.toml import parse_toml, read_text
+
+_ERRORS_SHOWN = 20
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -62,7 +64,7 @@ class Host(BaseModel):
     port: Port | None = None
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
-    slots: Annotated[int, Field(ge=1)] = 1  # ranks on this host
+    slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
     interface: Name | None = None  # what netem shapes; default: the one that leads to the next host
     folder: RemotePath = "dpipe"  # where all goes
     python: str = "python3"  # with which scripts/setup makes the environment
@@ -133,19 +135,19 @@ class _File(BaseModel):
 def load_hosts(path: Path) -> Hosts:
     """Raises `HostsError` naming the file, the host and the key."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(read_text(path))
     except FileNotFoundError:
         raise HostsError(
             f"hosts file {path} does not exist; scripts/aws up writes one, docs/machines.md shows "
             "one"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (ValueError, IsADirectoryError) as error:
         raise HostsError(f"hosts file {path} is not TOML: {error}") from None
     try:
         file = _File.model_validate(_spread(table))
     except ValidationError as error:
         raise HostsError(
-            "\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors())
+            "\n".join(f"hosts file {path}: {_explain(e)}" for e in error.errors()[:_ERRORS_SHOWN])
         ) from None
     _check(path, file.host)
     return Hosts(path, file.host, file.meeting_port)
@@ -187,7 +189,7 @@ def _check(path: Path, hosts: Sequence[Host]) -> None:
 def _explain(error: Any) -> str:
     where = list(error["loc"])
     at = f"host {where[1]}: " if where[:1] == ["host"] and len(where) > 1 else ""
-    key = str(where[-1])
+    key = str(where[-1])[:100] if where else "file"
     if error["type"] == "extra_forbidden":
         known = list(Host.model_fields) + ([] if at else ["meeting_port", "host"])
         close = difflib.get_close_matches(key, known, n=1)
@@ -197,4 +199,4 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{at}{key!r} is missing"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{at}{key}: {message}, got {error['input']!r}"
+    return f"{at}{key}: {message}, got {error['input']!r:.200}"

@@ -33,6 +33,7 @@ class Job:
     coordinator: str  # HOST:PORT
     resume: bool = False
     fallback: bool = False  # to the checkpoint before, if the newest is damaged
+    trust_code: bool = False  # of model.layers, wherever it is from
 
     @classmethod
     def of(
@@ -44,6 +45,7 @@ class Job:
         name: str | None = None,
         resume: str | None = None,
         fallback: bool = False,
+        trust_code: bool = False,
     ) -> "Job":
         """Raises `ConfigError` for a configuration that cannot be, `HostsError` where it needs more
         hosts.
@@ -56,11 +58,19 @@ class Job:
             )
         if not any(text.startswith("run.folder=") for text in overrides):
             overrides = (*overrides, f'run.folder="runs/{name}"')
-        config = load(path, overrides)
+        config = load(path, overrides, trust_code=trust_code)
         ranks = tuple(hosts.ranks(config.world_size))
         text = path.read_text(encoding="utf-8")
         return cls(
-            name, text, config, overrides, ranks, hosts.coordinator, resume is not None, fallback
+            name,
+            text,
+            config,
+            overrides,
+            ranks,
+            hosts.coordinator,
+            resume=resume is not None,
+            fallback=fallback,
+            trust_code=trust_code,
         )
 
     def spec(self, ranks: Sequence[HostRank], token: str) -> dict[str, Any]:
@@ -88,6 +98,8 @@ class Job:
             argv += ["--resume", self.config.run.folder]
         if self.fallback:
             argv += ["--fallback"]
+        if self.trust_code:
+            argv += ["--trust-code"]
         return argv
 
     def environ(self, rank: HostRank, token: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ tied       first and last stage add up the gradients of the words' table
 
 from dataclasses import dataclass, replace
 
+from tables.form import Parameter
 from tables.iteration import Job, pipeline_s, stage_cost, update_s
 from tables.megatron import Device, layer_parameters, rank_memory
 
@@ -21,8 +22,6 @@ from sc21.case import Case
 from sc21.rows import Row, row_of
 
 _VALUE_BYTES = 2
-# Assumed, and seldom the limit here: the host, to issue an operation, a collective, a checkpoint.
-_HOST_US = (20.0, 40.0, 100.0)
 _AT_ONCE = Link(delay_ms=0.01, bandwidth_gbps=1e6)  # a hop's time is in the stages' already
 
 
@@ -63,11 +62,40 @@ class Cluster:
         return (ring + tied) / 1e9
 
 
-# Nominal figures of a DGX A100 (80 GB): NVLink 300 GB/s and a card of 200 Gbit/s each way for each
-# GPU. The efficiency is fitted on the smallest model of table 1 alone; what the host takes is
-# assumed, and seldom the limit.
+# A DGX A100 (80 GB). Nothing but data parallelism is in the row that the efficiency is fitted on.
+EFFICIENCY = Parameter("share of both that kernels reach", 0.728, "", "fitted on 1.7 of table 1")
+TERAFLOPS = Parameter("A100 in fp16", 312, "TFLOP/s", "nominal")
+MEMORY_RATE = Parameter("rate of its memory", 2039, "GB/s", "nominal")
+LINK_RATE = Parameter(
+    "all-reduce in the machine", 235, "GB/s", "assumed: what nccl-tests reach of NVLink's 300"
+)
+CARD_RATE = Parameter("network card of each GPU, each way", 25, "GB/s", "nominal: 200 Gbit/s")
+HOST_US = Parameter("host, for an operation", 20, "us", "assumed, and seldom the limit")
+COLLECTIVE_US = Parameter("host, for a collective", 40, "us", "assumed, and seldom the limit")
+CHECKPOINT_US = Parameter("host, for what is recomputed", 100, "us", "assumed, seldom the limit")
+PARAMETERS = (
+    EFFICIENCY,
+    TERAFLOPS,
+    MEMORY_RATE,
+    LINK_RATE,
+    CARD_RATE,
+    HOST_US,
+    COLLECTIVE_US,
+    CHECKPOINT_US,
+)
 DGX_A100 = Cluster(
-    Device(312, 2039, 300, 0.728, 0.728, *_HOST_US), gpus_per_machine=8, card_gigabytes_per_s=25
+    Device(
+        teraflops=TERAFLOPS.value,
+        gigabytes_per_s=MEMORY_RATE.value,
+        link_gigabytes_per_s=LINK_RATE.value,
+        efficiency=EFFICIENCY.value,
+        memory_efficiency=EFFICIENCY.value,
+        host_us=HOST_US.value,
+        host_collective_us=COLLECTIVE_US.value,
+        host_checkpoint_us=CHECKPOINT_US.value,
+    ),
+    gpus_per_machine=8,
+    card_gigabytes_per_s=CARD_RATE.value,
 )
 
 

@@ -21,7 +21,7 @@ from tables.form import as_text
 
 from dpipe.config.load import load
 from dpipe.errors import ConfigError, DpipeError
-from sc21.cluster import predicted
+from sc21.cluster import PARAMETERS, predicted
 from sc21.experiments import EXPERIMENTS, Experiment
 from sc21.rows import Row, draw
 from sc21.slurm import CONFIGURATION, batch_job, measured, overrides, site
@@ -43,9 +43,11 @@ def write(name: str, experiment: Experiment, rows: Sequence[Row], folder: Path) 
         else f"{len(rows)} of {len(experiment.cases)} cases have run"
     )
     note = f"The paper: {experiment.statement}.\n\nHere: {found}."
-    text = f"# {experiment.title}\n\n{as_text(rows, None, note)}\n"
+    text = f"# {experiment.title}\n\n{as_text(rows, None, note, PARAMETERS, digits=4)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    (folder / f"{name}.csv").write_text(as_text(rows, "csv", note) + "\n", encoding="utf-8")
+    (folder / f"{name}.csv").write_text(
+        as_text(rows, "csv", note, digits=4) + "\n", encoding="utf-8"
+    )
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     draw(rows, figure, x_label=experiment.x_label, y=experiment.y, title=experiment.title)
     figure.savefig(folder / f"{name}.png", dpi=120)

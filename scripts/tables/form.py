@@ -26,18 +26,25 @@ ORIGINS = ("nominal", "deduced", "assumed", "fitted on")
 
 
 def as_text(
-    rows: Sequence[Any], form: str | None, note: str, parameters: Sequence[Parameter] = ()
+    rows: Sequence[Any],
+    form: str | None,
+    note: str,
+    parameters: Sequence[Parameter] = (),
+    digits: int = 10,
 ) -> str:
-    """`form` is "csv", "json" or None, for Markdown with the `note` and the parameters below it."""
+    """`form` is "csv", "json" or None, for Markdown with the `note` and the parameters below it.
+
+    `digits` is the most that a number has; published values keep all of theirs.
+    """
     names = [field.name for field in fields(rows[0])]
     if form == "json":
         return json.dumps([asdict(row) for row in rows], indent=2)
     if form == "csv":
         lines = io.StringIO()
-        table = [[_cell(getattr(row, name)) for name in names] for row in rows]
+        table = [[_cell(getattr(row, name), digits) for name in names] for row in rows]
         csv.writer(lines, lineterminator="\n").writerows([names, *table])
         return lines.getvalue().rstrip()
-    return f"{as_markdown(rows)}\n\n{with_parameters(note, parameters)}"
+    return f"{as_markdown(rows, digits)}\n\n{with_parameters(note, parameters)}"
 
 
 def with_parameters(note: str, parameters: Sequence[Parameter]) -> str:
@@ -47,19 +54,19 @@ def with_parameters(note: str, parameters: Sequence[Parameter]) -> str:
     return f"{note}\n\n{as_markdown(parameters)}"
 
 
-def as_markdown(rows: Sequence[Any]) -> str:
+def as_markdown(rows: Sequence[Any], digits: int = 10) -> str:
     names = [field.name for field in fields(rows[0])]
     lines = [names, ["---"] * len(names)]
-    lines += [[_cell(getattr(row, name)) for name in names] for row in rows]
+    lines += [[_cell(getattr(row, name), digits) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(value: float | str | bool | None) -> str:
+def _cell(value: float | str | bool | None, digits: int) -> str:
     match value:
         case None:
             return ""
         case bool():
             return "yes" if value else ""
         case float():
-            return f"{value:.10g}"  # as it was published: four digits make 10999 1.1e+04
+            return f"{value:.{digits}g}"  # four would make 1.1e+04 of a published 10999
     return str(value)

@@ -174,3 +174,9 @@ def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedul
         ConfigError, match=f'with train.compile pipeline.schedule must not be "{schedule}"'
     ):
         build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})
+
+
+def test_auto_refuses_to_be_told_how_many_microbatches_are_in_flight() -> None:
+    """It was ignored."""
+    with pytest.raises(ConfigError, match="leave pipeline.in_flight out, or bound what a rank"):
+        build({"pipeline": {"schedule": "auto", "in_flight": 4}})

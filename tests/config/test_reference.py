@@ -49,7 +49,7 @@ def test_section_says_what_it_is_for(section: reference.SectionReference) -> Non
         ("data.files", "list of strings", "[]"),
         ("replay.forward_ms", "number, at least 0, or list of numbers, at least 0", "10.0"),
         ("timeouts.join", "number, above 0, at most 2,592,000", "120.0"),
-        ("transport.connections", 'integer, at least 1, or "auto"', '"auto"'),
+        ("transport.connections", 'integer, 1 to 1,024, or "auto"', '"auto"'),
         ("node.port", "integer, 0 to 65,535", "0"),
     ],
 )

@@ -244,7 +244,7 @@ def test_share_names_the_rank_whose_payload_is_not_json(run):
     second.gather("where", b"\xff{")
     with pytest.raises(
         TransferError,
-        match=r"rank 1 sent 2 bytes for 'where' that do not belong there \(: Invalid JSON",
+        match=r"rank 1 sent 2 bytes for 'where' that do not belong there \(Invalid JSON",
     ):
         first.share("where", 1, 5, ANY)
 

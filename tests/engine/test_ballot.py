@@ -27,6 +27,15 @@ def test_what_overflowed_is_read_and_left_to_the_count() -> None:
     assert count(0, [ballot]).culprit == "the gradient of layer 0"
 
 
+def test_largest_gradients_that_there_are_have_a_finite_norm() -> None:
+    """The squares of 10^15 fp32 parameters, all as large as can be, in a thousand layers."""
+    square = (3.4e38) ** 2 * 1e12
+    norms = {str(layer): square for layer in range(1000)}
+    verdict = count(0, [read(norms=norms)])
+    assert verdict.culprit is None
+    assert verdict.norm == pytest.approx(3.4e38 * 1e15**0.5)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -36,6 +45,7 @@ def test_what_overflowed_is_read_and_left_to_the_count() -> None:
         {"norms": {"a": 1.0}},
         {"norms": {"-1": 1.0}},
         {"norms": {"0": -1.0}},
+        {"norms": {"0": 1e300}},
         {"norms": {"0": None}},
         {"norms": [1.0]},
         {"bad": 1},

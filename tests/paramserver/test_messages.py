@@ -7,16 +7,14 @@ from dpipe.errors import TransferError
 from dpipe.paramserver.messages import (
     attendance,
     chunk_spec,
-    message_of,
     parse,
     piece,
     pieces_of,
     spec_and_rule,
-    tensor_of,
     vectors_from,
 )
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
-from dpipe.wire.message import framed
+from dpipe.wire.message import framed, message_of, tensor_of
 from dpipe.wire.spec import TensorSpec
 from dpipe.wire.v1.parameters_pb2 import Attendance, Piece, Wanted
 
@@ -53,7 +51,7 @@ def test_wrong_number_of_bytes_is_refused(body: bytes) -> None:
 
 
 def test_bytes_that_are_no_piece_are_refused() -> None:
-    with pytest.raises(TransferError, match="no chunk of a stage"):
+    with pytest.raises(TransferError, match="where a Piece belongs"):
         parse(framed(b"\xff\xff"))
 
 

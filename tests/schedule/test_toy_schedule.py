@@ -11,7 +11,7 @@ from dpipe.errors import ConfigError
 from dpipe.schedule.check import check
 from dpipe.schedule.generate import GENERATORS, generate, schedule_names
 from dpipe.schedule.text import draw
-from dpipe.timeline.search import _candidates
+from dpipe.search.candidates import generated
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_toy_schedule_is_generated_by_name_without_parameters() -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_auto_weighs_the_toy_schedule() -> None:
-    names = [schedule.name for schedule in _candidates(2, 8, 1, shallowest=2, limit=4)]
+    names = [schedule.name for schedule in generated(2, 8, 1, shallowest=2, limit=4)]
     assert "auto: in-pairs" in names
-    names = [schedule.name for schedule in _candidates(4, 8, 2, shallowest=5, limit=8)]
+    names = [schedule.name for schedule in generated(4, 8, 2, shallowest=5, limit=8)]
     assert "auto: in-pairs" not in names
 
 

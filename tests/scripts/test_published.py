@@ -8,6 +8,7 @@ import csv
 import hashlib
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,11 @@ def test_page_says_what_the_table_comes_to(table, name, tmp_path) -> None:
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     CliRunner().invoke(table.main, [name, "--mode", "sim", "--page", str(copy)])
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
+def test_page_says_what_the_published_system_comes_to(table) -> None:
+    kept = csv.DictReader(io.StringIO((KEPT / "gpt3xl_gpipe_network.csv").read_text()))
+    rows = [replace(row_of(table, row), predicted_s=float(row["predicted_s"])) for row in kept]
+    said = table.with_parameters(table.note(rows), table.PARAMETERS)
+    marked = f"<!-- gpt3xl_gpipe_network sim -->\n{said}\n<!-- end -->"
+    assert marked in (ROOT / "docs/results.md").read_text(encoding="utf-8")

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from sc21.cluster import predicted
+from sc21.cluster import PARAMETERS, predicted
 from sc21.experiments import EXPERIMENTS
 from sc21.run import main
 from sc21.slurm import CONFIGURATION, batch_job, case_name, overrides, site
+from tables.form import ORIGINS
 
 from dpipe.config.load import load
 from dpipe.config.presets import PRESETS
@@ -85,6 +86,46 @@ def test_weak_scaling_follows_from_its_first_row() -> None:
     assert abs(first.error_percent) < 0.5
     assert len(others) >= 5
     assert all(abs(row.error_percent) < 12 and row.fits is not False for row in others)
+
+
+def kept(name: str) -> list[dict[str, str]]:
+    path = ROOT / f"scripts/results/sc21/{name}.csv"
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_prediction_of_today_is_the_one_that_is_kept(name: str) -> None:
+    """Of the cases that are quick; after a change that is meant, run_NAME.sh writes them all."""
+    today = {(row.series, row.x): row for row in rows(name, most_actions=1200)}
+    assert today
+    assert len(kept(name)) == len(EXPERIMENTS[name].cases)
+    for row in kept(name):
+        predicted_row = today.get((row["series"], row["x"]))
+        if predicted_row is not None:
+            assert row["seconds"] == f"{predicted_row.seconds:.4g}"
+            assert row["tflops"] == f"{predicted_row.tflops:.4g}"
+
+
+def test_readme_has_the_rows_that_are_kept() -> None:
+    text = (ROOT / "scripts/sc21/README.md").read_text(encoding="utf-8")
+    for row in kept("table_1"):
+        error = "fitted" if row["fitted"] else f"{float(row['error_percent']):+.1f} %"
+        ranks = f"{row['tensor']} x {row['pipeline']} x {row['data']}"
+        shown = f"{row['published_tflops']} | {row['tflops']} | {error}"
+        assert f"| {row['x']} | {row['gpus']} | {ranks} | {shown} | " in text
+
+
+def test_what_is_said_of_table_1_is_what_its_rows_come_to() -> None:
+    errors = [abs(float(row["error_percent"])) for row in kept("table_1") if not row["fitted"]]
+    said = f"mean error {sum(errors) / 9:.1f} %, largest {max(errors):.1f} %"
+    readme = ROOT / "scripts/sc21/README.md"
+    assert said in readme.read_text(encoding="utf-8")
+    page = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    assert f"nine others have a mean error of {sum(errors) / 9:.1f} %" in page
+
+
+def test_every_assumption_says_where_it_is_from() -> None:
+    assert all(parameter.origin.startswith(ORIGINS) for parameter in PARAMETERS)
 
 
 def test_model_flops_leave_out_what_is_recomputed() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.greedy import greedy
 
 from dpipe.network.link import Link
 from dpipe.schedule.generate import generate
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import simulate
 
 NAME = "gpt3xl_gpipe_network"
@@ -345,6 +345,21 @@ def test_page_gets_the_comparison_between_its_marks(quick, results, tmp_path):
         "| network | published gpipe fp32 | dpipe gpipe bf16 |",
     ]
     assert lines[-2:] == ["<!-- end -->", "after"]
+
+
+def test_simulated_rows_have_their_errors_and_assumptions_below(
+    quick, table, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        table, "simulated", lambda name: [*map(quick.with_prediction, table.published(name))]
+    )
+    path = tmp_path / "results.md"
+    path.write_text(f"<!-- {NAME} sim -->\n<!-- end -->\n")
+    output = run(quick, "--mode", "sim", "--page", path).output
+    said = "the first is fitted; 8 predicted: mean error"
+    assert said in output
+    assert said in path.read_text()
+    assert "| piece that a reduce passes on | 4194304 | bytes | nominal: NCCL's buffer |" in output
 
 
 def test_page_without_marks_is_left_as_it_is(quick, results, tmp_path):

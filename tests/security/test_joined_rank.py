@@ -183,7 +183,7 @@ def test_refusal_of_a_greeting_commands_no_terminal() -> None:
 
     def answer() -> None:
         with contextlib.suppress(TransferError):
-            greeting.answer(there, "another token", deadline)
+            greeting.answer(there, ("another token",), deadline)
 
     with here, there, pytest.MonkeyPatch.context() as patch:
         patch.setattr(greeting, "_REFUSED", ESCAPES)

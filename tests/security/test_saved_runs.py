@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,37 @@ def test_rank_0_that_names_no_run_is_refused(tiny: Make) -> None:
 
     with pytest.raises(TransferError, match="rank 0 does not say which run this is"):
         agreed_identity("run", tiny(), Silent())
+
+
+def test_older_of_two_copies_of_a_run_ends_at_its_next_checkpoint(
+    tiny: Make, run_ranks: RunRanks, tmp_path: Path, url: str
+) -> None:
+    """Both have the same id: a copy of the folder goes on while the first still trains."""
+    config = tiny(run__checkpoint_url=url, train__steps=6, run__checkpoint_every=2)
+
+    def copy_starts(row: Mapping[str, Any]) -> None:
+        if row["step"] == 2:
+            identity = identity_of(tmp_path / "run")
+            assert identity is not None
+            claim(url, replace(identity, start="f" * 16), takes_unmarked=True)
+
+    (error,) = run_ranks(config, on_row=copy_starts)
+    assert isinstance(error, RunError)
+    assert "another process has gone on with run" in str(error)
+    assert latest(url) == 2
+
+
+def test_run_that_is_started_again_is_not_held_for_its_copy(
+    tiny: Make, losses: Losses, tmp_path: Path, url: str
+) -> None:
+    config = tiny(run__checkpoint_url=url, train__decay="none")
+    losses(config)
+    losses(config.with_(train__steps=5), resume=True)
+    assert latest(url) == 5
+
+
+def test_start_that_cannot_be_marked_is_named(tmp_path: Path) -> None:
+    claim(str(tmp_path), FIRST, takes_unmarked=False)
+    (tmp_path / "start").mkdir()
+    with pytest.raises(RunError, match="cannot write .*start"):
+        claim(str(tmp_path), replace(FIRST, start="f" * 16), takes_unmarked=False)

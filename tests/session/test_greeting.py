@@ -36,7 +36,7 @@ def test_token_does_not_cross_the_wire() -> None:
     here, there = map(Tap, socket.socketpair())
 
     def answer() -> None:
-        greeting.welcome(there, greeting.answer(there, "secret", soon()), soon())
+        greeting.welcome(there, greeting.answer(there, ("secret",), soon()), soon())
 
     with here.sock, there.sock:
         thread = threading.Thread(target=answer)
@@ -64,7 +64,7 @@ def test_caller_with_another_token_is_told_and_not_let_in() -> None:
 
     def answer() -> None:
         try:
-            greeting.answer(there, "secret", soon())
+            greeting.answer(there, ("secret",), soon())
         except TransferError as error:
             raised.append(str(error))
 
@@ -80,4 +80,4 @@ def test_caller_with_another_token_is_told_and_not_let_in() -> None:
 def test_deadline_that_has_passed_raises_timeout() -> None:
     here, there = socket.socketpair()
     with here, there, pytest.raises(TimeoutError):
-        greeting.answer(here, "", time.monotonic() - 1)
+        greeting.answer(here, ("",), time.monotonic() - 1)

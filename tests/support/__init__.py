@@ -1,6 +1,7 @@
 """What the tests of several rooms share. What one room's tests share lies beside them.
 
 certificates.py   an authority for tests of TLS
+greedy.py         a schedule of `search.greedy`
 layered.py        replicas as threads, on a stage of two small layers
 settled.py        looks again at what a busy machine may have made late
 tracked.py        what torch's memory tracker sees of a rank's program

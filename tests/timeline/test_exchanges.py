@@ -5,6 +5,7 @@ from textwrap import dedent
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.greedy import greedy
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Host, Link, Network
@@ -13,7 +14,6 @@ from dpipe.schedule.generate import generate, gpipe, one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.greedy import greedy
 
 from dpipe.network.link import Link, Network
 from dpipe.schedule.exchange import exchange
@@ -13,7 +14,6 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import MOST_STEPS, Steady, period, simulate, simulate_alone
 from dpipe.timeline.simulation import Simulation
 

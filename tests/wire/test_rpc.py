@@ -132,18 +132,22 @@ def test_security_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_token_in_clear_is_said_where_others_are_on_the_way(
     address: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rpc._warn_of_clear_token.cache_clear()
+    rpc._warn_of_the_open.cache_clear()
     for _ in range(2):
         open_channel(address, Security("open sesame")).close()
-    open_channel(address, Security()).close()
     said = [record.message for record in caplog.records]
     assert len(said) == warns
     assert all("the token goes in clear to" in line for line in said)
     assert "open sesame" not in caplog.text
+    caplog.clear()
+    open_channel(address, Security()).close()
+    said = [record.message for record in caplog.records]
+    assert len(said) == warns
+    assert all("there is no token: whoever reaches" in line for line in said)
 
 
 def test_token_under_tls_is_not_said_to_be_in_clear(authority, caplog) -> None:
-    rpc._warn_of_clear_token.cache_clear()
+    rpc._warn_of_the_open.cache_clear()
     open_channel("10.1.2.3:4000", authority().security("open sesame")).close()
     assert caplog.text == ""
 
@@ -158,6 +162,6 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(rpc.hmac, "compare_digest", compare)
     call: Any = SimpleNamespace(invocation_metadata=token_metadata(Security("guess")))
-    refused = rpc._CheckToken("open sesame").intercept_service(lambda details: None, call)
+    refused = rpc._CheckToken(Security("open sesame")).intercept_service(lambda details: None, call)
     assert compared == [(b"guess", b"open sesame")]
     assert refused is not None

@@ -52,6 +52,8 @@ def test_rank_listens_to_others_and_says_where_it_is_reached(job):
 def test_resumed_run_keeps_its_name_and_folder(job):
     resumed = job(resume="n", fallback=True)
     assert resumed.argv(resumed.ranks[0])[-3:] == ["--resume", "runs/n", "--fallback"]
+    trusted = job(trust_code=True)
+    assert trusted.argv(trusted.ranks[0])[-1] == "--trust-code"
 
 
 def test_folder_that_is_given_stays(job):

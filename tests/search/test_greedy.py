@@ -3,14 +3,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.greedy import greedy
 
-from dpipe.errors import ScheduleError
 from dpipe.network.link import Link, Network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import zero_bubble
 from dpipe.schedule.text import draw
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.greedy import greedy
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.wire.format import wire_bytes
 
@@ -54,16 +53,6 @@ def test_greedy_passes_check_and_keeps_the_memory_limit(
     schedule = greedy(stages, microbatches, cost, hop_of(delay_us), in_flight, limit)
     check(schedule)
     assert max(peak_in_flight(schedule)) <= limit
-
-
-def test_greedy_refuses_a_limit_that_holds_nothing():
-    with pytest.raises(ScheduleError, match="memory_limit must be at least 1, got 0"):
-        greedy(2, 4, SLOT, hop_of(0), memory_limit=0)
-
-
-def test_greedy_refuses_a_cost_for_other_stages():
-    with pytest.raises(ScheduleError, match="the schedule has 3 stages, the cost 2"):
-        greedy(3, 4, SLOT, hop_of(0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Whether the ranks that are to start on this machine can be there: asked before any is made."""
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from dpipe.errors import ConfigError
+from dpipe.plan.run_plan import RunPlan
+
+# A parameter, its gradient and AdamW's two moments: what is known of any model that trains.
+_COPIES = 4
+
+
+def refuse_more_than_machine(run_plan: RunPlan, ranks: Iterable[int]) -> None:
+    """Raises `ConfigError` if `ranks` are predicted to hold more than this machine has.
+
+    Who sets pipeline.memory_gb says what a rank may hold, and is believed.
+    """
+    config = run_plan.config
+    if run_plan.model is None or config.pipeline.memory_gb is not None:
+        return
+    ranks = list(ranks)
+    held = sum(_held_bytes(run_plan, rank) for rank in ranks)
+    has, what = _machine_bytes(config.node.device)
+    if held > has:
+        holders = f"the {len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
+        raise ConfigError(
+            f"{holders} on this machine would hold {held / 1e9:,.1f} GB, and its {what} "
+            f"{has / 1e9:,.1f} GB; take a smaller model, or more machines (dpipe simulate predicts "
+            "what each rank holds). If you know better: set pipeline.memory_gb to what a rank may "
+            "hold"
+        )
+
+
+def _held_bytes(run_plan: RunPlan, rank: int) -> int:
+    config = run_plan.config
+    memory = run_plan.forecast.memory
+    if memory:
+        return memory[config.ranks_of(rank).pp_rank].total
+    return _COPIES * run_plan.parameter_bytes // config.pipeline.ranks
+
+
+def _machine_bytes(device: str) -> tuple[int, str]:
+    """What `device` stands for here, and what it is."""
+    if device.startswith("cpu"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memory is"
+    gpus = range(torch.cuda.device_count()) if device == "cuda" else [torch.device(device)]
+    total = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    return total, "GPUs have"

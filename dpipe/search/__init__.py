@@ -1,0 +1,11 @@
+"""Schedule "auto": the best order of computations on a network. No torch.
+
+auto.py         the search, from candidates to the best one
+candidates.py   what it begins with: what generators make, and rules
+clock.py        when each computation happens, fast
+greedy.py       orders by a rule that follows the clock
+improve.py      a better order from a good one, along its critical path
+bound.py        what no order can beat
+
+To change what the search is after: the score of `PipelineClock`, and the objective in `auto.py`.
+"""

@@ -1,0 +1,288 @@
+"""Schedule "auto": the order that takes the shortest time on a given network.
+
+    1. orders     what the generators make, and what `greedy`'s rule makes with more and with fewer
+                  micro-batches under way, each timed by the fast clock
+    2. improve    computations on the critical path of the best of them are moved forward
+    3. simulate   the best few are simulated, and the best one is taken
+
+The first two steps end early where an order reaches the lower bound (`bound.py`). Time is bounded,
+too: by counts, not by a clock, so that every rank of a run finds the same.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from operator import add, le
+
+from dpipe.network.link import Network
+from dpipe.schedule.check import peak_in_flight
+from dpipe.schedule.generate import AUTO, leanest
+from dpipe.schedule.schedule import Schedule
+from dpipe.search.bound import lower_bound_us
+from dpipe.search.candidates import bounds, generated, rules
+from dpipe.search.clock import Pipeline, Programs, Replay, Times, programs_of, schedule_of
+from dpipe.search.greedy import Greedy, Rule
+from dpipe.search.improve import improve, peak_held
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulate import period
+from dpipe.timeline.votes import COORDINATOR, delay_us
+
+_MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
+_MOST_REPLAYED = 75_000  # computations in all trials of a large step
+_MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
+_MOST_COMPUTED = 5_000  # computations in either of them
+_CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
+
+HeldBytes = Callable[[Schedule], Sequence[int]]
+
+
+def search(
+    num_stages: int,
+    num_microbatches: int,
+    cost: Cost,
+    network: Network,
+    *,
+    memory_limit: int | None = None,
+    stages_per_rank: int = 1,
+    replicas: Replicas | None = None,
+    ballots: Network | None = None,
+    held_bytes: HeldBytes | None = None,
+    most_bytes: float = math.inf,
+) -> Schedule:
+    """The compute-only schedule with the shortest step time (`simulate.period`); among equals the
+    one that holds least.
+
+    `replicas` and `ballots` are as in `simulate`: with replicas one is found which leaves the
+    network free for their exchange. `memory_limit` is the most activations (stage x micro-batch)
+    that any rank may hold. Where `held_bytes` says what a schedule takes on each rank, it takes at
+    most `most_bytes`; where none does, the result is the one that takes least. Its name says what
+    was chosen. Deterministic, so that every rank of a run finds the same. Raises `ScheduleError`
+    where `memory_limit` is too low, saying what would do.
+    """
+    least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    num_ranks = num_stages // stages_per_rank
+    pipeline = pipeline_on(
+        network, cost, num_microbatches, num_ranks, replicas=replicas, ballots=ballots
+    )
+    step_us = partial(period, cost=cost, network=network, replicas=replicas, ballots=ballots)
+    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
+    published = [
+        candidate
+        for candidate in generated(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
+        if max(peak_in_flight(candidate)) <= limit
+    ]
+    memory = _Memory(pipeline, limit, held_bytes, most_bytes)
+    return _Search(pipeline, memory, published, step_us).best()
+
+
+def pipeline_on(
+    network: Network,
+    cost: Cost,
+    num_microbatches: int,
+    num_ranks: int,
+    *,
+    replicas: Replicas | None = None,
+    ballots: Network | None = None,
+) -> Pipeline:
+    """The pipeline as the clock and the bound know it."""
+    tails_us = _exchanged_us(cost, network, replicas, num_ranks)
+    if ballots is not None:
+        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        tails_us = tuple(map(add, tails_us, voted_us))
+    return Pipeline(
+        cost, network, num_microbatches, num_ranks, tails_us, steps_overlap=ballots is None
+    )
+
+
+def first_fit(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    memory_limit: int | None = None,
+    stages_per_rank: int = 1,
+) -> Schedule:
+    """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
+    time is spent.
+    """
+    least, limit = bounds(num_stages, num_microbatches, memory_limit, stages_per_rank)
+    shallowest = max(least, min(num_stages, limit))
+    candidates = generated(num_stages, num_microbatches, stages_per_rank, shallowest, limit)
+    return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
+
+
+def _exchanged_us(
+    cost: Cost, network: Network, replicas: Replicas | None, num_ranks: int
+) -> tuple[float, ...]:
+    """By rank, how long its stage's gradient is on its way to the replicas at least. Several stages
+    hide each other's exchange.
+    """
+    if replicas is None or replicas.delayed or cost.num_stages > num_ranks:
+        return (0.0,) * num_ranks
+    exchange = replicas.exchange
+    tails_us = []
+    for rank in range(num_ranks):
+        sent_bytes = sum(
+            exchange.num_bytes(message, cost.exchanged_bytes(rank, message.role))
+            for message in exchange.programs[0]
+        )
+        tails_us.append(sent_bytes * 8 / (network.egress_gbps(rank) * 1e3))
+    return tuple(tails_us)
+
+
+class _Memory:
+    """What the ranks may hold."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        limit: int,
+        held_bytes: HeldBytes | None,
+        most_bytes: float,
+    ) -> None:
+        self._pipeline = pipeline
+        self._held_bytes = held_bytes
+        self._most_bytes = most_bytes
+        self._limit = limit
+
+    def limits(self) -> tuple[int, ...]:
+        """The most activations that each rank may hold, as far as `greedy` can tell."""
+        ranks = range(self._pipeline.num_ranks)
+        if self._held_bytes is None or not math.isfinite(self._most_bytes):
+            return (self._limit,) * len(ranks)
+        fits = [1 for _ in ranks]
+        exceeds = [self._limit + 1 for _ in ranks]
+        everything = (self._pipeline.num_microbatches,) * self._pipeline.num_stages
+        while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
+            middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
+            times = Greedy(self._pipeline, Rule(everything, tuple(middle))).run()
+            schedule = schedule_of(self._pipeline, times.programs, "")
+            for rank, held in enumerate(self._held_bytes(schedule)):
+                side = fits if held <= self._most_bytes else exceeds
+                side[rank] = middle[rank]
+        return tuple(fits)
+
+    def held(self, schedule: Schedule) -> int:
+        """Bytes of the fullest rank."""
+        return 0 if self._held_bytes is None else max(self._held_bytes(schedule))
+
+    def fits(self, schedule: Schedule) -> bool:
+        return self.held(schedule) <= self._most_bytes
+
+
+class _Search:
+    """One search, from candidates to the best one."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        memory: _Memory,
+        published: Sequence[Schedule],
+        step_us: Callable[..., float],
+    ) -> None:
+        self._pipeline = pipeline
+        self._memory = memory
+        self._published = published
+        self._step_us = step_us
+        self._limits = memory.limits()
+        self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
+        self._names: dict[Programs, str] = {}
+        self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
+
+    def best(self) -> Schedule:
+        published = [*self._replayed()]
+        orders = [*filter(self._within_limits, published), *self._greedy()]
+        improved = improve(
+            self._pipeline,
+            self._limits,
+            orders,
+            enough_us=self._enough_us,
+            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
+        )
+        finalists = {
+            finalist.programs: finalist
+            for times in (improved, sorted(published, key=_score_us))
+            for finalist in self._fitting(times)
+        }
+        if not finalists:
+            return min([self._leanest(), *self._published], key=self._memory.held)
+        return self._fastest(finalists.values())
+
+    def _within_limits(self, times: Times) -> bool:
+        return all(map(le, map(peak_held, times.programs), self._limits))
+
+    def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
+        """In whole microseconds; among equals the first one of those that hold least."""
+        best: tuple[float, int, int] = (math.inf, 0, 0)
+        schedules = [*schedules]
+        for number, schedule in enumerate(schedules):
+            step_us = self._step_us(schedule, most_us=best[0] + 0.5)
+            if step_us < math.inf:
+                best = min(best, (round(step_us), max(peak_in_flight(schedule)), number))
+        return schedules[best[2]]
+
+    def _replayed(self) -> Iterator[Times]:
+        for schedule in self._published:
+            times = Replay(self._pipeline, programs_of(schedule)).run()
+            self._names.setdefault(times.programs, schedule.name)
+            yield times
+
+    def _greedy(self) -> Iterator[Times]:
+        """What the rules make, until one is as fast as any order can be; and the best of them with
+        as little memory as it needs for that.
+        """
+        best_us = math.inf
+        best_rule: Rule | None = None
+        for rule in rules(self._pipeline, self._limits):
+            times = self._made_by(rule)
+            yield times
+            if times.score_us < best_us:
+                best_us = times.score_us
+                best_rule = rule
+            if best_us <= self._enough_us:
+                break
+        if best_rule is not None:
+            yield self._leaner(best_rule, best_us)
+
+    def _made_by(self, rule: Rule) -> Times:
+        times = Greedy(self._pipeline, rule).run()
+        depths = " ".join(map(str, rule.depths))
+        order = ", forwards first" if rule.forward_first else ""
+        self._names.setdefault(times.programs, f"{AUTO}: greedy in_flight={depths}{order}")
+        return times
+
+    def _leaner(self, rule: Rule, enough_us: float) -> Times:
+        too_little = 0
+        enough = max(rule.limits)
+        while enough - too_little > 1:
+            middle = (too_little + enough) // 2
+            limits = tuple(min(middle, limit) for limit in rule.limits)
+            if self._made_by(replace(rule, limits=limits)).score_us > enough_us:
+                too_little = middle
+            else:
+                enough = middle
+        return self._made_by(
+            replace(rule, limits=tuple(min(enough, limit) for limit in rule.limits))
+        )
+
+    def _fitting(self, orders: Iterable[Times]) -> Iterator[Schedule]:
+        """The first ones that fit into memory."""
+        possible = (times for times in orders if times.score_us < math.inf)
+        schedules = map(self._schedule, possible)
+        number = max(2, min(_MOST_SIMULATED, _MOST_COMPUTED // self._size))
+        return islice(filter(self._memory.fits, schedules), number)
+
+    def _schedule(self, times: Times) -> Schedule:
+        name = self._names.get(times.programs, f"{AUTO}: improved")
+        return schedule_of(self._pipeline, times.programs, name)
+
+    def _leanest(self) -> Schedule:
+        pipeline = self._pipeline
+        stages_per_rank = len(pipeline.stages_of[0])
+        return leanest(pipeline.num_stages, pipeline.num_microbatches, stages_per_rank)
+
+
+def _score_us(times: Times) -> float:
+    return times.score_us

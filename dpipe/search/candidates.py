@@ -1,0 +1,153 @@
+"""Where a search begins: what the generators make, and the rules that `greedy` tries.
+
+Depths grow geometrically, from what fills the pipeline on a fast network to all micro-batches on
+every stage, which a slow one may need:
+
+    depths of 4 stages, 8 micro-batches, by the number on the first stage if there were enough
+     4:  4 3 2 1          as 1F1B has them
+     9:  8 7 5 3
+    32:  8 8 8 8          all forwards may go first
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from dpipe.errors import ScheduleError
+from dpipe.schedule.check import peak_in_flight
+from dpipe.schedule.generate import (
+    AUTO,
+    GENERATORS,
+    Generator,
+    generate,
+    gpipe,
+    least_in_flight,
+)
+from dpipe.schedule.schedule import Schedule
+from dpipe.search.clock import FORWARD, INPUT, Pipeline
+from dpipe.search.greedy import Rule
+
+_GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
+
+
+def bounds(
+    num_stages: int, num_microbatches: int, memory_limit: int | None, stages_per_rank: int
+) -> tuple[int, int]:
+    """The least activations that a rank must be able to hold, and the most that it may."""
+    everything = num_microbatches * stages_per_rank
+    limit = everything if memory_limit is None else min(memory_limit, everything)
+    gpipe(num_stages, num_microbatches, stages_per_rank)  # refuses sizes that make no sense
+    least = least_in_flight(num_stages // stages_per_rank, stages_per_rank, num_microbatches)
+    if limit < least:
+        raise ScheduleError(
+            f"no schedule of {num_stages} stages, {stages_per_rank} a rank, and {num_microbatches} "
+            "micro-batches holds"
+            f" at most {limit} activations a rank; raise the memory limit to {least}"
+            + (", or put fewer stages on a rank" if stages_per_rank > 1 else "")
+        )
+    return least, limit
+
+
+def generated(
+    num_stages: int, num_microbatches: int, stages_per_rank: int, shallowest: int, limit: int
+) -> Iterator[Schedule]:
+    """What every generator makes for so many stages a rank, from `shallowest` up to what fits."""
+
+    def made_by(generator: Generator, **parameters: int) -> Schedule:
+        several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
+        schedule = generate(generator.name, num_stages, num_microbatches, **several, **parameters)
+        values = ", ".join(f"{key}={value}" for key, value in parameters.items())
+        return replace(schedule, name=f"{AUTO}: {generator.name} {values}".rstrip())
+
+    usable = [
+        generator
+        for generator in GENERATORS.values()
+        if (stages_per_rank > 1 and generator.takes_several_stages)
+        or (stages_per_rank == 1 and not generator.needs_several_stages)
+    ]
+    for generator in usable:
+        if "in_flight" not in generator.takes:
+            yield made_by(generator)
+    for depth in _growing(shallowest, limit):
+        for generator in usable:
+            if "in_flight" not in generator.takes:
+                continue
+            make = partial(made_by, generator, in_flight=depth)
+            if "memory_limit" in generator.takes:
+                yield from _until_unlimited(make, _held(depth, limit))
+            else:
+                yield make()
+
+
+def _until_unlimited(
+    make: Callable[..., Schedule], memory_limits: Sequence[int]
+) -> Iterator[Schedule]:
+    for memory_limit in memory_limits:
+        schedule = make(memory_limit=memory_limit)
+        yield schedule
+        if max(peak_in_flight(schedule)) < memory_limit:
+            break  # a higher limit changes nothing
+
+
+def _held(depth: int, limit: int) -> list[int]:
+    """How many micro-batches a rank with `depth` in flight may hold: weight gradients soon, later,
+    or at the end.
+    """
+    return sorted({min(limit, depth), min(limit, 2 * depth), limit})
+
+
+def _growing(shallowest: int, deepest: int) -> Iterator[int]:
+    depth = shallowest
+    while depth < deepest:
+        yield depth
+        depth = max(depth + 1, int(depth * _GROWTH))
+    yield deepest
+
+
+def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
+    """Those with few micro-batches under way first."""
+    shares = [*dict.fromkeys([_by_distance(pipeline), _by_time(pipeline)])]
+    # Left whole, a backward pass may take less than its two halves.
+    halves = zip(*pipeline.duration_us[INPUT:], strict=True)
+    is_cheaper_whole = any(whole < made + weight for made, weight, whole in halves)
+    seen = set()
+    for first in _growing(pipeline.num_stages, pipeline.num_stages * pipeline.num_microbatches):
+        for share, forward_first, splits in product(
+            shares, (False, True), (True, False) if is_cheaper_whole else (True,)
+        ):
+            depths = tuple(
+                min(pipeline.num_microbatches, math.ceil(first * part - _ROUNDING))
+                for part in share
+            )
+            rule = Rule(depths, limits, forward_first, splits)
+            if rule not in seen:
+                seen.add(rule)
+                yield rule
+
+
+def _by_distance(pipeline: Pipeline) -> tuple[float, ...]:
+    """By stage, how far it is from the end, as a share of the first one's distance."""
+    stages = pipeline.num_stages
+    return tuple((stages - stage) / stages for stage in range(stages))
+
+
+def _by_time(pipeline: Pipeline) -> tuple[float, ...]:
+    """By stage, how long a micro-batch takes from there to the end and back, as a share of the
+    first one's time.
+    """
+    times_us = []
+    left_us = 0.0
+    for stage in reversed(range(pipeline.num_stages)):
+        for kind in (FORWARD, INPUT):
+            left_us += pipeline.duration_us[kind][stage]
+        times_us.append(left_us)
+        for kind, source in ((FORWARD, stage - 1), (INPUT, stage)):
+            hop = pipeline.hops[kind][source]
+            if hop is not None:
+                left_us += hop.alone_us + hop.delay_us
+    return tuple(time_us / max(times_us[-1], _ROUNDING) for time_us in reversed(times_us))
+
+
+_ROUNDING = 1e-9

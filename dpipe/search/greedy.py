@@ -1,0 +1,85 @@
+"""Orders by a rule that follows the clock of a network: each rank does what has arrived, when it
+has arrived.
+
+`generate.zero_bubble` counts slots and takes every hop for free, so on a slow link its ranks wait
+for messages that are under way. Here the clock says what is there, and delays, bandwidths and
+uneven stages shape the order. Two stages whose F, I and W take as long as a hop (`draw()` shows
+order, not time):
+
+    zero_bubble    rank 0 | 0F0 0F1  .  0I0 0F2 0I1 0F3 0I2 0W0 0I3 0W1 0W2 0W3
+                   rank 1 |  .  1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3      takes 17
+    greedy         rank 0 | 0F0 0F1  .  0I0 0F2 0W0 0I1 0F3 0W1 0I2 0W2  .  0I3 0W3
+                   rank 1 |  .  1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2 1F3 1I3 1W3  .   takes 16
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpipe.search.clock import FORWARD, INPUT, WEIGHT, WHOLE, Pipeline, PipelineClock, Step
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a rank does first of all that it could do.
+
+    Input gradients come first, because the rank before waits for them; then forwards; then weight
+    gradients, for which nobody waits. On slow networks it may be better to have many forwards under
+    way before the first backward.
+    """
+
+    depths: tuple[int, ...]  # by stage: most forwards whose input gradient is not made
+    limits: tuple[int, ...]  # by rank: most activations that it holds, until the weight gradient
+    forward_first: bool = False
+    splits: bool = True  # the backward pass, into input gradients and weight gradients
+
+
+class Greedy(PipelineClock):
+    """A clock that makes the programs as it goes."""
+
+    def __init__(self, pipeline: Pipeline, rule: Rule) -> None:
+        super().__init__(pipeline)
+        self._rule = rule
+        self._backward = INPUT if rule.splits else WHOLE
+
+    def next_step(self, rank: int) -> Step | None:
+        stages = self.pipeline.stages_of[rank]
+        if self._rule.forward_first:
+            step = self._forward(rank, stages) or self._gradient(stages)
+        else:
+            step = self._gradient(stages) or self._forward(rank, stages)
+        return step or self._weight(stages)
+
+    def _gradient(self, stages: Sequence[int]) -> Step | None:
+        begun = self.begun[self._backward]
+        for stage in stages:
+            if begun[stage] < self.gradients[stage]:
+                return self._backward, stage, begun[stage]
+        return None
+
+    def _forward(self, rank: int, stages: Sequence[int]) -> Step | None:
+        """Of the last stage that can, so that a micro-batch comes round soon. Each stage leaves a
+        place to every one behind it: so none waits for a place that is never left.
+        """
+        begun = self.begun[FORWARD]
+        room = self._rule.limits[rank] - self._held(stages)
+        for stage in reversed(stages):
+            waiting = begun[stage] - self.begun[self._backward][stage]
+            if (
+                begun[stage] < self.inputs[stage]
+                and waiting < self._rule.depths[stage]
+                and room > 0
+            ):
+                return FORWARD, stage, begun[stage]
+            room -= 1
+        return None
+
+    def _held(self, stages: Sequence[int]) -> int:
+        forward, _, weight, whole = self.begun
+        return sum(forward[stage] - weight[stage] - whole[stage] for stage in stages)
+
+    def _weight(self, stages: Sequence[int]) -> Step | None:
+        for stage in stages:
+            begun = self.begun[WEIGHT][stage]
+            if begun < self.begun[INPUT][stage]:
+                return WEIGHT, stage, begun
+        return None

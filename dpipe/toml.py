@@ -1,0 +1,38 @@
+"""Small text files that people write, or get from others: read whole, within bounds."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 8 << 20
+# tomllib takes time by the square of a key's parts, and fails in deep tables.
+MAX_KEY_PARTS = 32
+
+_NOT_KEYS = re.compile(r'"[^"\n]*"|\'[^\'\n]*\'|#[^\n]*')
+_OUTSIDE_KEYS = re.compile(r"[=\[\]{}#,\n]")
+
+
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file without its byte-order mark, which some editors put first.
+
+    Raises `OSError`, or `ValueError` with words for one that is not UTF-8, is of more than
+    `MAX_BYTES`, or has a name that no file can have.
+    """
+    with open(path, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return content.decode("utf-8-sig")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises `ValueError` with words for what is not TOML, or nested too deeply."""
+    keys = _OUTSIDE_KEYS.split(_NOT_KEYS.sub("", text))
+    parts = 1 + max(key.count(".") for key in keys)
+    if parts > MAX_KEY_PARTS:
+        raise ValueError(f"a key has {parts} parts; the most is {MAX_KEY_PARTS}")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

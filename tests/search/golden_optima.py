@@ -1,0 +1,95 @@
+"""Writes tests/golden/optima.json: small pipelines and their exact optima (a few minutes).
+
+    PYTHONPATH=tests python tests/search/golden_optima.py
+
+Stages and messages are alike or not, memory is scarce or not. Where links differ, too, every order
+is tried; else the mixed-integer program has up to 4 stages and 4 micro-batches.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optimum import enumerated_us, optimum_us
+
+from dpipe.network.link import Link, Network
+from dpipe.search.clock import Pipeline
+from dpipe.timeline.cost import Cost
+
+PATH = Path(__file__).parent.parent / "golden" / "optima.json"
+NUM_ALIKE, NUM_ENUMERATED = 90, 30
+MICROSECONDS_A_MB = 8_000  # at 1 Gbit/s
+
+Case = dict[str, Any]
+
+
+def pipeline_of(case: Case) -> Pipeline:
+    """Of a case with times in milliseconds."""
+
+    def each(key: str) -> tuple[float, ...]:
+        return tuple(1e3 * time for time in case[key])
+
+    sizes = tuple(round(ms * 1e9 / MICROSECONDS_A_MB) for ms in case["message"])
+    cost = Cost(
+        forward_us=each("forward"),
+        backward_us=tuple(i + w for i, w in zip(each("input"), each("weight"), strict=True)),
+        input_us=each("input"),
+        weight_us=each("weight"),
+        activation_bytes=sizes,
+    )
+    links = {(a, b): Link(delay, gbps) for a, b, delay, gbps in case["links"]}
+    network = Network(default=Link(case["delay"], 1.0), links=links)
+    stages = len(case["forward"])
+    return Pipeline(cost, network, case["microbatches"], stages, (0.0,) * stages)
+
+
+def cases() -> Iterator[Case]:
+    chance = random.Random(17)
+    for number in range(NUM_ALIKE + NUM_ENUMERATED):
+        enumerated = number >= NUM_ALIKE
+        sizes = [(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]
+        if not enumerated:
+            sizes = [(stages, count) for stages in (2, 3, 4) for count in (2, 3, 4)]
+        stages, count = sizes[number % len(sizes)]
+        yield _case(chance, stages, count, enumerated)
+
+
+def _case(chance: random.Random, stages: int, count: int, enumerated: bool) -> Case:
+    alike = chance.random() < 0.4
+    forward = [chance.randint(5, 30) for _ in range(stages)]
+    message = [chance.choice([0, 3, 10, 25, 40]) for _ in range(stages - 1)]
+    if alike:
+        forward = [forward[0]] * stages
+        message = [message[0]] * (stages - 1)
+    delay = chance.choice([0, 5, 20, 60, 100])
+    links = []
+    if enumerated:
+        for stage in range(stages - 1):
+            both_ways = chance.choice([5, 20, 60]), chance.choice([0.5, 1.0, 2.0])
+            links += [(stage, stage + 1, *both_ways), (stage + 1, stage, *both_ways)]
+    return {
+        "forward": forward,
+        "input": [time * chance.choice([1, 1, 2]) for time in forward],
+        "weight": forward,
+        "message": message,
+        "delay": delay,
+        "links": links,
+        "microbatches": count,
+        "limit": chance.choice([count, count, count - 1]),
+    }
+
+
+def exact_us(case: Case) -> float:
+    pipeline = pipeline_of(case)
+    if case["links"]:
+        return enumerated_us(pipeline, case["limit"])
+    one_by_one = sum(sum(kind) for kind in pipeline.duration_us[:3])
+    one_by_one += 2 * sum(hop.alone_us + hop.delay_us for hop in pipeline.hops[0] if hop)
+    return optimum_us(pipeline, case["limit"], one_by_one * case["microbatches"])
+
+
+if __name__ == "__main__":
+    rows = [{**case, "optimum_us": round(exact_us(case), 1)} for case in cases()]
+    PATH.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

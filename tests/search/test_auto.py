@@ -1,0 +1,169 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpipe.errors import ScheduleError
+from dpipe.network.link import Link, Network
+from dpipe.schedule.check import check, peak_in_flight
+from dpipe.schedule.exchange import exchange
+from dpipe.schedule.generate import generate, least_in_flight
+from dpipe.search.auto import first_fit, search
+from dpipe.search.clock import PipelineClock
+from dpipe.timeline.cost import Cost
+from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.simulate import period
+
+REPLICAS = [
+    None,
+    *(Replicas(exchange(kind, 2, 2)) for kind in ("all-reduce", "sharded", "local-sgd", "central")),
+    Replicas(exchange("all-reduce", 2, 2), delayed=True),
+    Replicas(exchange("parameter-server", 2, 2), servers=(0, 1, 0, 1)),
+]
+FAST = Network(default=Link(0.01, 100))
+SLOW = Network(default=Link(50, 1))
+PUBLISHED = [
+    ("gpipe", {}),
+    ("1f1b", {}),
+    ("zero-bubble", {"memory_limit": 4}),  # ZB-H1: as much memory as 1F1B
+    ("zero-bubble", {"in_flight": 7}),  # ZB-H2: about twice as much
+    ("zero-bubble", {}),
+]
+
+
+def cost(num_stages: int) -> Cost:
+    return Cost.uniform(num_stages, forward_us=10_000, backward_us=20_000, message_bytes=1_000_000)
+
+
+def step_us(schedule, costs, network, replicas=None, ballots=None):
+    return period(schedule, costs, network, replicas=replicas, ballots=ballots)
+
+
+def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():
+    published = generate("zero-bubble", 4, 16, in_flight=6)
+    found = search(4, 16, cost(4), FAST)
+    assert step_us(found, cost(4), FAST) <= step_us(published, cost(4), FAST)
+    assert max(peak_in_flight(found)) <= max(peak_in_flight(published))
+
+
+@pytest.mark.parametrize(("network", "slower"), [(FAST, 1.05), (SLOW, 1.5)], ids=["fast", "slow"])
+def test_search_needs_memory_on_a_slow_network(network, slower):
+    tight, free = (
+        step_us(search(4, 32, cost(4), network, memory_limit=limit), cost(4), network)
+        for limit in (6, None)
+    )
+    assert (tight > slower * free) == (network == SLOW)
+
+
+def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
+    """Twelve stages need all of twelve micro-batches on ranks far behind the first one."""
+    held = peak_in_flight(search(12, 12, cost(12), SLOW, ballots=SLOW))
+    assert min(held[:6]) == 12
+
+
+@pytest.mark.parametrize("votes", [False, True], ids=["overlap", "vote"])
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("network", [FAST, SLOW], ids=["fast", "slow"])
+def test_search_is_never_slower_than_a_published_schedule(network, replicas, votes):
+    costs = replace(cost(4), reduce_bytes=(3_000_000,) * 4)
+    ballots = network if votes else None
+    found = search(4, 6, costs, network, replicas=replicas, ballots=ballots)
+    found_us = step_us(found, costs, network, replicas, ballots)
+    for name, parameters in PUBLISHED:
+        published = generate(name, 4, 6, **parameters)
+        # It compares whole microseconds.
+        assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    st.integers(1, 8),
+    st.sampled_from([FAST, SLOW]),
+)
+def test_several_stages_a_rank_beat_the_interleaved_schedule(forward_ms, microbatches, network):
+    """Those have whole backward passes; the search splits them."""
+    forward = tuple(1e3 * ms for ms in forward_ms)
+    costs = replace(cost(4), forward_us=forward)
+    found = search(4, microbatches, costs, network, stages_per_rank=2)
+    check(found)
+    for name in ("gpipe", "interleaved"):
+        published = generate(name, 4, microbatches, stages_per_rank=2)
+        assert step_us(found, costs, network) <= step_us(published, costs, network) + 0.5
+
+
+def test_search_leaves_a_backward_pass_whole_where_its_halves_take_longer():
+    dear = replace(cost(4), input_us=(20_000,) * 4, weight_us=(20_000,) * 4)
+    assert not search(4, 8, dear, FAST).splits
+
+
+def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
+    runs = []
+    plain = PipelineClock.run
+
+    def counted(self):
+        runs.append(1)
+        return plain(self)
+
+    monkeypatch.setattr(PipelineClock, "run", counted)
+    search(12, 64, cost(12), SLOW)
+    assert len(runs) < 250
+
+
+def test_search_is_deterministic():
+    assert search(4, 12, cost(4), SLOW, memory_limit=6) == search(
+        4, 12, cost(4), SLOW, memory_limit=6
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 10), st.integers(0, 20))
+def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
+    limit = least_in_flight(ranks, per_rank, microbatches) + more
+    stages = ranks * per_rank
+    found = search(
+        stages, microbatches, cost(stages), SLOW, memory_limit=limit, stages_per_rank=per_rank
+    )
+    assumed = first_fit(stages, microbatches, memory_limit=limit, stages_per_rank=per_rank)
+    for schedule in (found, assumed):
+        check(schedule)
+        assert max(peak_in_flight(schedule)) <= limit
+    assert assumed.rank_of_stage == found.rank_of_stage
+
+
+def held_bytes(schedule):
+    """The first ranks have more to hold besides activations."""
+    return [10 * held + 20 // (rank + 1) for rank, held in enumerate(peak_in_flight(schedule))]
+
+
+@pytest.mark.parametrize("most_bytes", [50, 75, 100, 1000])
+def test_search_keeps_a_limit_in_bytes_and_uses_it_rank_by_rank(most_bytes):
+    found = search(4, 12, cost(4), SLOW, held_bytes=held_bytes, most_bytes=most_bytes)
+    assert max(held_bytes(found)) <= most_bytes
+    same_for_all = search(4, 12, cost(4), SLOW, memory_limit=(most_bytes - 20) // 10)
+    assert step_us(found, cost(4), SLOW) <= step_us(same_for_all, cost(4), SLOW)
+
+
+def test_search_takes_the_leanest_schedule_where_none_fits():
+    found = search(4, 12, cost(4), SLOW, held_bytes=held_bytes, most_bytes=10)
+    assert max(peak_in_flight(found)) == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_rank", "limit", "message"),
+    [
+        (4, 1, 0, "holds at most 0 activations a rank; raise the memory limit to 1$"),
+        (8, 2, 4, "raise the memory limit to 5, or put fewer stages on a rank"),
+    ],
+)
+def test_search_says_what_would_fit(stages, per_rank, limit, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(stages, 8, cost(stages), FAST, memory_limit=limit, stages_per_rank=per_rank)
+    with pytest.raises(ScheduleError, match=message):
+        first_fit(stages, 8, memory_limit=limit, stages_per_rank=per_rank)
+
+
+def test_search_refuses_sizes_that_make_no_sense():
+    with pytest.raises(ScheduleError, match="5 stages cannot be dealt out by 2 a rank"):
+        search(5, 8, cost(5), FAST, stages_per_rank=2)

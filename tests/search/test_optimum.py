@@ -1,0 +1,57 @@
+"""The search beside exact optima, in the model that the simulator simulates."""
+
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from golden_optima import PATH, cases, exact_us, pipeline_of
+from optimum import enumerated_us, optimum_us
+
+from dpipe.network.link import Link, Network
+from dpipe.search.auto import search
+from dpipe.search.bound import lower_bound_us
+from dpipe.timeline.simulate import simulate_alone
+
+ROWS = json.loads(Path(PATH).read_text())
+VOTE = Network(default=Link(0, 1))  # takes no time: the step time is that of a step alone
+
+
+def found_us(row):
+    pipeline = pipeline_of(row)
+    cost, network = pipeline.cost, pipeline.network
+    sizes = (pipeline.num_stages, pipeline.num_microbatches)
+    schedule = search(*sizes, cost, network, memory_limit=row["limit"], ballots=VOTE)
+    return simulate_alone(schedule, cost, network).duration_us
+
+
+def test_search_is_within_1_percent_of_the_optimum_on_average_and_3_at_most():
+    gaps = [found_us(row) / row["optimum_us"] - 1 for row in ROWS]
+    assert len(gaps) == 120
+    assert mean(gaps) <= 0.01
+    assert max(gaps) <= 0.03
+    assert min(gaps) > -1e-4, "nothing is faster than the optimum"
+
+
+def test_golden_optima_are_those_of_the_cases_here():
+    written = [{key: row[key] for key in row if key != "optimum_us"} for row in ROWS]
+    assert written == json.loads(json.dumps([*cases()]))
+
+
+@pytest.mark.parametrize("number", [1, 28, 90, 93])
+def test_golden_optimum_is_found_again(number):
+    assert exact_us(ROWS[number]) == pytest.approx(ROWS[number]["optimum_us"], rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [0, 1, 9, 18])
+def test_mixed_integer_program_and_enumeration_agree(number):
+    row = ROWS[number]
+    pipeline = pipeline_of(row)
+    tried_us = enumerated_us(pipeline, row["limit"])
+    horizon_us = 3 * tried_us
+    assert optimum_us(pipeline, row["limit"], horizon_us) == pytest.approx(tried_us, rel=1e-4)
+
+
+def test_nothing_is_below_the_bound():
+    for row in ROWS:
+        assert lower_bound_us(pipeline_of(row)) <= row["optimum_us"] * (1 + 1e-4)

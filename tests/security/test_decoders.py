@@ -1,0 +1,106 @@
+"""No input makes a decoder raise what it does not promise, hang, or fall."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Verbosity, given, settings
+from hypothesis import strategies as st
+from security.decoders import DECODERS, OWN, Decoder, broken, complaint_of
+
+import dpipe
+from dpipe.wire.codec import codec
+from dpipe.wire.format import FORMATS, Format
+from dpipe.wire.spec import TensorSpec
+
+EXAMPLES = 120  # of each decoder, half a minute for all of them
+# What turns bytes into values.
+PARSERS = {
+    "json.loads",
+    "tomllib.loads",
+    "parse_toml",
+    "safe_open",
+    "torch.frombuffer",
+    "np.memmap",
+    "np.frombuffer",
+    "FromString",
+    "validate_json",
+    "SPEC.read",
+    "_STATE.read",
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
+def test_decoder_takes_what_it_says_that_it_takes(decoder: Decoder) -> None:
+    for seed in decoder.seeds():
+        try:
+            decoder.decode(seed)
+        except decoder.allowed:
+            assert decoder.name == "greeting of a transport", "strangers have no token"
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
+def test_broken_input_is_refused_in_the_words_of_its_room(decoder: Decoder) -> None:
+    @settings(
+        max_examples=max(2, EXAMPLES // decoder.share),
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+        verbosity=Verbosity.quiet,  # an input may have thousands of characters
+    )
+    @given(data=broken(decoder))
+    def attack(data: bytes) -> None:
+        complaint = complaint_of(decoder, data)
+        assert complaint is None, f"{complaint} at {data!r:.300}"
+
+    attack()
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+@given(values=st.lists(st.floats(-60_000, 60_000, width=32), min_size=1, max_size=600))
+def test_what_a_format_decodes_is_near_what_it_encoded(form: Format, values: list[float]) -> None:
+    """The bound that every format keeps; `wire/codec.py` has that of each."""
+    sent = torch.tensor(values)
+    used = codec(form.name)
+    wire = used.encode(sent)
+    assert TensorSpec.of(wire) == used.wire_spec(TensorSpec.of(sent))
+    error = (used.decode(wire, TensorSpec.of(sent)) - sent).abs().max()
+    most = sent.abs().max() / 250 + 1e-7
+    assert float(error) <= (float(most) if form.lossy else 0.0)
+
+
+def test_names_of_decoders_are_unique() -> None:
+    names = [decoder.name for decoder in DECODERS]
+    assert len(set(names)) == len(names)
+
+
+def parsing_functions() -> Iterator[str]:
+    """ "module:function" for each function of dpipe that calls one of `PARSERS`."""
+    root = Path(dpipe.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if "v1" in path.parts:
+            continue
+        module = ".".join(("dpipe", *path.relative_to(root).with_suffix("").parts))
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and calls_parser(function):
+                yield f"{module}:{function.name}"
+
+
+def calls_parser(function: ast.FunctionDef) -> bool:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in PARSERS or called.rpartition(".")[2] in PARSERS:
+                return True
+    return False
+
+
+def test_every_function_that_parses_is_fuzzed() -> None:
+    fuzzed = {name for decoder in DECODERS for name in decoder.covers}
+    parsing = set(parsing_functions())
+    missing = parsing - fuzzed - set(OWN)
+    assert not missing, f"add to tests/security/decoders.py: {sorted(missing)}"
+    gone = (fuzzed | set(OWN)) - parsing
+    assert not gone, f"these parse nothing: {sorted(gone)}"
