@@ -13,9 +13,12 @@ machine has are skipped.
 """
 
 import json
+import os
+import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -34,7 +37,7 @@ from engines import (
     trained,
 )
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from table import NUM_STAGES, ROOT, WIRES, Row
+from table import NUM_STAGES, ROOT, WIRES, Row, order_of
 from trials import append, commit_of_tree, key_of, read_table, whole_lines
 from venue import Kind, Venue, overrides, venue
 
@@ -326,8 +329,8 @@ def difference_of_losses(cell: Cell, at: Venue) -> float | None:
 
 
 def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]:
-    """The columns of the table, and where they are from. Delay and bandwidth are empty for a
-    network whose links differ.
+    """The columns of the table, with the prediction of the day, and where they are from. A network
+    of unlike links has no one delay and bandwidth.
     """
     config = cell.config
     prediction, stages = forecast(config), config.pipeline.stages
@@ -348,6 +351,10 @@ def as_line(cell: Cell, measured: dict[str, Any], commit: str) -> dict[str, Any]
         "mode": "real" if config.model.family.computes else "replay",
         "network": stated(cell.network),
         "venue": cell.sweep.venue,
+        "machine": f"{os.cpu_count()}-core {platform.machine()}",
+        "date": date.today().isoformat(),
+        "clip_norm": config.train.clip_norm,
+        "order": order_of(prediction.schedule) if cell.schedule == "auto" else None,
         "sysctl": cell.sweep.sysctl,
         "scale": cell.sweep.scale,
         "transport": config.transport.kind,

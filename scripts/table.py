@@ -8,6 +8,8 @@
         measured by scripts/sweep.py on replay stages
     scripts/table.py gpt3xl_gpipe_network --mode real --json
         measured on a real model
+    scripts/table.py gpt3xl_networks --mode replay
+        the same networks and others, measured with the settings of a real training
     scripts/table.py gpt3xl_gpipe_micro_batches --mode sim
         thirty rows of the same system that nothing is fitted to
     scripts/table.py megatron_memory_time --mode sim
@@ -29,6 +31,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +44,10 @@ from tables.form import Parameter, as_text, with_parameters
 from dpipe.errors import ConfigError, DpipeError
 from dpipe.network.link import Link, Network
 from dpipe.network.profile import load_network, parse_network
+from dpipe.schedule.action import COMPUTE, Action, Op
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, schedule_names
+from dpipe.schedule.schedule import Schedule
 from dpipe.search.auto import search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
@@ -49,7 +55,8 @@ from dpipe.timeline.simulate import simulate
 from dpipe.wire.format import wire_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = ("gpt3xl_gpipe_network", *SIMULATED)
+NETWORKS = "gpt3xl_networks"
+TABLES = ("gpt3xl_gpipe_network", NETWORKS, *SIMULATED)
 
 # GPT-3 XL in 12 stages, batch 64, micro-batch 1.
 NUM_STAGES, NUM_MICROBATCHES = 12, 64
@@ -60,6 +67,7 @@ MESSAGE_VALUES = 2048 * 2048  # sequence x width: 16 MiB in float32
 LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
 REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
+PAGE_WIRES = ("fp32", "bf16")  # of the table that README shows
 WIRES = {
     "fp32": "none",
     "bf16": "bf16",
@@ -78,8 +86,9 @@ NUM_PARTS = 16  # of a stage, in dpipe's own exchanges
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train on one network, in seconds a step. `published_s` is what the source says of
-    that system.
+    """One way to train on one network; seconds a step. `published_s` is what the source says of
+    that very system, `predicted_s` what today's simulator says, `predicted_that_day_s` what it said
+    before the system was measured.
     """
 
     delay_ms: float | None  # None where the links of a network differ
@@ -91,6 +100,7 @@ class Row:
     published_s: float | None = None
     predicted_s: float | None = None
     measured_s: float | None = None
+    predicted_that_day_s: float | None = None
 
     @property
     def label(self) -> str:
@@ -113,15 +123,18 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The difference of the measured (else published) step from the predicted one, in
-        percent.
-        """
+        """How far what happened is from what is predicted today, in percent."""
+        return self._error_of(self.predicted_s)
+
+    @property
+    def error_that_day(self) -> float | None:
+        return self._error_of(self.predicted_that_day_s)
+
+    def _error_of(self, predicted_s: float | None) -> float | None:
         happened = self.published_s if self.measured_s is None else self.measured_s
-        return (
-            None
-            if happened is None or self.predicted_s is None
-            else (happened / self.predicted_s - 1) * 100
-        )
+        if happened is None or predicted_s is None:
+            return None
+        return (happened / predicted_s - 1) * 100
 
 
 FIELDS = tuple(field.name for field in fields(Row))
@@ -129,7 +142,8 @@ FIELDS = tuple(field.name for field in fields(Row))
 
 def published(name: str) -> list[Row]:
     """The source's rows: a pipeline alone, and with a parameter server beside it."""
-    with (ROOT / f"scripts/published/{name}.csv").open(encoding="utf-8") as lines:
+    source = TABLES[0] if name == NETWORKS else name
+    with (ROOT / f"scripts/published/{source}.csv").open(encoding="utf-8") as lines:
         return [
             Row(
                 float(line["delay_ms"]),
@@ -180,33 +194,47 @@ def _wider(link: Link, scale: int) -> Link:
     )
 
 
-def with_prediction(row: Row, network: Network | None = None) -> Row:
-    """The simulated step, by default on the published network. The stage times are the only other
-    input.
+def with_prediction(
+    row: Row,
+    network: Network | None = None,
+    ballots: Network | None = None,
+    num_stages: int = NUM_STAGES,
+    order: Sequence[str] = (),
+) -> Row:
+    """The simulated step time, on the published network unless given; that, the stage times and
+    whether a vote is waited for (`ballots`) are all that goes in. `order` is what "auto" had found
+    when the row was measured; without it, it searches.
     """
     network = network or published_network(row)
-    network.check(NUM_STAGES * row.data_parallel)
-    cost, replicas = cost_of(row.wire), replicas_of(row)
+    network.check(num_stages * row.data_parallel)
+    cost, replicas = cost_of(row.wire, num_stages), replicas_of(row)
     local = row.engine == LOCAL_SGD_ENGINE
-    if row.schedule == "auto":
+    name = row.schedule.partition(",")[0]
+    if order:
+        schedule = schedule_in(order)
+    elif name == "auto":
+        searched = None if local else replicas
         schedule = search(
-            NUM_STAGES, NUM_MICROBATCHES, cost, network, replicas=None if local else replicas
+            num_stages, NUM_MICROBATCHES, cost, network, replicas=searched, ballots=ballots
         )
     else:
-        schedule = generate(row.schedule, NUM_STAGES, NUM_MICROBATCHES)
-    seconds = simulate(schedule, cost, network, replicas=replicas).step_us / 1e6
+        schedule = generate(name, num_stages, NUM_MICROBATCHES)
+    a_step = partial(simulate, schedule, cost, network, ballots=ballots)
+    seconds = a_step(replicas=replicas).step_us / 1e6
     if local:
-        apart = simulate(schedule, cost, network).step_us / 1e6
+        apart = a_step().step_us / 1e6
         seconds = (seconds + (INNER_STEPS - 1) * apart) / INNER_STEPS
     return replace(row, predicted_s=round(seconds, 3))
 
 
-def cost_of(wire: str) -> Cost:
-    """The calibrated stages with `wire` between them and between their replicas."""
+def cost_of(wire: str, num_stages: int = NUM_STAGES) -> Cost:
+    """The calibrated stages, or the first of them, with `wire` between them and between their
+    replicas.
+    """
     message = wire_bytes(WIRES[wire], MESSAGE_VALUES)
-    gradients = tuple(wire_bytes(WIRES[wire], size // 4) for size in PARAMETER_BYTES)
+    gradients = tuple(wire_bytes(WIRES[wire], size // 4) for size in PARAMETER_BYTES[:num_stages])
     return replace(
-        Cost.uniform(NUM_STAGES, FORWARD_US, BACKWARD_US, message), reduce_bytes=gradients
+        Cost.uniform(num_stages, FORWARD_US, BACKWARD_US, message), reduce_bytes=gradients
     )
 
 
@@ -230,7 +258,13 @@ def simulated(name: str) -> list[Row]:
         for wire in WIRES
     ]
     with ProcessPoolExecutor() as pool:
-        return [*pool.map(with_prediction, source), *pool.map(with_prediction, ours)]
+        return [*pool.map(with_prediction, source), *pool.map(in_training, ours)]
+
+
+def in_training(row: Row) -> Row:
+    """With the prediction of a training with the default settings: every step waits for a vote."""
+    network = published_network(row)
+    return with_prediction(row, network, network)
 
 
 def measured(name: str, mode: str, results: Path) -> list[Row]:
@@ -277,21 +311,91 @@ def nothing_measured(name: str, mode: str, results: Path, sweep: str | None = No
 
 
 def row_of(line: dict[str, Any]) -> Row:
-    """A measured line with today's prediction; with that of its day if it is not one of this
-    table's pipelines.
+    """With the prediction of its day and today's; the same where it was no pipeline of this
+    table's.
     """
-    row = Row(**{key: line[key] for key in FIELDS})
-    replays_the_table = line["mode"] == "replay" and row.schedule in schedule_names()
-    return with_prediction(row, measured_network(line)) if replays_the_table else row
+    row = Row(**{key: line.get(key) for key in FIELDS})
+    row = replace(row, predicted_that_day_s=row.predicted_s)
+    name = row.schedule.partition(",")[0]
+    stages = line.get("pipeline_parallel", NUM_STAGES)  # older lines have their number in the name
+    known = "," not in row.schedule or "pipeline_parallel" in line
+    if line["mode"] != "replay" or name not in schedule_names() or not known:
+        return row
+    network = measured_network(line)
+    ballots = measured_ballots(line, network)
+    return with_prediction(row, network, ballots, stages, line.get("order") or ())
+
+
+def schedule_in(order: Sequence[str]) -> Schedule:
+    """By rank the letters of its computations, such as FFBFBB, each in the order of micro-batches:
+    one stage a rank.
+    """
+    programs = []
+    for stage, letters in enumerate(order):
+        counts = {op: count() for op in COMPUTE}
+        programs.append(tuple(Action(stage, Op(op), next(counts[Op(op)])) for op in letters))
+    return Schedule(order[0].count(Op.F), tuple(range(len(order))), tuple(programs), "auto")
+
+
+def order_of(schedule: Schedule) -> list[str] | None:
+    """The inverse of `schedule_in`; None for a schedule that letters do not say."""
+    programs = [[a for a in program if a.op in COMPUTE] for program in schedule.programs]
+    order = ["".join(action.op for action in program) for program in programs]
+    said = schedule_in(order).programs
+    return order if said == tuple(map(tuple, programs)) else None
+
+
+def measured_ballots(line: dict[str, Any], network: Network) -> Network | None:
+    """The network that the votes of a measured line crossed. The first lines do not say that
+    nothing was clipped, and so waited for no vote.
+    """
+    if not line.get("clip_norm", 0):
+        return None
+    return Network() if line["venue"] == "shaped" else network
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    lines = [_line([*FIELDS, "error"]), _line(["---"] * (len(FIELDS) + 1))]
-    lines += [
-        _line([*map(_cell, astuple(row)), "" if row.error is None else f"{row.error:+.1f} %"])
-        for row in rows
-    ]
+    head = [*FIELDS, "error", "error that day"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for row in rows:
+        lines.append(
+            _line([*map(_cell, astuple(row)), _percent(row.error), _percent(row.error_that_day)])
+        )
     return "\n".join(lines)
+
+
+def as_predicted_and_measured(rows: Sequence[Row]) -> str:
+    """One line a network and pipeline: what was predicted that day, and today where that differs,
+    beside what was measured; seconds a step.
+    """
+    beside = {row.network: row.published_s for row in rows if row.published_s is not None}
+    measured = {(*_pipeline(row), row.wire): row for row in rows if row.measured_s is not None}
+    head = ["one-way delay, bandwidth", "published, fp32"]
+    for wire in PAGE_WIRES:
+        head += [f"dpipe, {wire}: predicted", "measured"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    pipelines = dict.fromkeys(_pipeline(row) for row in rows if row.measured_s is not None)
+    for network, pipeline in pipelines:
+        published_s = None if pipeline else beside.get(network)
+        cells = [", ".join(filter(None, (network.replace("\n", ", "), pipeline)))]
+        cells.append("" if published_s is None else f"{published_s:.2f}")
+        for wire in PAGE_WIRES:
+            cells += _predicted_and_measured(measured.get((network, pipeline, wire)))
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _pipeline(row: Row) -> tuple[str, str]:
+    """Its network, and how it differs from twelve stages with the schedule "auto"."""
+    return row.network, row.schedule.removeprefix("auto").removeprefix(", ")
+
+
+def _predicted_and_measured(row: Row | None) -> list[str]:
+    if row is None:
+        return ["", ""]
+    that_day, today = (f"{s or 0.0:.2f}" for s in (row.predicted_that_day_s, row.predicted_s))
+    predicted = that_day if today == that_day else f"{that_day} (today {today})"
+    return [predicted, f"{row.measured_s:.2f}"]
 
 
 def note(rows: Sequence[Row]) -> str:
@@ -320,7 +424,18 @@ def as_comparison(rows: Sequence[Row]) -> str:
 
 
 def _compared(row: Row) -> str:
-    return f"{row.seconds:.2f}" + ("" if row.error is None else f" ({row.error:+.1f} %)")
+    """What happened, and how far that is from the prediction: of the day, and of today where it
+    differs.
+    """
+    said = _percent(row.error)
+    that_day = _percent(row.error_that_day)
+    if that_day and that_day != said:
+        said = f"{that_day}, today {said}"
+    return f"{row.seconds:.2f}" + (f" ({said})" if said else "")
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{error:+.1f} %"
 
 
 def put_between_marks(path: Path, name: str, mode: str, text: str) -> None:
@@ -373,7 +488,12 @@ def new_figure() -> Any:
 
 
 def layouts_text(
-    name: str, mode: str, results: Path, form: str | None, png: Path | None, page: Path | None
+    name: str,
+    mode: str,
+    results: Path,
+    form: str | None,
+    png: Path | None,
+    pages: Sequence[Path],
 ) -> str:
     """A table of `tables`: simulated, or measured where its layouts can be run."""
     table, source = SIMULATED[name], ROOT / f"scripts/published/{name}.csv"
@@ -399,7 +519,7 @@ def layouts_text(
     if png is not None:
         shown.draw(rows, figure := new_figure())
         figure.savefig(png, dpi=120)
-    if page is not None:
+    for page in pages:
         put_between_marks(page, name, mode, with_parameters(shown.note(rows), parameters))
     return as_text(rows, form, shown.note(rows), parameters)
 
@@ -442,8 +562,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
     help="Also put what it comes to, or of a measured table the lines of --compare, between the "
-    "marks of this page: docs/results.md.",
+    "marks of this page: docs/results.md, README.md.",
 )
 def main(
     name: str,
@@ -451,19 +572,22 @@ def main(
     results: Path | None,
     form: str | None,
     png: Path | None,
-    page: Path | None,
+    page: tuple[Path, ...],
 ) -> None:
     results = results or ROOT / f"scripts/results/{name}.jsonl"
     try:
         if name in SIMULATED:
             click.echo(layouts_text(name, mode, results, form, png, page))
             return
+        if name == NETWORKS and mode != "replay":
+            raise ConfigError(f"{name} has no mode {mode!r}; use --mode replay")
         rows = simulated(name) if mode == "sim" else measured(name, mode, results)
         if png is not None:
             draw(rows, png)
         below = with_parameters(note(rows), PARAMETERS) if mode == "sim" else ""
-        if page is not None:
-            put_between_marks(page, name, mode, below or as_comparison(rows))
+        shown = as_predicted_and_measured if name == NETWORKS else as_comparison
+        for path in page:
+            put_between_marks(path, name, mode, below or shown(rows))
     except DpipeError as error:
         click.echo(f"table: {error}", err=True)
         sys.exit(error.exit_code)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -79,7 +79,7 @@ def show_summary(
         if scale is not None and result.held_out_end is not None:
             _print(console, _against_bigram(result.held_out_end, scale))
     if _has_trace(run):
-        _print(console, _prediction(load_trace(run)))
+        _print(console, _prediction(load_trace(run), steps))
     if steps and shards > 1:
         _print(console, _sharded(list(steps[-1]["optimizer_mb"].values()), shards))
     if steps and "gpu_memory_mb" in steps[-1]:
@@ -156,13 +156,16 @@ def _against_bigram(held_out: float, scale: TextScale) -> str:
     return f"held-out loss {bits:.3f} {verb} the bigram entropy {scale.bigram_entropy:.3f}"
 
 
-def _prediction(trace: Trace) -> str:
+def _prediction(trace: Trace, rows: Sequence[dict[str, Any]]) -> str:
+    """`rows` are of steps, as rank 0 timed them from one to the next; the last step has one."""
+    traced = {step for step, _, _ in trace.steps}
+    seconds = [row["step_s"] for row in rows if row["step"] in traced]
     predicted = trace.predicted.step_us / 1e3
-    measured = trace.measured_us / 1e3
+    measured = median(seconds) * 1e3
     return (
         f"step time: predicted {predicted:.1f} ms, measured {measured:.1f} ms, "
         f"measured / predicted {measured / predicted:.3f} "
-        f"(median of the last {len(trace.steps)} steps)"
+        f"(median of the last {len(seconds)} steps)"
     )
 
 

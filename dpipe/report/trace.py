@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, TypeVar
 
 from dpipe.coordinator.limits import UPLOADS
@@ -217,10 +217,6 @@ class Trace:
     inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
     predicted: Timeline
-
-    @property
-    def measured_us(self) -> float:
-        return median(timeline.duration_us for _, _, timeline in self.steps)
 
 
 def load_trace(run: Path) -> Trace:

@@ -55,7 +55,11 @@ class Cost:
         ):
             self._expect(name, self.num_stages - 1)
 
-    def _default(self, name: str, values: tuple[float, ...]) -> None:
+    def _default(
+        self,
+        name: str,
+        values: tuple[float, ...],
+    ) -> None:
         if not getattr(self, name):
             object.__setattr__(self, name, values)  # the way into a frozen dataclass
 

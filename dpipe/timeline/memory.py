@@ -190,7 +190,12 @@ class _Walk:
         self._hold(-layer.held_bytes)
         self._make_gradients(action.stage, place, layer)
 
-    def _make_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+    def _make_gradients(
+        self,
+        stage: int,
+        place: int,
+        layer: LayerMemory,
+    ) -> bool:
         """Whether they are the first of the step; of parameters in half precision they stay beside
         the masters'.
         """
@@ -208,7 +213,12 @@ class _Walk:
             self._see(0)
         self._rounded.clear()
 
-    def _have_gradients(self, stage: int, place: int, layer: LayerMemory) -> bool:
+    def _have_gradients(
+        self,
+        stage: int,
+        place: int,
+        layer: LayerMemory,
+    ) -> bool:
         """Allocate them where this is the first micro-batch of a step to give it any; whether it
         was.
         """

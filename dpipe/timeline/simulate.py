@@ -40,7 +40,6 @@ from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.timeline.votes import COORDINATOR, delay_us
 
 MOST_STEPS = 24
 _SAME = 1e-9  # of a time: rounding
@@ -99,9 +98,13 @@ def period(
     """The step time in microseconds: what `auto` looks for the least of. Infinite as soon as it is
     certain to be above `most_us`, which saves most of the time of a search. Arguments and errors as
     of `simulate`.
+
+    Of replicas that are alike one is simulated, also where they vote: then it may be up to one
+    delay of a ballot too long, as all ranks have the verdict as late as those of other hosts than
+    the coordinator's.
     """
     lowered = _lowered(schedule, replicas)
-    steady = Steady(lowered, cost, network, hosts, replicas, ballots, most_us)
+    steady = Steady(lowered, cost, network, hosts, replicas, ballots, most_us, mirrors_votes=True)
     try:
         return steady.period()
     except _LateError:
@@ -126,8 +129,19 @@ class Steady(Simulation):
         replicas: Replicas | None = None,
         ballots: Network | None = None,
         most_us: float = math.inf,
+        *,
+        mirrors_votes: bool = False,
     ) -> None:
-        super().__init__(schedule, cost, network, hosts, replicas, ballots, MOST_STEPS)
+        super().__init__(
+            schedule,
+            cost,
+            network,
+            hosts,
+            replicas,
+            ballots,
+            MOST_STEPS,
+            mirrors_votes=mirrors_votes,
+        )
         self.most_us = most_us
         self.steady = MOST_STEPS - 1  # the step that repeats
         self.period_us: float | None = None
@@ -153,10 +167,7 @@ class Steady(Simulation):
         # A rank computes one action at a time: no period is shorter than its work.
         if max(self.left_us) > self._certain_us:
             raise _LateError
-        if self.ballots is None:
-            self.run()
-        else:
-            self.run(self._verdicts_us())
+        self.run(self._verdicts_us())
         if self.period_us is None:
             self.period_us = self._mean_us()
         return self.period_us
@@ -172,12 +183,8 @@ class Steady(Simulation):
 
     def _verdicts_us(self) -> list[float]:
         """When each rank begins a step, after the moment when a vote is counted."""
-        assert self.ballots is not None
-        starts_us = []
-        for rank in range(len(self.programs)):
-            verdict_us = delay_us(self.ballots, COORDINATOR, rank)
-            starts_us.append(verdict_us + self.update_us[rank])
-        return starts_us
+        pairs = zip(self.vote_delays_us, self.update_us, strict=False)
+        return [verdict_us + update_us for (_, verdict_us), update_us in pairs]
 
     def ended(self, step: int) -> None:
         if self._carries_more:
@@ -267,7 +274,7 @@ class Steady(Simulation):
         end_us = self.clock.now_us + self.left_us[rank] + tail_us
         if self.ballots is None:
             return end_us if rank == 0 else 0.0
-        ballot_us = delay_us(self.ballots, rank, COORDINATOR)
+        ballot_us, _ = self.vote_delays_us[rank]
         return end_us - self.update_us[rank] + ballot_us
 
     def _of_updates_us(self, program: Sequence[Action]) -> float:

@@ -30,7 +30,7 @@ The model, event by event:
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import assert_never
 
 from dpipe.errors import ScheduleError
@@ -41,14 +41,25 @@ from dpipe.schedule.links import counterpart
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas, StageExchanges
-from dpipe.timeline.machine import Machines
+from dpipe.timeline.machine import Clock, Machines
 from dpipe.timeline.span import Lane, Span, Timeline
-from dpipe.timeline.votes import Votes
+from dpipe.timeline.votes import Votes, vote_delays_us
+
+
+def _check_stages(schedule: Schedule, cost: Cost) -> None:
+    if schedule.num_stages != cost.num_stages:
+        raise ScheduleError(
+            f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
+        )
 
 
 class Simulation:
     """The ranks and their links while a schedule unfolds, `num_steps` times at most; makes the
     spans.
+
+    The coordinator's own rank has its verdict one delay before all others, so that its replica is
+    unlike the others. `mirrors_votes` takes it to be like them: one replica is simulated then, and
+    the step time comes out at most that delay too long.
     """
 
     def __init__(
@@ -60,25 +71,25 @@ class Simulation:
         replicas: Replicas | None = None,
         ballots: Network | None = None,
         num_steps: int = 1,
+        *,
+        mirrors_votes: bool = False,
     ) -> None:
-        if schedule.num_stages != cost.num_stages:
-            raise ScheduleError(
-                f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
-            )
+        _check_stages(schedule, cost)
         self.schedule = schedule
         self.cost = cost
         self.network = network
         self.replicas = replicas
-        self.mirrored = ballots is None and not hosts and self._replicas_are_alike
+        self.ballots = ballots
+        told_apart = hosts or (ballots is not None and not mirrors_votes)
+        self.mirrored = not told_apart and self._replicas_are_alike
         self.programs = schedule.programs * self._num_simulated
         self.num_steps = num_steps
         self.machines = Machines(network, len(self.programs), hosts)
-        self.clock = self.machines.clock
         # By rank, when it began each step, and in the end when it would have begun one more.
         self.starts_us: list[list[float]] = [[] for _ in self.programs]
         # By step and replica.
         self.done: defaultdict[tuple[int, int], set[Action]] = defaultdict(set)
-        self.position = [0 for _ in self.programs]
+        self.position = [0] * len(self.programs)
         # When the rank ran out of work; None while it computes.
         self.idle_since: list[float | None] = [None for _ in self.programs]
         # What the rank's next action still lacks.
@@ -86,8 +97,11 @@ class Simulation:
         # By rank, the STEPs after which parameters are still exchanged.
         self.unsettled: list[set[Action]] = [set() for _ in self.programs]
         self.exchanges = self._stage_exchanges()
-        self.ballots = ballots
         self.votes: dict[int, Votes] = {}  # by step
+
+    @property
+    def clock(self) -> Clock:
+        return self.machines.clock
 
     @property
     def _num_simulated(self) -> int:
@@ -99,9 +113,24 @@ class Simulation:
     @property
     def _replicas_are_alike(self) -> bool:
         """Then one of them is simulated, and stands for all."""
-        return self.replicas is not None and self.replicas.alike(
-            self.network, self.schedule.num_ranks
-        )
+        if self.replicas is None:
+            return False
+        if self.ballots is not None and self.ballots.links:
+            return False
+        num_ranks = self.schedule.num_ranks
+        return self.replicas.alike(self.network, num_ranks)
+
+    @cached_property
+    def vote_delays_us(self) -> list[tuple[float, float]]:
+        """By rank, of its ballot and of the verdict. A replica that stands for all is one that the
+        coordinator is not in.
+        """
+        if self.ballots is None:
+            return []
+        if self.mirrored:
+            first = self.schedule.num_ranks
+            return [vote_delays_us(self.ballots, first) for _ in self.programs]
+        return [vote_delays_us(self.ballots, rank) for rank in range(len(self.programs))]
 
     def _stage_exchanges(self) -> StageExchanges | None:
         if self.replicas is None:
@@ -351,8 +380,7 @@ class Simulation:
             self.complete(rank, action, step)
             return
         if step not in self.votes:
-            num_ranks = len(self.programs)
-            self.votes[step] = Votes(self.clock, self.ballots, num_ranks, self._voted)
+            self.votes[step] = Votes(self.clock, self.vote_delays_us, self._voted)
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:

@@ -8,7 +8,7 @@ travel to the coordinator on rank 0's host, and the verdict comes back.
 A ballot is some hundred bytes, so that its delay is all that counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dpipe.network.link import Network
@@ -29,31 +29,35 @@ def delay_us(
     return network.link(source, target).delay_us
 
 
+def vote_delays_us(network: Network, rank: int) -> tuple[float, float]:
+    """Of the ballot of `rank`, and of the verdict on its way back."""
+    ballot_us = delay_us(network, rank, COORDINATOR)
+    verdict_us = delay_us(network, COORDINATOR, rank)
+    return ballot_us, verdict_us
+
+
 class Votes:
-    """One vote of `num_ranks` over `network`; `over(rank)` is called when a rank has the
-    verdict.
+    """One vote of all ranks; `delays_us` are their `vote_delays_us`, and `over(rank)` is called
+    when a rank has the verdict.
     """
 
     def __init__(
         self,
         clock: Clock,
-        network: Network,
-        num_ranks: int,
+        delays_us: Sequence[tuple[float, float]],
         over: Callable[[int], None],
     ) -> None:
         self._clock = clock
-        self._network = network
-        self._num_ranks = num_ranks
+        self._delays_us = delays_us
         self._over = over
-        self._missing = num_ranks
+        self._missing = len(delays_us)
 
     def cast(self, rank: int) -> None:
-        due_us = self._clock.now_us + delay_us(self._network, rank, COORDINATOR)
-        self._clock.at(due_us, self._arrive)
+        ballot_us, _ = self._delays_us[rank]
+        self._clock.at(self._clock.now_us + ballot_us, self._arrive)
 
     def _arrive(self) -> None:
         self._missing -= 1
         if self._missing == 0:
-            for rank in range(self._num_ranks):
-                due_us = self._clock.now_us + delay_us(self._network, COORDINATOR, rank)
-                self._clock.at(due_us, partial(self._over, rank))
+            for rank, (_, verdict_us) in enumerate(self._delays_us):
+                self._clock.at(self._clock.now_us + verdict_us, partial(self._over, rank))

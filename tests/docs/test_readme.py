@@ -31,9 +31,10 @@ def test_readme_draws_the_schedule_that_the_code_makes() -> None:
 
 
 def test_readme_quotes_the_table_of_the_results() -> None:
-    """Without the column of what is predicted of the published system."""
+    """As it is there, or without the column of what is predicted of the published system."""
     results = {tuple(cells(line)) for line in text_of(DOCS / "results.md").splitlines()}
-    quoted = {(row[0], row[1], *row[3:]) for row in results if len(row) == 7}
-    table = [cells(line) for line in text_of(README).splitlines() if "Gbit/s |" in line]
-    assert len(table) == 5
+    quoted = results | {(row[0], row[1], *row[3:]) for row in results if len(row) == 7}
+    table = [cells(line) for line in text_of(README).splitlines() if line.startswith("| 0.1 ms")]
+    table += [cells(line) for line in text_of(README).splitlines() if "ms, " in line[:10]]
+    assert len(table) > 5
     assert {tuple(row) for row in table} <= quoted

@@ -5,6 +5,7 @@ results file says.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import DOCS, ROOT, text_of
@@ -68,24 +69,47 @@ def test_every_figure_that_readme_had_is_on_a_page() -> None:
     assert not lost
 
 
+def marked(name: str) -> list[list[str]]:
+    """The cells of the table that scripts/table.py has put on the page."""
+    found = re.search(rf"<!-- {name} replay -->\n(.*?)\n<!-- end -->", text_of(RESULTS), re.DOTALL)
+    assert found is not None
+    lines = found[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    path = ROOT / f"scripts/results/{name}.jsonl"
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_table_of_the_networks_says_what_the_results_file_says() -> None:
+    """Each prediction is that of the day; what today's is takes scripts/table.py minutes to say."""
+    if not (ROOT / "scripts/results/gpt3xl_networks.jsonl").exists():
+        assert marked("gpt3xl_networks") == [["Not measured yet."]]
+        return
+    _, _, *rows = marked("gpt3xl_networks")
+    shown = [
+        [float(cell.split(" ")[0]) for cell in cells]
+        for row in rows
+        for cells in (row[2:4], row[4:6])
+        if cells[0]
+    ]
+    lines = lines_of("gpt3xl_networks")
+    said = [[round(line[key], 2) for key in ("predicted_s", "measured_s")] for line in lines]
+    assert sorted(shown) == sorted(said)
+
+
 def test_table_of_the_lab_says_what_the_results_file_says() -> None:
     """Seconds alone: what each is of its prediction takes scripts/table.py minutes to say."""
-    marked = re.search(
-        r"<!-- gpt3xl_gpipe_network replay -->\n(.*?)\n<!-- end -->", text_of(RESULTS), re.DOTALL
-    )
-    assert marked is not None
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in marked[1].splitlines()
-    ]
+    head, _, *rows = marked("gpt3xl_gpipe_network")
     shown = {
         (row[0], system): cell.split(" ")[0]
         for row in rows
         for system, cell in zip(head[1:], row[1:], strict=True)
         if not system.startswith("published")
     }
-    lines = (ROOT / "scripts/results/gpt3xl_gpipe_network.jsonl").read_text("utf-8").splitlines()
     measured = {}
-    for line in map(json.loads, lines):
+    for line in lines_of("gpt3xl_gpipe_network"):
         if line["mode"] == "replay" and line["delay_ms"] is not None and line["data_parallel"] == 1:
             network = f"{line['delay_ms']:g} ms, {line['bandwidth_gbps']:g} Gbit/s"
             system = f"{line['engine']} {line['schedule']} {line['wire']}"
