@@ -68,11 +68,8 @@ LOCAL_SGD_ENGINE = "dpipe local-sgd"
 WAYS = [("dpipe", "1f1b"), ("dpipe", "zero-bubble"), ("dpipe", "auto")]
 REPLICATED_WAYS = [("dpipe", "auto"), (LOCAL_SGD_ENGINE, "auto")]
 PAGE_WIRES = ("fp32", "bf16")  # of the table that README shows
-WIRES = {
-    "fp32": "none",
-    "bf16": "bf16",
-    "int8": "int8",
-}  # as the table says it: as the configuration says it
+# By the table's name, the configuration's.
+WIRES = {"fp32": "none", "bf16": "bf16", "int8": "int8"}
 
 # Four replicas: the published system reduces to one of them and broadcasts back, and overlaps
 # nothing.

@@ -61,7 +61,8 @@ def names() -> list[str]:
 
 
 def test_every_table_has_its_rows_kept(table) -> None:
-    assert names() == sorted(table.TABLES)
+    predicted = set(table.TABLES) - {table.NETWORKS}  # which has only measured rows
+    assert names() == sorted(predicted)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "gpt3xl_gpipe_network"])
