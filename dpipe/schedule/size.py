@@ -4,7 +4,7 @@ or hours. 512 GPUs are within the bounds, however they are divided among stages 
 """
 
 MAX_STAGES = 4096
-MAX_COMPUTATIONS = 1 << 18  # stages x micro-batches x replicas
+MAX_COMPUTATIONS = 1 << 19  # stages x micro-batches x replicas
 # Between replicas, of all stages, each times those that share its sender's egress.
 MAX_MESSAGE_SHARES = 1 << 28
 

@@ -16,7 +16,10 @@ def parts_of(timeline: Timeline) -> set[tuple[int, Lane, str]]:
 
 
 def waits_for_vote(timeline: Timeline, rank: int) -> bool:
-    return any(span.action.op is Op.VOTE for span in timeline.on(rank, Lane.WAIT))
+    """Whether `rank` waits at VOTE for more than its own messages, which have to leave first."""
+    waits = [span for span in timeline.on(rank, Lane.WAIT) if span.action.op is Op.VOTE]
+    sent_us = [span.end_us for span in timeline.on(rank, Lane.SEND)]
+    return any(wait.end_us not in sent_us for wait in waits)
 
 
 def test_measured_and_predicted_step_have_the_same_parts(

@@ -778,5 +778,6 @@ OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
     "dpipe.data.corpus:_bigram_bits": "counts the bytes of a text",
+    "dpipe.plan.launcher_costs:from_text": "what the launcher of a rank, its parent, has counted",
     "dpipe.report.rows:take": "what rank 0, a child of this process, has written to a pipe",
 }

@@ -37,7 +37,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BrokenPath]]:
             for rank, address in addresses.items():
                 assert address is not None
                 port = int(address.rpartition(":")[2])
-                path = BrokenPath(port, reset_after=50_000, seed=len(made))
+                path = BrokenPath(port, reset_after=20_000, seed=len(made))
                 made.append(stack.enter_context(path))
                 through[rank] = path.address
             connect(end, through, peers)
