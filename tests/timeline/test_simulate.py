@@ -63,7 +63,7 @@ def starts_us(case, ballots, replicas, num_steps: int) -> list[list[float]]:
     return many.starts_us
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)  # of 72 steps each
 @given(cases(), st.booleans(), st.sampled_from(REPLICAS))
 def test_step_time_is_the_mean_of_many_steps_to_come(case, votes, replicas):
     schedule, cost, net = case
