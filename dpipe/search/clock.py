@@ -11,6 +11,7 @@ One step of 12 stages and 64 micro-batches takes 10 ms of a core, where a simula
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,7 +149,7 @@ class Times:
     held_up: frozenset[Step]  # steps whose message had to let others of their rank leave first
 
 
-class PipelineClock:
+class PipelineClock(ABC):
     """The ranks while they compute."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -174,9 +175,9 @@ class PipelineClock:
             for rank, in_turn in enumerate(pipeline.sends_in_turn)
         ]
 
+    @abstractmethod
     def next_step(self, rank: int) -> Step | None:
         """What an idle rank does now; None: it waits for what will come."""
-        raise NotImplementedError
 
     def run(self) -> Times:
         for rank in range(len(self.programs)):
