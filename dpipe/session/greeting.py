@@ -6,6 +6,7 @@
     HMAC(secret, "dials" | challenges | hello)  ----->  right? and is this rank waited for?
     right?              <-----------------------------  state, HMAC(secret, "answers" | challenges |
                                                         hello | state), or why not
+    heard               ----------------------------->  (of a session that goes on) go on
 
 The secret of a first connection is the token. It gives the two ends a new one, HMAC(token, "again"
 | challenges | hello), which every later connection of the same session must prove: whoever knows
@@ -15,6 +16,9 @@ run. The state is what the dialled end has received; the dialler's is in its hel
 No secret is ever sent, and a proof holds for one connection only. The dialler proves itself first,
 so that a stranger learns nothing. Without TLS this keeps strangers out, but not somebody on the
 path who changes bytes afterwards.
+
+A session goes on once the dialler has heard the state. Were it behind the state on the connection,
+TCP could send both again in one large packet, and a path that loses those would lose the state too.
 """
 
 import hmac
@@ -106,6 +110,16 @@ def welcome(sock: socket.socket, dialler: Dialler, deadline: float, state: Greet
     """Let the dialler in. `state` says what has arrived here."""
     proof = _answer_proof(dialler, state)
     _send(sock, Greeting(proof=proof, received=state.received, stalled=state.stalled), deadline)
+
+
+def confirm(sock: socket.socket, deadline: float) -> None:
+    """Say, as the end that dialled, that the state was heard."""
+    _send(sock, Greeting(), deadline)
+
+
+def await_confirmation(sock: socket.socket, deadline: float) -> None:
+    """Raises `ConnectionError` where the dialler has left."""
+    _receive(sock, deadline)
 
 
 def refuse(sock: socket.socket, reason: str, deadline: float) -> None:

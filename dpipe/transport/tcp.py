@@ -255,6 +255,7 @@ class TcpTransport(Mesh[TcpConnection]):
             if greeted.stalled and not may_stall:
                 sock.close()
                 return False
+            greeting.confirm(sock, deadline)
             session.attach(Frames(stream_over(sock)), greeted.received, hello.received)
         return True
 
@@ -335,6 +336,7 @@ class TcpTransport(Mesh[TcpConnection]):
             raise
         state = Greeting(received=session.detach(), stalled=session.stalled)
         greeting.welcome(sock, dialler, deadline, state)
+        greeting.await_confirmation(sock, deadline)
         session.attach(Frames(stream_over(sock)), hello.received, state.received)
         _log_resumed(connection, broke_at)
         return session
