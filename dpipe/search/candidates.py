@@ -53,6 +53,7 @@ def bounds(
     return least, limit
 
 
+# What was published has the depth that its generator has by default, or that of ZB-H2.
 def generated(
     num_stages: int,
     num_microbatches: int,
@@ -60,7 +61,9 @@ def generated(
     shallowest: int,
     limit: int,
 ) -> Iterator[Schedule]:
-    """What every generator makes for so many stages a rank, from `shallowest` up to what fits."""
+    """What every generator makes for so many stages a rank: as published, and from `shallowest` up
+    to the depth at which nothing but `limit` holds a rank back.
+    """
 
     def made_by(generator: Generator, **parameters: int) -> Schedule:
         several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
@@ -81,9 +84,12 @@ def generated(
         or (stages_per_rank == 1 and not generator.needs_several_stages)
     ]
     for generator in usable:
-        if "in_flight" not in generator.takes:
-            yield made_by(generator)
-    for depth in _growing(shallowest, limit):
+        yield made_by(generator)
+    deepest = limit
+    if stages_per_rank == 1:
+        deepest *= num_stages
+    zb_h2 = 2 * num_stages - 1
+    for depth in sorted({zb_h2, *_growing(shallowest, deepest)}):
         for generator in usable:
             if "in_flight" not in generator.takes:
                 continue

@@ -76,6 +76,14 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
         assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
 
 
+def test_search_knows_published_schedules_that_are_deeper_than_a_step_has_micro_batches():
+    """ZB-H2 with fewer micro-batches than its warm-up is long: middle ranks do all forwards."""
+    costs = cost(12)
+    found_us = step_us(search(12, 12, costs, FAST, ballots=FAST), costs, FAST, ballots=FAST)
+    zb_h2 = generate("zero-bubble", 12, 12, in_flight=23)
+    assert found_us <= step_us(zb_h2, costs, FAST, ballots=FAST) + 0.5
+
+
 @settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(1, 30), min_size=4, max_size=4),
