@@ -27,7 +27,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
-from dpipe.search.candidates import bounds, generated, patient, rules
+from dpipe.search.candidates import bounds, generated, patient, published, rules
 from dpipe.search.clock import (
     Pipeline,
     Programs,
@@ -104,19 +104,45 @@ def search(
         ballots=ballots,
     )
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
-    published = [
-        candidate
-        for candidate in generated(
-            num_stages,
-            num_microbatches,
-            stages_per_rank,
-            shallowest,
-            limit,
-        )
-        if max(peak_in_flight(candidate)) <= limit
-    ]
-    memory = _Memory(pipeline, limit, held_bytes, most_bytes)
-    return _Search(pipeline, memory, published, step_us).best()
+    sizes = num_stages, num_microbatches, stages_per_rank
+    memory = _Memory(limit, held_bytes, most_bytes)
+    as_published = memory.within_limit(published(*sizes))
+    others = memory.within_limit(generated(*sizes, shallowest, limit))
+    known = as_published + others
+    found = _searched(pipeline, memory, known)
+    # Of what was published all are simulated, but the best that is known comes first: to see that
+    # another one is slower takes less time.
+    finalists = {each.programs: each for each in found}
+    finalists |= {each.programs: each for each in as_published if memory.fits(each)}
+    if not finalists:
+        # The caller refuses it, with what it would hold, if even this is too much.
+        return min([leanest(*sizes), *known], key=memory.held)
+    return _fastest([*finalists.values()], step_us)
+
+
+def _searched(
+    pipeline: Pipeline,
+    memory: "_Memory",
+    known: Sequence[Schedule],
+) -> Iterator[Schedule]:
+    """The best of a search for each placement of stages in schedules that are known."""
+    for placement in dict.fromkeys(each.rank_of_stage for each in known):
+        placed = replace(pipeline, placement=placement)
+        alike = [each for each in known if each.rank_of_stage == placement]
+        yield from _Search(placed, memory, alike).finalists()
+
+
+# The score of the fast clock is that of a single step, or an estimate where steps overlap. The
+# simulation knows more: several steps in a row, the vote and the exchange of replicas.
+def _fastest(schedules: Sequence[Schedule], step_us: Callable[..., float]) -> Schedule:
+    """In whole microseconds; among equals the first one of those that hold least."""
+    best: tuple[float, int, int] = (math.inf, 0, 0)
+    for number, schedule in enumerate(schedules):
+        found_us = step_us(schedule, most_us=best[0] + 0.5)
+        if found_us < math.inf:
+            held = max(peak_in_flight(schedule))
+            best = min(best, (round(found_us), held, number))
+    return schedules[best[2]]
 
 
 # Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
@@ -154,7 +180,8 @@ def first_fit(
     stages_per_rank: int = 1,
 ) -> Schedule:
     """Some schedule that `search` would weigh, at once: it raises what `search` would, before the
-    time is spent.
+    time is spent. Its stages are dealt out in turn, so that no other's ranks have a link that its
+    ranks do not have.
     """
     least, limit = bounds(
         num_stages,
@@ -203,31 +230,32 @@ class _Memory:
 
     def __init__(
         self,
-        pipeline: Pipeline,
         limit: int,
         held_bytes: HeldBytes | None,
         most_bytes: float,
     ) -> None:
-        self._pipeline = pipeline
         self._held_bytes = held_bytes
         self._most_bytes = most_bytes
         self._limit = limit
 
-    def limits(self) -> tuple[int, ...]:
+    def within_limit(self, schedules: Iterable[Schedule]) -> list[Schedule]:
+        return [each for each in schedules if max(peak_in_flight(each)) <= self._limit]
+
+    def limits(self, pipeline: Pipeline) -> tuple[int, ...]:
         """The most activations that each rank may hold, as far as `greedy` can tell."""
-        ranks = range(self._pipeline.num_ranks)
+        ranks = range(pipeline.num_ranks)
         if self._held_bytes is None or not math.isfinite(self._most_bytes):
             return (self._limit,) * len(ranks)
         fits = [1 for _ in ranks]
         exceeds = [self._limit + 1 for _ in ranks]
-        everything = (self._pipeline.num_microbatches,) * self._pipeline.num_stages
+        everything = (pipeline.num_microbatches,) * pipeline.num_stages
         while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
             times = Greedy(
-                self._pipeline,
+                pipeline,
                 Rule(everything, tuple(middle)),
             ).run()
-            schedule = schedule_of(self._pipeline, times.programs, "")
+            schedule = schedule_of(pipeline, times.programs, "")
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
                 side[rank] = middle[rank]
@@ -242,28 +270,27 @@ class _Memory:
 
 
 class _Search:
-    """One search, from candidates to the best one."""
+    """One search for one placement of the stages, from candidates to the best ones."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         memory: _Memory,
-        published: Sequence[Schedule],
-        step_us: Callable[..., float],
+        generated: Sequence[Schedule],
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
-        self._published = published
-        self._step_us = step_us
-        self._limits = memory.limits()
+        self._generated = generated
+        self._limits = memory.limits(pipeline)
         self._enough_us = lower_bound_us(pipeline) * (1 + _CLOSE)
         self._names: dict[Programs, str] = {}
         self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
-    def best(self) -> Schedule:
-        published = [*self._replayed()]
+    def finalists(self) -> list[Schedule]:
+        """The best of what it found, and of what the generators made."""
+        replayed = [*self._replayed()]
         orders = [
-            *filter(self._within_limits, published),
+            *filter(self._within_limits, replayed),
             *self._greedy(),
         ]
         improved = improve(
@@ -273,20 +300,9 @@ class _Search:
             enough_us=self._enough_us,
             max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
         )
-        finalists = {
-            finalist.programs: finalist
-            for times in (
-                improved,
-                sorted(published, key=_score_us),
-            )
-            for finalist in self._fitting(times)
-        }
-        if not finalists:
-            return min(
-                [self._leanest(), *self._published],
-                key=self._memory.held,
-            )
-        return self._fastest(finalists.values())
+        replayed.sort(key=_score_us)
+        best = [*self._fitting(improved), *self._fitting(replayed)]
+        return [*{schedule.programs: schedule for schedule in best}.values()]
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
@@ -299,27 +315,8 @@ class _Search:
             )
         )
 
-    # The score of the fast clock is that of a single step, or an estimate where steps overlap.
-    # The simulation knows more: several steps in a row, the vote and the exchange of replicas.
-    def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
-        """In whole microseconds; among equals the first one of those that hold least."""
-        best: tuple[float, int, int] = (math.inf, 0, 0)
-        schedules = [*schedules]
-        for number, schedule in enumerate(schedules):
-            step_us = self._step_us(schedule, most_us=best[0] + 0.5)
-            if step_us < math.inf:
-                best = min(
-                    best,
-                    (
-                        round(step_us),
-                        max(peak_in_flight(schedule)),
-                        number,
-                    ),
-                )
-        return schedules[best[2]]
-
     def _replayed(self) -> Iterator[Times]:
-        for schedule in self._published:
+        for schedule in self._generated:
             times = Replay(self._pipeline, programs_of(schedule)).run()
             self._names.setdefault(times.programs, schedule.name)
             yield times
@@ -393,16 +390,6 @@ class _Search:
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")
         return schedule_of(self._pipeline, times.programs, name)
-
-    # The last resort: the caller refuses it, with what it would hold, if even this is too much.
-    def _leanest(self) -> Schedule:
-        pipeline = self._pipeline
-        stages_per_rank = len(pipeline.stages_of[0])
-        return leanest(
-            pipeline.num_stages,
-            pipeline.num_microbatches,
-            stages_per_rank,
-        )
 
 
 def _score_us(times: Times) -> float:

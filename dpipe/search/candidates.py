@@ -20,6 +20,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import (
     AUTO,
     GENERATORS,
+    ZERO_BUBBLE,
     Generator,
     generate,
     gpipe,
@@ -53,7 +54,16 @@ def bounds(
     return least, limit
 
 
-# What was published has the depth that its generator has by default, or that of ZB-H2.
+def published(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Schedule]:
+    """What every generator makes for so many stages a rank, with the parameters of its paper."""
+    for generator in _usable(stages_per_rank):
+        make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+        yield make()
+        if generator is ZERO_BUBBLE:
+            yield make(memory_limit=num_stages)  # ZB-H1
+            yield make(in_flight=2 * num_stages - 1)  # ZB-H2
+
+
 def generated(
     num_stages: int,
     num_microbatches: int,
@@ -61,11 +71,33 @@ def generated(
     shallowest: int,
     limit: int,
 ) -> Iterator[Schedule]:
-    """What every generator makes for so many stages a rank: as published, and from `shallowest` up
-    to what fits.
+    """What those with a depth make, from `shallowest` up to what fits. Stages are dealt out in
+    turn.
     """
+    deep = [each for each in _usable(stages_per_rank) if "in_flight" in each.takes]
+    for depth in _growing(shallowest, limit):
+        for generator in deep:
+            make = _maker(generator, num_stages, num_microbatches, stages_per_rank)
+            made = partial(make, in_flight=depth)
+            if "memory_limit" in generator.takes:
+                yield from _until_unlimited(made, _held(depth, limit))
+            else:
+                yield made()
 
-    def made_by(generator: Generator, **parameters: int) -> Schedule:
+
+def _usable(stages_per_rank: int) -> list[Generator]:
+    return [each for each in GENERATORS.values() if each.deals_out(stages_per_rank)]
+
+
+def _maker(
+    generator: Generator,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+) -> Callable[..., Schedule]:
+    """What makes schedules of a size from `in_flight` and `memory_limit`, named as "auto" says."""
+
+    def make(**parameters: int) -> Schedule:
         several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
         schedule = generate(
             generator.name,
@@ -77,24 +109,7 @@ def generated(
         values = ", ".join(f"{key}={value}" for key, value in parameters.items())
         return replace(schedule, name=f"{AUTO}: {generator.name} {values}".rstrip())
 
-    usable = [
-        generator
-        for generator in GENERATORS.values()
-        if (stages_per_rank > 1 and generator.takes_several_stages)
-        or (stages_per_rank == 1 and not generator.needs_several_stages)
-    ]
-    for generator in usable:
-        yield made_by(generator)
-    zb_h2 = 2 * num_stages - 1
-    for depth in sorted({zb_h2, *_growing(shallowest, limit)}):
-        for generator in usable:
-            if "in_flight" not in generator.takes:
-                continue
-            make = partial(made_by, generator, in_flight=depth)
-            if "memory_limit" in generator.takes:
-                yield from _until_unlimited(make, _held(depth, limit))
-            else:
-                yield make()
+    return make
 
 
 def _until_unlimited(
