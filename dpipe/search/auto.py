@@ -45,7 +45,7 @@ from dpipe.timeline.votes import COORDINATOR, delay_us
 
 # How much a search may do, counted so that every rank of a run and every machine finds the same.
 # Twelve stages with 64 micro-batches take about three seconds of a core at most; small steps, where
-# a few orders more are cheap, get more of everything. With these counts all 120 steps of
+# a few orders more are cheap, get more of everything. With these counts all 180 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
 _MOST_REPLAYED = 60_000  # computations in all trials of a large step
