@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +166,16 @@ def test_search_counts_what_it_tries_so_that_its_time_is_bounded(monkeypatch):
     monkeypatch.setattr(PipelineClock, "run", counted)
     search(12, 64, cost(12), SLOW)
     assert len(runs) < 250
+
+
+@pytest.mark.parametrize("profile", ["regional", "two-sites"])  # those that take longest
+def test_search_of_twelve_stages_and_64_micro_batches_takes_seconds_of_a_core(profile):
+    """Two to three of one core; a core that is shared by hyperthreads may take twice as long."""
+    network = load_network(PROFILES / f"{profile}.toml")
+    costs = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 << 20)
+    began_s = time.process_time()
+    search(12, 64, costs, network)
+    assert time.process_time() - began_s < 6
 
 
 def test_search_is_deterministic():
