@@ -12,6 +12,7 @@ to the replica k further on it gets, at the same moment, from the one k before.
 `tests/timeline/test_replicas.py` holds it against the simulation of all.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Replicas:
         """
         if not self.exchange.symmetric:
             return False
+        if not self._interfaces_alike(network, per_replica):
+            return False
         if not network.links:
             return True
         ranks = range(per_replica)
@@ -83,9 +86,24 @@ class Replicas:
         first, second = pair
         source = self.rotated(first, replica, per_replica)
         target = self.rotated(second, replica, per_replica)
-        if network.link(source, target) != network.link(first, second):
-            return False
-        return network.egress_gbps(source) == network.egress_gbps(first)
+        return network.link(source, target) == network.link(first, second)
+
+    def _interfaces_alike(self, network: Network, per_replica: int) -> bool:
+        """Whether no replica shares an interface with another, and all share theirs alike."""
+        for rank, by in product(range(per_replica), range(self.count)):
+            own = network.interface(rank).ranks
+            # What comes in from other replicas is seen only where these are simulated as well.
+            if max(own) >= per_replica or not math.isinf(network.ingress_gbps(rank)):
+                return False
+            other = self.rotated(rank, by, per_replica)
+            theirs = tuple(self.rotated(each, by, per_replica) for each in own)
+            if network.interface(other).ranks != theirs:
+                return False
+            if not math.isinf(network.ingress_gbps(other)):
+                return False
+            if network.egress_gbps(other) != network.egress_gbps(rank):
+                return False
+        return True
 
     def rotated(
         self,
@@ -377,8 +395,7 @@ class StageExchanges:
             self._advance(leg)
 
         arrived: Since = lambda _: self._arrive(leg, message)  # noqa: E731
-        sender = self._machines.sender(leg.rank)
-        sender.send(target, size, left, arrived)
+        self._machines.wires.send(leg.rank, target, size, left, arrived)
 
     def _note(self, leg: _Leg, span: Span) -> None:
         """As a run does, which reads at the end of a step what has been exchanged in it."""

@@ -52,6 +52,7 @@ def simulate(
     hosts: Sequence[Host] = (),
     replicas: Replicas | None = None,
     ballots: Network | None = None,
+    costs: Sequence[Cost] = (),
 ) -> Timeline:
     """A steady step of `schedule`, and as `step_us` the step time; one that is not lowered is
     lowered first, and one without a backward pass is simulated alone.
@@ -59,10 +60,11 @@ def simulate(
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
     REDUCE_GRAD. `ballots` is the network that VOTE crosses; by default no rank waits for a vote.
+    `costs` are what actions take by replica, where their machines differ.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
-    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots)
+    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots, costs)
     if not schedule.trains:
         return simulate_alone(scenario)
     return Steady(scenario.lowered()).steady_step()
@@ -109,8 +111,9 @@ class Steady(Simulation):
         # By rank, what its last exchange takes at least behind its last computation.
         self.tail_us: list[float] = []
         for rank, program in enumerate(self.programs):
-            self.left_us.append(sum(map(self.cost.duration_us, program)))
-            self.update_us.append(self._of_updates_us(program))
+            cost = self.cost_at(rank)
+            self.left_us.append(sum(map(cost.duration_us, program)))
+            self.update_us.append(_of_updates_us(cost, program))
             self.tail_us.append(self._of_exchange_us(rank))
 
     def steady_step(self) -> Timeline:
@@ -213,7 +216,7 @@ class Steady(Simulation):
         first = self.machines.step[rank] == 0
         if first and self._least_us(rank, action) > self._certain_us:
             raise _LateError
-        self.left_us[rank] -= self.cost.duration_us(action)
+        self.left_us[rank] -= self.cost_at(rank).duration_us(action)
         super().compute(rank, action)
 
     @property
@@ -236,10 +239,6 @@ class Steady(Simulation):
         ballot_us, _ = self.vote_delays_us[rank]
         return end_us - self.update_us[rank] + ballot_us
 
-    def _of_updates_us(self, program: Sequence[Action]) -> float:
-        updates = [action for action in program if action.op is Op.STEP]
-        return sum(map(self.cost.duration_us, updates))
-
     def _of_exchange_us(self, rank: int) -> float:
         """How long the gradient of a rank's stage is on its way at least. Several stages hide each
         other's exchange.
@@ -254,6 +253,11 @@ class Steady(Simulation):
 
 class _LateError(Exception):
     pass
+
+
+def _of_updates_us(cost: Cost, program: Sequence[Action]) -> float:
+    updates = [action for action in program if action.op is Op.STEP]
+    return sum(map(cost.duration_us, updates))
 
 
 def _place(span: Span) -> tuple[int, str, str, str, float]:
