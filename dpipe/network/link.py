@@ -181,7 +181,9 @@ class Network:
 
     def interface(self, rank: int) -> Interface:
         """What `rank` sends and receives through."""
-        return self._interfaces.get(rank, Interface((rank,)))
+        if rank not in self._interfaces:
+            self._interfaces[rank] = Interface((rank,))
+        return self._interfaces[rank]
 
     def share_machine(self, rank: int, other: int) -> bool:
         """Whether what they send each other passes no interface."""
@@ -207,7 +209,7 @@ class Network:
         return math.inf if ingress_gbps is None else ingress_gbps
 
     @cached_property
-    def _interfaces(self) -> Mapping[int, Interface]:
+    def _interfaces(self) -> dict[int, Interface]:
         """By rank."""
         by_rank: dict[int, Interface] = {}
         for interface in self.interfaces:

@@ -47,6 +47,13 @@ class _Moving(Generic[T]):
 
 
 @dataclass(slots=True)
+class _Queue(Generic[T]):
+    most_bits_per_us: float
+    moving: list[_Moving[T]] = field(default_factory=list)  # one a link, in order of arrival
+    wanted: float = 0.0  # the rate that it can use; infinite where it is more than there is
+
+
+@dataclass(slots=True)
 class _Link(Generic[T]):
     flow: Flow
     # Number, item, bytes.
@@ -76,8 +83,7 @@ class SharedRate(Generic[T]):
         self._begun = begun
         self._links: dict[Ends, _Link[T]] = {}
         self._numbers = count()
-        # By queue, in order of arrival: one a link that is busy.
-        self._queues: dict[Hashable, list[_Moving[T]]] = {}
+        self._queues: dict[Hashable, _Queue[T]] = {}  # those that are not empty
         self._served: list[_Moving[T]] = []  # those that are not at a halt
         self._settled_us = 0.0  # until when `bits_left` is accounted for
         self._first: _Moving[T] | None = None  # the one that will be through next
@@ -122,8 +128,9 @@ class SharedRate(Generic[T]):
         assert moved.start_us is not None
         self._settle(due_us)
         queue = self._queues[moved.flow.queue]
-        queue.remove(moved)
-        if not queue:
+        queue.moving.remove(moved)
+        self._measure(queue)
+        if not queue.moving:
             del self._queues[moved.flow.queue]
         self._load(moved.ends, self._links[moved.ends])
         self._share()
@@ -135,9 +142,13 @@ class SharedRate(Generic[T]):
         if link.busy:
             number, item, num_bytes = link.waiting.popleft()
             moving = _Moving(ends, link.flow, number, item, num_bytes * 8)
-            queue = self._queues.setdefault(link.flow.queue, [])
+            name = link.flow.queue
+            if name not in self._queues:
+                self._queues[name] = _Queue(link.flow.queue_bits_per_us)
+            queue = self._queues[name]
             # Not at its end: it may have waited for its link for longer than others here.
-            insort(queue, moving, key=_by_number)
+            insort(queue.moving, moving, key=_by_number)
+            self._measure(queue)
 
     def _settle(self, now_us: float) -> None:
         """Account for what has left since the rates last changed."""
@@ -154,31 +165,26 @@ class SharedRate(Generic[T]):
             moving.left_us = math.inf
         self._served = []
         left = self._bits_per_us
-        if len(self._queues) == 1:
-            (queue,) = self._queues.values()
-            self._serve(queue, min(self._wanted(queue), left))
-        else:
-            wanted = [(self._wanted(q), q[0].number, q) for q in self._queues.values()]
-            # Max-min fairness: the modest are served first, so that what they leave of their share
-            # is known when the others' is cut. Numbers differ: queues are not compared.
-            wanted.sort()
-            for served, (limit, _, queue) in enumerate(wanted):
-                share = left / (len(wanted) - served)
-                left -= self._serve(queue, min(limit, share))
+        # Max-min fairness: the modest are served first, so that what they leave of their share is
+        # known when the others' is cut.
+        queues = sorted(self._queues.values(), key=_by_wish)
+        for served, queue in enumerate(queues):
+            share = left / (len(queues) - served)
+            left -= self._serve(queue.moving, min(queue.wanted, share))
         self._first = min(self._served, key=_by_time_left, default=None)
-        if self._first is None and self._queues:
-            self._first = min((queue[0] for queue in self._queues.values()), key=_by_number)
+        if self._first is None and queues:
+            self._first = min((queue.moving[0] for queue in queues), key=_by_number)
 
-    def _wanted(self, queue: Sequence[_Moving[T]]) -> float:
-        """The rate that a queue can use; infinite where it is more than there is."""
-        most = queue[0].flow.queue_bits_per_us
-        wanted = 0.0
-        for moving in queue:
-            wanted += moving.flow.bits_per_us
+    def _measure(self, queue: _Queue[T]) -> None:
+        """Its members have changed."""
+        queue.wanted = 0.0
+        for moving in queue.moving:
+            queue.wanted += moving.flow.bits_per_us
             # A queue may be long, and its first message may take all.
-            if wanted > self._bits_per_us:
-                return most
-        return min(wanted, most)
+            if queue.wanted > self._bits_per_us:
+                queue.wanted = math.inf
+                break
+        queue.wanted = min(queue.wanted, queue.most_bits_per_us)
 
     def _serve(self, queue: Sequence[_Moving[T]], bits_per_us: float) -> float:
         """Give out `bits_per_us` in order of arrival. Returns how much of it is used."""
@@ -188,7 +194,8 @@ class SharedRate(Generic[T]):
         for moving in queue:
             if left <= nothing:
                 break
-            share = min(moving.flow.bits_per_us, left)
+            wanted = moving.flow.bits_per_us
+            share = wanted if wanted < left else left
             if share > nothing:
                 self._move(moving, share)
                 left -= share
@@ -203,6 +210,10 @@ class SharedRate(Generic[T]):
             moving.start_us = self._settled_us
             if self._begun is not None:
                 self._begun(moving.item)
+
+
+def _by_wish(queue: _Queue[T]) -> tuple[float, int]:
+    return queue.wanted, queue.moving[0].number
 
 
 _by_number = attrgetter("number")

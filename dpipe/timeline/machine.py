@@ -181,6 +181,16 @@ class _OnClock(Generic[Item]):
         self._through(sent.item, sent.start_us)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What lies between two ranks."""
+
+    delay_us: float
+    lossy: bool
+    egress: _OnClock[_Message]
+    ingress: _OnClock[Call] | None
+
+
 class Wires:
     """What ranks send each other, on the simulation's clock, and the work that messages are for the
     hosts of both ends.
@@ -201,9 +211,10 @@ class Wires:
         self._clock = clock
         self._network = network
         self._cores = cores
-        # By machine, or by both ranks where these sit on one.
-        self._egress: dict[Hashable, _OnClock[_Message]] = {}
-        self._ingress: dict[Hashable, _OnClock[Call]] = {}
+        # By the ranks of a machine.
+        self._egress: dict[tuple[int, ...], _OnClock[_Message]] = {}
+        self._ingress: dict[tuple[int, ...], _OnClock[Call]] = {}
+        self._ways: dict[tuple[int, int], _Way] = {}  # from rank, to rank
 
     def send(
         self,
@@ -216,16 +227,18 @@ class Wires:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
-        delay_us = self._network.delay_us(source, target, num_bytes)
+        way = self._way(source, target)
+        delay_us = way.delay_us
+        if way.lossy:
+            delay_us = self._network.delay_us(source, target, num_bytes)
         receiver = ("from", source)
         came = self._with_work(target, receiver, num_bytes, delay_us, arrived)
         begun = None
-        if self._passes_ingress(source, target):
+        if way.ingress is not None:
             taken_in = _Both(came)
             came = taken_in.moved
-            first_us = self._network.link(source, target).delay_us
-            take_in = partial(self._take_in, source, target, num_bytes, taken_in.worked)
-            begun = partial(self._later, first_us, take_in)
+            take_in = partial(way.ingress.offer, source, target, taken_in.worked, num_bytes)
+            begun = partial(self._later, way.delay_us, take_in)
 
         def gone(start_us: float) -> None:
             due_us = self._clock.now_us + delay_us
@@ -234,43 +247,44 @@ class Wires:
 
         sender = ("to", target)
         through = self._with_work(source, sender, num_bytes, 0.0, gone)
-        egress = self._egress_of(source, target)
-        egress.offer(source, target, _Message(through, begun), num_bytes)
+        way.egress.offer(source, target, _Message(through, begun), num_bytes)
 
     def _later(self, by_us: float, call: Call) -> None:
         self._clock.at(self._clock.now_us + by_us, call)
 
+    def _way(self, source: int, target: int) -> _Way:
+        if (source, target) not in self._ways:
+            link = self._network.link(source, target)
+            self._ways[source, target] = _Way(
+                link.delay_us,
+                lossy=link.loss_percent > 0,
+                egress=self._egress_of(source, target),
+                ingress=self._ingress_of(source, target),
+            )
+        return self._ways[source, target]
+
     def _egress_of(self, source: int, target: int) -> _OnClock[_Message]:
         network = self._network
-        key: Hashable = network.interface(source).ranks
+        if network.share_machine(source, target):
+            inside: Inside[_Message] = Inside(network, source, target)
+            return _OnClock(self._clock, inside, _leave)
+        machine = network.interface(source).ranks
+        if machine not in self._egress:
+            egress: Egress[_Message] = Egress(network, source, _begin)
+            self._egress[machine] = _OnClock(self._clock, egress, _leave)
+        return self._egress[machine]
+
+    def _ingress_of(self, source: int, target: int) -> _OnClock[Call] | None:
+        """None where nothing but links bounds it."""
+        network = self._network
         inside = network.share_machine(source, target)
-        if inside:
-            key = ("inside", source, target)
-        if key not in self._egress:
-            rate: SharedRate[_Message] = Egress(network, source, _begin)
-            if inside:
-                rate = Inside(network, source, target)
-            self._egress[key] = _OnClock(self._clock, rate, _leave)
-        return self._egress[key]
-
-    def _passes_ingress(self, source: int, target: int) -> bool:
-        if self._network.share_machine(source, target):
-            return False
-        return not math.isinf(self._network.ingress_gbps(target))
-
-    def _take_in(
-        self,
-        source: int,
-        target: int,
-        num_bytes: int,
-        over: Call,
-    ) -> None:
-        """The first bit of a message has come to the interface of `target`."""
-        key = self._network.interface(target).ranks
-        if key not in self._ingress:
-            rate = Ingress[Call](self._network, target)
-            self._ingress[key] = _OnClock(self._clock, rate, _taken_in)
-        self._ingress[key].offer(source, target, over, num_bytes)
+        if inside or math.isinf(network.ingress_gbps(target)):
+            return None
+        machine = network.interface(target).ranks
+        if machine not in self._ingress:
+            ingress: Ingress[Call] = Ingress(network, target)
+            self._ingress[machine] = _OnClock(self._clock, ingress, _taken_in)
+        return self._ingress[machine]
 
     def _with_work(
         self,
