@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tables.devices import V100_FP16_TERAFLOPS, V100_MEMORY_RATE, DeviceParameters
 from tables.form import Parameter
 from tables.iteration import Job, Machine, iteration_s
-from tables.megatron import Device, Shape, Strategy, layer_us, rank_memory
+from tables.megatron import Shape, Strategy, layer_us, rank_memory
 
 # Not published; with other sizes no formula comes near.
 BERT_MICRO_BATCH = Parameter("micro-batch of BERT", 2, "", "deduced from the memory of all rows")
@@ -22,35 +23,17 @@ MICRO_BATCH = {
 }
 BATCH = Parameter("sequences of an iteration", 16, "", "deduced from the times of all rows")
 _ON = "fitted on the four marked rows of BERT on 2 x 2, their time over the baseline"
-TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
-MEMORY_RATE = Parameter("rate of V100's memory", 900, "GB/s", "nominal")
-LINK_RATE = Parameter("all-reduce in the machine", 60, "GB/s", "assumed")
-EFFICIENCY = Parameter("share of both that kernels reach", 0.6, "", "assumed")
-HOST_US = Parameter("host, for an operation", 104, "us", _ON)
-COLLECTIVE_US = Parameter("host, for a collective", 155, "us", _ON)
-CHECKPOINT_US = Parameter("host, for what is recomputed", 350, "us", _ON)
-PARAMETERS = (
-    BERT_MICRO_BATCH,
-    GPT2_MICRO_BATCH,
-    BATCH,
-    TERAFLOPS,
-    MEMORY_RATE,
-    LINK_RATE,
-    EFFICIENCY,
-    HOST_US,
-    COLLECTIVE_US,
-    CHECKPOINT_US,
+DEVICE = DeviceParameters(
+    V100_FP16_TERAFLOPS,
+    V100_MEMORY_RATE,
+    Parameter("all-reduce in the machine", 60, "GB/s", "assumed"),
+    Parameter("share of both that kernels reach", 0.6, "", "assumed"),
+    host_us=Parameter("host, for an operation", 104, "us", _ON),
+    collective_us=Parameter("host, for a collective", 155, "us", _ON),
+    checkpoint_us=Parameter("host, for what is recomputed", 350, "us", _ON),
 )
-V100 = Device(
-    teraflops=TERAFLOPS.value,
-    gigabytes_per_s=MEMORY_RATE.value,
-    link_gigabytes_per_s=LINK_RATE.value,
-    efficiency=EFFICIENCY.value,
-    memory_efficiency=EFFICIENCY.value,
-    host_us=HOST_US.value,
-    host_collective_us=COLLECTIVE_US.value,
-    host_checkpoint_us=CHECKPOINT_US.value,
-)
+PARAMETERS = (BERT_MICRO_BATCH, GPT2_MICRO_BATCH, BATCH, *DEVICE.all)
+V100 = DEVICE.device()
 MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # all is inside one
 VOCABULARY = {"bert-345m": 30522, "gpt2-345m": 50257}
 STRATEGIES = (
