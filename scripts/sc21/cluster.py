@@ -13,6 +13,7 @@ tied       first and last stage add up the gradients of the words' table
 
 from dataclasses import dataclass, replace
 
+from tables.devices import A100_FP16_TERAFLOPS, A100_MEMORY_RATE, DeviceParameters
 from tables.form import Parameter
 from tables.iteration import Job, pipeline_s, stage_cost, update_s
 from tables.megatron import Device, layer_parameters, rank_memory
@@ -62,41 +63,23 @@ class Cluster:
         return (ring + tied) / 1e9
 
 
-# A DGX A100 (80 GB). Nothing but data parallelism is in the row that the efficiency is fitted on.
-EFFICIENCY = Parameter("share of both that kernels reach", 0.728, "", "fitted on 1.7 of table 1")
-TERAFLOPS = Parameter("A100 in fp16", 312, "TFLOP/s", "nominal")
-MEMORY_RATE = Parameter("rate of its memory", 2039, "GB/s", "nominal")
-LINK_RATE = Parameter(
-    "all-reduce in the machine", 235, "GB/s", "assumed: what nccl-tests reach of NVLink's 300"
+_SELDOM = "assumed, and seldom the limit"
+A100 = DeviceParameters(
+    A100_FP16_TERAFLOPS,
+    A100_MEMORY_RATE,
+    Parameter(
+        "all-reduce in the machine", 235, "GB/s", "assumed: what nccl-tests reach of NVLink's 300"
+    ),
+    # Fitted on the row that has nothing but data parallelism in it.
+    Parameter("share of both that kernels reach", 0.728, "", "fitted on 1.7 of table 1"),
+    host_us=Parameter("host, for an operation", 20, "us", _SELDOM),
+    collective_us=Parameter("host, for a collective", 40, "us", _SELDOM),
+    checkpoint_us=Parameter("host, for what is recomputed", 100, "us", _SELDOM),
 )
 CARD_RATE = Parameter("network card of each GPU, each way", 25, "GB/s", "nominal: 200 Gbit/s")
-HOST_US = Parameter("host, for an operation", 20, "us", "assumed, and seldom the limit")
-COLLECTIVE_US = Parameter("host, for a collective", 40, "us", "assumed, and seldom the limit")
-CHECKPOINT_US = Parameter("host, for what is recomputed", 100, "us", "assumed, seldom the limit")
-PARAMETERS = (
-    EFFICIENCY,
-    TERAFLOPS,
-    MEMORY_RATE,
-    LINK_RATE,
-    CARD_RATE,
-    HOST_US,
-    COLLECTIVE_US,
-    CHECKPOINT_US,
-)
-DGX_A100 = Cluster(
-    Device(
-        teraflops=TERAFLOPS.value,
-        gigabytes_per_s=MEMORY_RATE.value,
-        link_gigabytes_per_s=LINK_RATE.value,
-        efficiency=EFFICIENCY.value,
-        memory_efficiency=EFFICIENCY.value,
-        host_us=HOST_US.value,
-        host_collective_us=COLLECTIVE_US.value,
-        host_checkpoint_us=CHECKPOINT_US.value,
-    ),
-    gpus_per_machine=8,
-    card_gigabytes_per_s=CARD_RATE.value,
-)
+PARAMETERS = (*A100.all, CARD_RATE)
+# With GPUs of 80 GB.
+DGX_A100 = Cluster(A100.device(), gpus_per_machine=8, card_gigabytes_per_s=CARD_RATE.value)
 
 
 def predicted(case: Case, cluster: Cluster = DGX_A100) -> Row:

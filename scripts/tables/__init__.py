@@ -3,6 +3,7 @@
 micro_batches.py          GPT-3 XL under GPipe by micro-batch and network
 tcp.py                    what TCP does to messages on the published networks
 megatron.py               Megatron-LM as the simulator sees it: memory of a rank, time of a layer
+devices.py                GPUs: nominal figures, and what a table assumes beside them
 megatron_memory_time.py   BERT and GPT-2 345M by sequence length and strategy: memory, relative time
 iteration.py              an iteration of tensor x pipeline x data parallel ranks, simulated
 scaling.py                rows of tables by cut: how an iteration is predicted, and the errors

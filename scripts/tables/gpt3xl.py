@@ -12,6 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tables.devices import (
+    V100_FP16_TERAFLOPS,
+    V100_FP32_TERAFLOPS,
+    V100_LINK_RATE,
+    V100_MEMORY_GIB,
+    V100_MEMORY_RATE,
+)
 from tables.form import Parameter
 from tables.iteration import Job, Machine
 from tables.megatron import Device, Shape, Strategy, rank_memory
@@ -35,11 +42,6 @@ FP16_EFFICIENCY = Parameter(
     f"{_ON_SIX}fp16, recomputed, micro-batch 1, 1 x 8",
 )
 MEMORY_EFFICIENCY = Parameter("share of the memory's rate", 0.8, "", "assumed")
-V100_FP32_TERAFLOPS = Parameter("V100 in fp32", 15.7, "TFLOP/s", "nominal")
-V100_FP16_TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
-V100_MEMORY = Parameter("rate of V100's memory", 900, "GB/s", "nominal")
-V100_LINK = Parameter("V100's NVLink, each way", 150, "GB/s", "nominal")
-V100_MEMORY_GIB = Parameter("V100's memory", 15.78, "GiB", "nominal: 16,160 MiB")
 LIBRARIES_GIB = Parameter("context of CUDA and buffers of NCCL", 1.5, "GiB", "assumed")
 WORDS = Parameter("words of the classifier", 28_996, "", "nominal: BERT's cased vocabulary")
 MEGATRON_PARAMETERS = (
@@ -51,8 +53,8 @@ MEGATRON_PARAMETERS = (
     MEMORY_EFFICIENCY,
     V100_FP32_TERAFLOPS,
     V100_FP16_TERAFLOPS,
-    V100_MEMORY,
-    V100_LINK,
+    V100_MEMORY_RATE,
+    V100_LINK_RATE,
     V100_MEMORY_GIB,
     LIBRARIES_GIB,
     WORDS,
@@ -63,8 +65,8 @@ def p3_machine(precision: str) -> Machine:
     half = precision == "fp16"
     device = Device(
         (V100_FP16_TERAFLOPS if half else V100_FP32_TERAFLOPS).value,
-        V100_MEMORY.value,
-        V100_LINK.value,
+        V100_MEMORY_RATE.value,
+        V100_LINK_RATE.value,
         (FP16_EFFICIENCY if half else FP32_EFFICIENCY).value,
         MEMORY_EFFICIENCY.value,
         collective_latency_us=LATENCY_US.value,
@@ -218,8 +220,8 @@ PIPE_PARAMETERS = (
     FP32_EFFICIENCY,
     MEMORY_EFFICIENCY,
     V100_FP32_TERAFLOPS,
-    V100_MEMORY,
-    V100_LINK,
+    V100_MEMORY_RATE,
+    V100_LINK_RATE,
     WORDS,
 )
 TABLES = {
