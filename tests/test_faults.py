@@ -12,38 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.small_job import TEXT, small_toml
 
 from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
 pytestmark = pytest.mark.alone
 
-TEXT = (
-    "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
-    * 60
-)
-CONFIG = """
-[model]
-num_layers = 2
-width = 16
-num_heads = 2
-context = 16
-[data]
-files = ["text.txt"]
-held_out = 0.1
-[train]
-batch_size = 8
-num_microbatches = 4
-steps = {steps}
-[pipeline]
-stages = {stages}
-[run]
-tensorboard = false
-checkpoint_every = 5
-[timeouts]
-join = 60
-transfer = 30
-"""
 DPIPE = (sys.executable, "-m", "dpipe")
 Process = subprocess.Popen[str]
 
@@ -56,7 +31,13 @@ def job(tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "text.txt").write_text(TEXT)
 
     def write(steps: int = 100_000, stages: int = 2) -> Path:
-        (tmp_path / "job.toml").write_text(CONFIG.format(steps=steps, stages=stages))
+        text = small_toml(
+            train={"steps": steps},
+            pipeline={"stages": stages},
+            run={"checkpoint_every": 5},
+            timeouts={"transfer": 30},
+        )
+        (tmp_path / "job.toml").write_text(text)
         return tmp_path / "job.toml"
 
     return write

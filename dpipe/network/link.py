@@ -55,10 +55,6 @@ class Link:
     def delay_us(self) -> float:
         return self.delay_ms * 1e3
 
-    def serialisation_us(self, num_bytes: int) -> float:
-        """How long a message takes to put on the wire."""
-        return num_bytes * 8 / (self.bandwidth_gbps * 1e3)
-
     def rate_gbps(self, connections: int = 1) -> float:
         """What `connections` carry together: each one window a round trip, which is twice the
         delay, up to the bandwidth.

@@ -29,11 +29,6 @@ def load(tmp_path):
     return write_and_load
 
 
-def test_message_takes_bytes_over_bandwidth():
-    assert Link(delay_ms=50, bandwidth_gbps=1).serialisation_us(125_000) == pytest.approx(1_000)
-    assert Link(delay_ms=50, bandwidth_gbps=1).delay_us == 50_000
-
-
 def test_profile_lists_a_link_for_both_directions(load):
     network = load(PROFILE)
     assert network.name == "two sites"

@@ -697,7 +697,7 @@ forward_ms = [1, 2]
 """
 _HOSTS = """
 user = "ubuntu"
-meeting_port = 7001
+coordinator_port = 7001
 [[host]]
 address = "18.185.3.4"
 advertise = "10.0.0.4"

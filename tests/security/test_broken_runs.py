@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes.broken_path import BrokenPath
+from support.small_job import small_toml
 
 from dpipe.config.load import Config, load
 from dpipe.processes.launch import free_port
@@ -69,31 +70,6 @@ def test_losses_are_the_same_bit_for_bit_through_resets(
     assert sum(path.num_resets for path in paths) > 3
 
 
-CONFIG = """
-[model]
-num_layers = 2
-width = 16
-num_heads = 2
-context = 16
-[data]
-files = ["text.txt"]
-held_out = 0.1
-[train]
-batch_size = 8
-num_microbatches = 4
-steps = {steps}
-[pipeline]
-stages = 2
-[transport]
-kind = "{kind}"
-[run]
-folder = "{folder}"
-tensorboard = false
-[timeouts]
-join = 60
-transfer = 60
-heartbeat = {heartbeat}
-"""
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
@@ -105,7 +81,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(kind: str, folder: str, *, steps: int, heartbeat: float) -> list[subprocess.Popen[str]]:
         job = tmp_path / f"{folder}.toml"
-        job.write_text(CONFIG.format(kind=kind, folder=folder, steps=steps, heartbeat=heartbeat))
+        text = small_toml(
+            train={"steps": steps},
+            pipeline={"stages": 2},
+            transport={"kind": kind},
+            run={"folder": folder},
+            timeouts={"transfer": 60, "heartbeat": heartbeat},
+        )
+        job.write_text(text)
         where = f"127.0.0.1:{free_port()}"
         for rank in range(2):
             words = [sys.executable, "-m", "dpipe", "train", job.name, "--rank", str(rank)]
