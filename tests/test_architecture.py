@@ -245,7 +245,7 @@ def test_lines_have_air(room: str) -> None:
     assert tokens_a_line(files) <= MAX_TOKENS_A_LINE
 
 
-def test_code_says_why() -> None:
+def test_code_has_comments() -> None:
     """Over all rooms: some have little to say beside what their docstrings say."""
     texts = [path.read_text() for path in SOURCES]
     comments = sum(num_lines(tokens_of(text, tokenize.COMMENT)) for text in texts)

@@ -9,7 +9,7 @@ from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from dpipe.streams import HOST, CudaStreams, streams_of
 
 
-def test_host_is_where_no_gpu_is_asked_for() -> None:
+def test_streams_are_on_the_host_without_a_gpu() -> None:
     assert streams_of("cpu") is HOST
 
 
@@ -53,11 +53,11 @@ def test_waiting_on_the_host_ends_at_its_deadline() -> None:
         streams.block(streams._cuda.Event(enable_timing=True), 0.05)
 
 
-def test_use_of_a_device_is_what_its_driver_says() -> None:
+def test_utilisation_of_a_device_is_from_its_driver() -> None:
     assert (ThreadedStreams(FakeCuda()).use_percent(), HOST.use_percent()) == (83, None)
 
 
-def test_driver_that_tells_no_use_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_driver_without_utilisation_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     class Silent(FakeCuda):
         def utilization(self, device: torch.device) -> int:
             raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")

@@ -74,9 +74,7 @@ WITH_SERVER = {"kind": "parameter-server", "replicas": 2}
         ),
     ],
 )
-def test_sections_that_do_not_go_together_are_refused(
-    table: dict[str, object], message: str
-) -> None:
+def test_incompatible_sections_are_refused(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(table)
 
@@ -102,7 +100,7 @@ def test_sample_of_bert_is_refused() -> None:
     ],
     ids=["cpu", "replay", "shape", "replicas"],
 )
-def test_nccl_refuses_what_it_cannot_move(
+def test_nccl_refuses_unsupported_configurations(
     table: dict[str, dict[str, object]], message: str
 ) -> None:
     transport = {"kind": "nccl", **table.get("transport", {})}
@@ -127,12 +125,12 @@ def test_nccl_refuses_what_it_cannot_move(
         ),
     ],
 )
-def test_parameter_server_that_cannot_work_is_refused(table: dict[str, Any], message: str) -> None:
+def test_invalid_parameter_server_is_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(table)
 
 
-def test_torch_group_that_rounds_each_sum_refuses_a_tied_embedding_from_three_replicas_on() -> None:
+def test_torch_group_with_rounded_sums_refuses_a_tied_embedding_on_three_or_more_replicas() -> None:
     """Two have only one order to add in."""
     settings = {"kind": "all-reduce", "group": "torch", "wire": "bf16"}
     table = {"model": {"tie_embeddings": True}, "train": {"batch_size": 24}}
@@ -176,7 +174,7 @@ def test_compiled_layers_refuse_a_schedule_that_splits_the_backward_pass(schedul
         build({"train": {"compile": True}, "pipeline": {"schedule": schedule}})
 
 
-def test_auto_refuses_to_be_told_how_many_microbatches_are_in_flight() -> None:
+def test_auto_refuses_a_number_of_microbatches_in_flight() -> None:
     """It was ignored."""
     with pytest.raises(ConfigError, match="leave pipeline.in_flight out, or bound what a rank"):
         build({"pipeline": {"schedule": "auto", "in_flight": 4}})

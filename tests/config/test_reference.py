@@ -53,12 +53,12 @@ def test_section_says_what_it_is_for(section: reference.SectionReference) -> Non
         ("node.port", "integer, 0 to 65,535", "0"),
     ],
 )
-def test_key_says_what_it_takes(name: str, values: str, default: str) -> None:
+def test_key_has_its_type(name: str, values: str, default: str) -> None:
     assert key(name).values() == values
     assert key(name).default == default
 
 
-def test_choice_of_a_table_says_its_names() -> None:
+def test_choice_lists_the_names_of_its_table() -> None:
     assert key("model.preset").values().startswith('"bert-345m", "gpt2-345m", "gpt3-xl"')
 
 

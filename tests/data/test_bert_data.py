@@ -93,7 +93,7 @@ def test_lines_are_sentences_and_blank_lines_end_documents() -> None:
     ]
 
 
-def test_mark_in_a_text_is_text() -> None:
+def test_special_token_in_a_text_is_plain_text() -> None:
     save_tokenizer("words.json")
     ids = SentenceTokenizer("words.json").encode("w0s1 [SEP] w1s1")
     assert [VOCABULARY[i] for i in ids].count("[SEP]") == 1  # the one at the end
@@ -108,7 +108,7 @@ def test_files_are_documents_of_their_own() -> None:
     assert np.flatnonzero(corpus.tokens == tokenizer.separator).tolist() == [6, 7, 14]
 
 
-def test_sequence_is_two_passages_between_marks() -> None:
+def test_sequence_is_two_segments_between_special_tokens() -> None:
     for words, types, length, targets in sequences(50):
         whole = ["[CLS]", *restored(words, targets)]
         seam = whole.index("[SEP]")
@@ -124,7 +124,7 @@ def test_most_sequences_are_full_and_some_are_short() -> None:
     assert min(lengths) >= 5
 
 
-def test_second_passage_follows_the_first_where_the_target_says_so() -> None:
+def test_second_segment_follows_the_first_if_the_target_says_so() -> None:
     """Text after A's last word, in the same document and at a sentence's start."""
     joined = [word for line in TEXT.splitlines() for word in line.split()]
     for words, _, length, targets in sequences(200):
@@ -138,12 +138,12 @@ def test_second_passage_follows_the_first_where_the_target_says_so() -> None:
             )
 
 
-def test_half_of_the_second_passages_are_from_elsewhere() -> None:
+def test_half_of_the_second_segments_are_random() -> None:
     elsewhere = sum(targets[0] for _, _, _, targets in sequences(400))
     assert 160 < elsewhere < 280  # half, and those whose document has no next sentence
 
 
-def test_words_are_masked_as_in_devlin() -> None:
+def test_tokens_are_masked_as_in_devlin_2018() -> None:
     masked = kept = other = among = 0
     for words, _, length, targets in sequences(400):
         chosen = [i for i, target in enumerate(targets) if target != IGNORED and i > 0]
@@ -194,7 +194,7 @@ def test_held_out_sequences_are_from_the_held_out_text_alone() -> None:
     assert torch.equal(made.held_out(range(5, 6))[0][0], tokens[5:6])
 
 
-def test_sentence_longer_than_the_window_is_taken_as_it_stands() -> None:
+def test_sentence_longer_than_the_context_is_kept() -> None:
     made = pairs(text=" ".join(sentence(n) for n in range(SENTENCES)) + "\n", context=8)
     (tokens, _, lengths), _ = made.training(0, 0, range(20))
     assert int(lengths.min()) >= 5
@@ -237,7 +237,7 @@ def test_part_that_is_too_short_is_refused(context: int, held_out: float, messag
         pairs(context=context, held_out=held_out).check(need_held_out=True)
 
 
-def test_tokenizer_without_marks_is_refused() -> None:
+def test_tokenizer_without_special_tokens_is_refused() -> None:
     save_tokenizer("bare.json", ["[UNK]", "[SEP]"])
     with pytest.raises(
         DataError, match=r"bare.json has no \[CLS\] \[MASK\], which BERT needs; give a WordPiece"

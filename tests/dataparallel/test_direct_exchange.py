@@ -39,7 +39,7 @@ def test_average_is_the_mean_added_in_replica_order(replicas: int, length: int) 
     assert all(torch.equal(row, mean) for row in own)
 
 
-def test_parts_are_made_ready_just_before_they_are_sent() -> None:
+def test_parts_are_prepared_just_before_they_are_sent() -> None:
     """So that encoding and copying of later parts hides behind the sending of the earlier ones."""
     exchanges, own = ends(2, part_bytes=4 * 10), rows(2, 100)
     pieces: list[slice] = []
@@ -57,7 +57,7 @@ def test_parts_are_made_ready_just_before_they_are_sent() -> None:
     ]  # what the other replica owns goes out first
 
 
-def test_error_feedback_makes_up_for_what_rounding_took() -> None:
+def test_error_feedback_compensates_rounding() -> None:
     """Without it the sum of many encoded gradients drifts; with it the error stays that of one."""
     values = torch.linspace(-1, 1, 256) * 1e-3 + torch.nn.functional.one_hot(torch.tensor(7), 256)
     feedback, plain = FeedbackWire(codec("int8")), codec("int8")
@@ -74,7 +74,7 @@ def test_error_feedback_makes_up_for_what_rounding_took() -> None:
     assert (drifted - 50 * values).abs().max() > 0.04
 
 
-def test_rows_of_different_sizes_are_refused_naming_both() -> None:
+def test_vectors_of_different_sizes_are_refused_naming_both() -> None:
     exchanges, own = ends(2, part_bytes=4000), [torch.zeros(100), torch.zeros(90)]
 
     def average(replica: int) -> None:

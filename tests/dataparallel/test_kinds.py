@@ -147,7 +147,7 @@ def test_delayed_replicas_step_by_the_mean_gradient_of_the_step_before(kind: str
 
 @pytest.mark.parametrize(("wire_name", "apart"), [("bf16", 0.02), ("int8", 0.05)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lossy_wire_steps_nearly_by_the_mean_gradient(
+def test_lossy_wire_steps_approximately_by_the_mean_gradient(
     kind: str, wire_name: str, apart: float
 ) -> None:
     lossy, exact = train(of_kind(kind, 3, wire_name), 3)[0], alone(3, steps=3)
@@ -249,7 +249,7 @@ def whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("first", "then"), [("sharded", "all-reduce"), ("all-reduce", "sharded"), ("sharded",) * 2]
 )
-def test_another_kind_and_number_of_replicas_goes_on_from_the_state(
+def test_another_kind_and_number_of_replicas_continues_from_the_state(
     first: str, then: str, lag: int
 ) -> None:
     """Three replicas for two steps, then one step of two replicas, each with the same gradient as

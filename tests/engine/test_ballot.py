@@ -16,13 +16,13 @@ def read(**changes: object) -> Ballot:
     return BALLOT.parse(json.dumps(SOUND | changes).encode(), "its ballot of step 3", 1)
 
 
-def test_sound_ballot_is_read() -> None:
+def test_valid_ballot_is_read() -> None:
     ballot = read(loss=1, report={"bubble": 0.25, "mb_per_s": {"1->0": 2.0}})
     assert (ballot.loss, ballot.norms) == (1.0, {0: 2.0, 11: 3.0})
     assert (ballot.report.bubble, ballot.report.memory_mb) == (0.25, 0.0)
 
 
-def test_what_overflowed_is_read_and_left_to_the_count() -> None:
+def test_overflowed_ballot_is_read_and_left_to_the_count() -> None:
     ballot = read(loss=float("nan"), norms={"0": float("nan"), "1": float("inf")})
     assert count(0, [ballot]).culprit == "the gradient of layer 0"
 

@@ -252,7 +252,7 @@ def test_sent_bytes_are_counted_by_peer() -> None:
     assert sent == [{1: 4 * M}, {0: 4 * M}]
 
 
-def test_failure_of_what_the_caller_does_breaks_the_links_off() -> None:
+def test_failure_of_the_caller_closes_the_links() -> None:
     failed: list[Exception] = []
     transport = LocalHub(1).transport(0)
     transport.fail = failed.append  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ class Agreeing(Single):
         ),
     ],
 )
-def test_exchange_begins_when_what_was_sent_before_has_left(
+def test_exchange_begins_when_earlier_sends_have_left(
     schedule: Schedule, stages: tuple[int, ...], expected: list[str]
 ) -> None:
     log: list[str] = []

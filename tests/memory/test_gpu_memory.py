@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.stand_in
 @pytest.mark.parametrize("way", WAYS)
-def test_gpus_hold_what_is_predicted(
+def test_gpus_use_the_predicted_memory(
     way: str, tiny: Make, losses: Callable[..., Any], tmp_path: Path
 ) -> None:
     """NCCL's receives are posted early, and have memory from then on: 2 % here."""

@@ -261,7 +261,7 @@ SHAPES = """
 
 
 @pytest.mark.parametrize("case", SHAPES.strip().splitlines())
-def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
+def test_shapes_with_other_peak_moments_are_predicted(case: str) -> None:
     name, rank, *numbers = case.split()[:8]
     recompute, precision, ranks, *more = case.split()[8:]
     sizes = sizes_of(map(int, numbers), precision, ranks, more)
@@ -272,7 +272,7 @@ def test_shapes_that_bring_out_other_moments_are_predicted(case: str) -> None:
     )
 
 
-def test_layer_is_done_with_before_the_next_is_made_again() -> None:
+def test_recomputed_layer_is_freed_before_the_next_is_recomputed() -> None:
     """What the last layer had made again was held while the one before it was: a tenth too much, of
     four ranks each.
     """

@@ -35,7 +35,7 @@ def filled(order: list[tuple[int, int]]) -> GradientSum:
     return gradient
 
 
-def test_another_order_of_adding_would_show() -> None:
+def test_another_order_of_summation_would_be_detected() -> None:
     first, second, third = gradients()
     assert not torch.equal((third + first + second) / REPLICAS, in_order())
 
@@ -58,7 +58,7 @@ def test_chunk_is_final_only_when_every_replica_has_pushed_it(missing: tuple[int
     assert not gradient.final
 
 
-def test_gradient_with_a_given_average_takes_no_more_chunks() -> None:
+def test_gradient_whose_average_was_read_takes_no_more_chunks() -> None:
     gradient = filled([])
     gradient.set_average(torch.ones(SPEC.length))
     gradient.add(0, 0, SPEC.chunk(0), torch.zeros(4))

@@ -165,7 +165,7 @@ def test_skipped_step_changes_no_parameter() -> None:
 
 
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8"])
-def test_workers_have_what_the_server_believes_they_have(wire: str) -> None:
+def test_workers_have_the_values_that_the_server_assumes(wire: str) -> None:
     served, worker = state(wire=wire), normal(0)
     for step in range(3):
         push(served, step, 0)
@@ -264,14 +264,14 @@ def test_wrong_step_is_refused(step: int) -> None:
         push(state(), step, 1)
 
 
-def test_replicas_that_disagree_are_told() -> None:
+def test_replicas_that_disagree_get_an_error() -> None:
     served = state()
     served.decide(0, 0, GO)
     with pytest.raises(TransferError, match="replica 1 decided step 0 as"):
         served.decide(0, 1, StepDecision(1e-2, 0.5))
 
 
-def test_step_is_complete_only_when_every_replica_wants_it() -> None:
+def test_step_is_complete_only_when_every_replica_has_requested_it() -> None:
     served = state()
     push(served, 0, 0)
     push(served, 0, 1)
@@ -320,7 +320,7 @@ def test_stale_steps_are_still_by_the_mean_of_all_replicas() -> None:
     assert torch.equal(served.now.values, torch_adamw(3, 1.0))
 
 
-def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
+def test_stale_worker_gets_parameters_with_its_own_gradients_at_once() -> None:
     """The other replica has pushed nothing: what is in of two steps in progress is this one's."""
     served, alone = state(staleness=2), state(ranks=(0,))
     for step in range(2):
@@ -334,7 +334,7 @@ def test_stale_worker_gets_what_its_own_gradients_lead_to_at_once() -> None:
     assert equal(rows(served), rows(state(staleness=2)))
 
 
-def test_stale_worker_gets_the_mean_where_all_of_it_is_in() -> None:
+def test_stale_worker_gets_the_mean_if_all_gradients_have_arrived() -> None:
     served, prompt = state(staleness=1), state()
     for of in (served, prompt):
         push(of, 0, 0)
@@ -354,7 +354,7 @@ def test_stale_worker_waits_for_its_own_gradient_alone() -> None:
     ]
 
 
-def test_stale_worker_is_told_of_an_infinite_gradient() -> None:
+def test_stale_worker_gets_an_error_for_an_infinite_gradient() -> None:
     served = state(staleness=1)
     served.add(0, 0, 0, torch.full((128,), torch.inf))
     served.decide(0, 0, GO)

@@ -109,7 +109,7 @@ def test_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         vocabulary(str(tmp_path / "nowhere.json"))
 
 
-def test_text_and_json_tell_the_same(tmp_path: Path) -> None:
+def test_text_and_json_have_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("[pipeline]\nstages = 2\n")
     row = json.loads(forecast_text(str(path), (), None, as_json=True))
@@ -221,7 +221,7 @@ def test_fragments_exchange_as_much_in_smaller_pieces() -> None:
     assert (whole.agreeing_share, parts.agreeing_share) == (0.1, 0.4)
 
 
-def test_text_tells_the_mean_step_and_the_one_at_which_replicas_agree(tmp_path: Path) -> None:
+def test_text_has_the_mean_step_and_the_one_with_the_exchange(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('[data_parallel]\nkind = "local-sgd"\nreplicas = 2\ninner_steps = 50\n')
     row = json.loads(forecast_text(str(path), (), None, as_json=True))
@@ -280,7 +280,7 @@ def test_auto_that_can_never_fit_is_refused_before_the_search() -> None:
         forecast(a_gpt(schedule="auto", memory_gb=0.99 * least / 1e9), choose=without_search)
 
 
-def test_nothing_that_fits_is_said_too() -> None:
+def test_error_says_if_nothing_fits() -> None:
     with pytest.raises(ConfigError, match="more stages or a smaller model would help"):
         forecast(a_gpt(memory_gb=1e-6))
 

@@ -176,7 +176,7 @@ def layers():
 """
 
 
-def test_layers_that_look_at_values_are_estimated_and_said_to_be(
+def test_layers_that_depend_on_values_are_estimated_with_a_warning(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "masked_layers.py").write_text(LOOKS_AT_VALUES)

@@ -20,7 +20,7 @@ from dpipe.plan.partition import split
         ([3], 1, (1,)),
     ],
 )
-def test_split_balances_the_dearest_stage(
+def test_split_minimises_the_most_expensive_stage(
     costs: list[float], num_stages: int, expected: tuple[int, ...]
 ) -> None:
     assert split(costs, num_stages) == expected

@@ -33,7 +33,7 @@ SLURM = {
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
-def test_process_info_alone_when_nothing_says_otherwise():
+def test_process_info_is_one_process_by_default():
     assert process_info({}) == ProcessInfo(rank=0, world_size=1, local_rank=0, coordinator=None)
 
 
@@ -131,7 +131,7 @@ def test_process_info_names_the_variable_that_is_missing(environ, name):
         (SLURM | {"SLURM_JOB_NODELIST": ",x"}, "',x' is not a list of hosts"),
     ],
 )
-def test_process_info_refuses_what_makes_no_sense(environ, complaint):
+def test_process_info_refuses_invalid_values(environ, complaint):
     with pytest.raises(ConfigError, match=complaint):
         process_info(environ)
 
@@ -184,7 +184,7 @@ def test_agent_store_passes_the_address_on(agent):
     assert found == ["10.0.0.5:4321"]
 
 
-def test_agent_store_does_not_mix_restarts_up(agent):
+def test_agent_store_keeps_restarts_apart(agent):
     environ, _ = agent
     process_info(environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}).publish(
         "10.0.0.5:4321"
@@ -220,7 +220,7 @@ if server:
 """
 
 
-def test_ranks_of_torchrun_meet(tmp_path):
+def test_ranks_of_torchrun_find_each_other(tmp_path):
     (tmp_path / "meet.py").write_text(MEET)
     argv = [
         sys.executable,

@@ -49,7 +49,7 @@ def launcher(tmp_path):
     return Launcher(tmp_path)
 
 
-def test_launch_tells_each_rank_its_number(launcher):
+def test_launch_gives_each_rank_its_number(launcher):
     show = (
         "import os, json; own = {k: v for k, v in os.environ.items() if k.startswith('DPIPE')}; "
         "print(json.dumps(own))"
@@ -64,7 +64,7 @@ def test_launch_tells_each_rank_its_number(launcher):
     assert len(first["DPIPE_TOKEN"]) >= 16
 
 
-def test_launch_makes_a_token_of_its_own_unless_given_one(launcher):
+def test_launch_makes_a_token_unless_one_is_set(launcher):
     show = "import os; print(os.environ['DPIPE_TOKEN'])"
     for environ in ({}, {}, {"DPIPE_TOKEN": "open sesame"}, {"DPIPE_TOKEN": "open sesame"}):
         assert launcher("", show, environ=environ) == 0
@@ -90,7 +90,7 @@ def test_quiet_launch_gives_rank_0_a_log_too(launcher, capfd):
 SEND = "import os; os.write(int(os.environ['DPIPE_ROWS_FD']), b'{\"step\": %d}\\n')"
 
 
-def test_launch_hears_the_rows_of_rank_0_until_its_end(launcher):
+def test_launch_receives_the_rows_of_rank_0_until_its_end(launcher):
     rows = []
     many = "\n".join(SEND % step for step in range(100))
     assert (
@@ -100,7 +100,7 @@ def test_launch_hears_the_rows_of_rank_0_until_its_end(launcher):
     assert rows == [{"step": step} for step in range(100)]
 
 
-def test_launch_kills_the_ranks_when_who_hears_the_rows_fails(launcher):
+def test_launch_kills_the_ranks_when_the_callback_fails(launcher):
     def stop(row):
         raise LookupError(row["step"])
 
@@ -150,20 +150,20 @@ def test_launch_returns_the_signal_that_killed_a_rank(launcher):
     assert launcher.lines == ["rank 0 failed first, with signal 9 (SIGKILL)"]
 
 
-def test_launch_kills_those_who_do_not_stop_by_themselves(launcher):
+def test_launch_kills_ranks_that_do_not_stop(launcher):
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
     assert launcher(deaf, deaf, "raise SystemExit(1)", grace_s=0.3) == 1
     assert 0.3 < time.monotonic() - started < 10
 
 
-def test_launch_takes_its_logs_back_where_nothing_may_be_written(launcher):
+def test_launch_removes_its_logs_when_nothing_may_be_written(launcher):
     assert launcher("", "print('bad input'); raise SystemExit(2)") == 2
     assert launcher.lines[1:] == ["bad input"]
     assert not launcher.logs.parent.exists()
 
 
-def test_launch_takes_back_only_what_this_run_wrote(launcher):
+def test_launch_removes_only_files_of_this_run(launcher):
     assert launcher("", "print('first run')") == 0
     (launcher.logs.parent / "config.toml").touch()
     assert launcher("", "print('bad input'); raise SystemExit(2)") == 2
@@ -280,7 +280,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_asks_the_ranks_to_leave(tmp_path, number):
+def test_first_signal_asks_the_ranks_to_stop(tmp_path, number):
     with running(LEAVE_WHEN_ASKED, tmp_path) as (process, ranks):
         process.send_signal(number)
         output, _ = process.communicate(timeout=10)

@@ -89,7 +89,7 @@ def test_replicas_read_the_batch_of_one_process(
     assert losses(shared) == pytest.approx(whole, rel=ROUNDING)
 
 
-def test_stages_on_several_ranks_learn_as_one_process_does(
+def test_tensor_parallel_stages_have_the_losses_of_one_process(
     small: Make, losses: Losses, tmp_path: Path
 ) -> None:
     settings = {"model__dropout": 0.1, "model__vocab_size": 64}

@@ -138,7 +138,7 @@ def test_one_gpu_is_enough_for_all_stages_and_replicas(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_SEVERAL_GPUS)
-def test_gpus_talk_by_nccl(way: str, same: Callable[[str, Way, float], None]) -> None:
+def test_gpus_communicate_by_nccl(way: str, same: Callable[[str, Way, float], None]) -> None:
     num_gpus, settings, bound = ON_SEVERAL_GPUS[way]
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
@@ -198,7 +198,7 @@ def test_rows_say_how_much_memory_of_each_gpu_was_taken(
 
 
 @pytest.mark.gpu
-def test_run_goes_on_from_a_gpu_to_a_cpu_and_back(
+def test_run_resumes_from_a_gpu_on_a_cpu_and_back(
     tiny: Make, losses: Losses, tmp_path: Path
 ) -> None:
     """Checkpoints say nothing of devices."""

@@ -92,7 +92,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         (2, {"pipeline__stages": 2, "model__tie_embeddings": True, "model__dropout": 0.1}),
     ],
 )
-def test_replicas_learn_as_one_process_does_on_their_batch(
+def test_replicas_have_the_losses_of_one_process_on_their_batch(
     replicas: int, overrides: dict[str, Any], served: Make, losses: Losses
 ) -> None:
     one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
@@ -124,7 +124,7 @@ def loss(logits, targets):
 
 @pytest.mark.parametrize("layers", ["activation_alone:layers", "replay"])
 @pytest.mark.parametrize("wire", ["none", "int8"])
-def test_stage_without_parameters_is_served_like_any_other(
+def test_stage_without_parameters_trains_on_a_server(
     wire: str,
     layers: str,
     served: Make,
@@ -150,9 +150,7 @@ def test_run_repeats_itself_bit_for_bit(wire: str, served: Make, losses: Losses)
     assert equal(parameters(first), parameters(second))
 
 
-def test_embedded_server_waits_for_nobody_where_no_step_is_left(
-    served: Make, losses: Losses
-) -> None:
+def test_embedded_server_does_not_wait_if_no_step_is_left(served: Make, losses: Losses) -> None:
     config = served(2, timeouts__transfer=20)
     losses(config)
     began = time.monotonic()
@@ -160,7 +158,7 @@ def test_embedded_server_waits_for_nobody_where_no_step_is_left(
     assert time.monotonic() - began < 15
 
 
-def test_server_by_itself_learns_what_an_embedded_one_does(
+def test_standalone_server_gives_the_losses_of_an_embedded_one(
     served: Make, losses: Losses, apart: Any
 ) -> None:
     server = apart()
@@ -173,7 +171,7 @@ def test_server_by_itself_learns_what_an_embedded_one_does(
 @pytest.mark.parametrize(
     "other", [{"data_parallel__replicas": 3}, {"data_parallel__kind": "all-reduce"}]
 )
-def test_run_goes_on_with_other_replicas_or_another_kind(
+def test_run_resumes_with_other_replicas_or_another_kind(
     other: dict[str, Any], wire: str, served: Make, losses: Losses
 ) -> None:
     steady = {"train__decay": "none", "data_parallel__wire": wire, "train__num_microbatches": 2}
@@ -183,7 +181,7 @@ def test_run_goes_on_with_other_replicas_or_another_kind(
     assert goes_on == pytest.approx(whole, rel=ROUNDING if wire == "none" else 1e-2)
 
 
-def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Losses) -> None:
+def test_resumed_lossy_run_equals_an_uninterrupted_one(served: Make, losses: Losses) -> None:
     """The server's own parameters are in the checkpoint beside what the workers have; so few steps
     owe no feedback.
     """
@@ -193,7 +191,7 @@ def test_resumed_lossy_run_is_that_which_never_stopped(served: Make, losses: Los
     assert losses(served(2, "part", train__steps=5, **steady), resume=True) == whole
 
 
-def test_fp16_run_learns_what_fp32_does(served: Make, losses: Losses) -> None:
+def test_fp16_run_learns_like_fp32(served: Make, losses: Losses) -> None:
     half, full = losses(served(2, train__precision="fp16")), losses(served(2, "full"))
     assert half == pytest.approx(full, rel=0.02)
 
@@ -208,7 +206,7 @@ def test_stale_run_learns(staleness: int, served: Make, losses: Losses) -> None:
     assert seen[-1] < seen[0]
 
 
-def test_rows_and_spans_tell_pushes_and_pulls(served: Make, losses: Losses) -> None:
+def test_rows_and_spans_have_pushes_and_pulls(served: Make, losses: Losses) -> None:
     config = served(2, pipeline__stages=2)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
@@ -248,9 +246,7 @@ def test_server_that_wants_another_token_says_so(served: Make, run_ranks: Run) -
     assert any(isinstance(error, JoinError) and "wrong token" in str(error) for error in errors)
 
 
-def test_server_that_goes_away_and_comes_back_costs_no_bit(
-    served: Make, losses: Losses, apart: Any
-) -> None:
+def test_restarted_server_changes_no_bit(served: Make, losses: Losses, apart: Any) -> None:
     """Closed and opened again in the middle of the run, from what it kept."""
     steps = {"train__steps": 12, **EAGER}
     whole = served(2, "whole", **steps)
@@ -267,7 +263,7 @@ def test_server_that_goes_away_and_comes_back_costs_no_bit(
     assert equal(parameters(config), parameters(whole))
 
 
-def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
+def test_restarted_server_of_a_stale_run_continues_unfinished_steps(
     served: Make, losses: Losses, apart: Any
 ) -> None:
     """It has lost gradients, and verdicts on them, of steps that the workers are ahead of."""
@@ -285,7 +281,7 @@ def test_server_of_a_stale_run_comes_back_to_steps_that_were_under_way(
 
 
 @pytest.mark.timeout(300)  # seven runs' worth of threads: on a machine as busy as can be, a minute
-def test_ranks_of_a_stage_keep_their_parts_on_a_server_that_goes_away(
+def test_tensor_parallel_ranks_keep_their_parts_on_a_restarted_server(
     served: Make, losses: Losses, apart: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one process learns; replicas to the last bit alike, and so what every rank of a stage has
@@ -360,7 +356,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         process.communicate(timeout=10)
 
 
-def test_killed_server_that_is_started_again_costs_no_bit(
+def test_killed_and_restarted_server_changes_no_bit(
     served: Make, run_ranks: Run, losses: Losses, serve: Any
 ) -> None:
     """SIGKILL in the middle of a run with clipping; against a run whose server lived."""
@@ -491,7 +487,7 @@ def fail(error: Exception, *_: object) -> None:
     raise error
 
 
-def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
+def test_server_on_a_full_disk_ends_with_the_same_error_as_its_workers(
     served: Make, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed up, unable to go on."""
@@ -523,7 +519,7 @@ def test_server_without_room_ends_with_the_reason_that_its_workers_are_told(
     assert any(re.search(reason, str(error)) for error in errors)
 
 
-def test_snapshot_without_room_is_not_said_to_fit_elsewhere(
+def test_error_of_a_snapshot_on_a_full_disk_does_not_suggest_another_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.checkpoint_url does not move it."""
@@ -543,6 +539,6 @@ def test_servers_of_single_stages_keep_their_state_apart(served: Make) -> None:
     assert len({*folders, _state_folder(served(2), "127.0.0.1", 7100)}) == 3
 
 
-def test_rank_that_nobody_can_reach_hosts_no_server() -> None:
+def test_unreachable_rank_hosts_no_server() -> None:
     with pytest.raises(ConfigError, match=r"node\.advertise is none there"):
         _beside(None, 7100, 0)

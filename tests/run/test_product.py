@@ -167,7 +167,7 @@ def test_replicas_equal_one_process_and_each_other(kind: str, schedule: str, rep
         assert all(torch.equal(first[name], other[name]) for other in others)
 
 
-def test_seats_are_counted_row_by_row() -> None:
+def test_ranks_are_numbered_replica_by_replica() -> None:
     assert [(ParallelRanks(r, 2, 3).dp_rank, ParallelRanks(r, 2, 3).pp_rank) for r in range(6)] == [
         (0, 0),
         (0, 1),

@@ -95,7 +95,7 @@ def held_out(config: Config) -> list[float]:
         ),
     ],
 )
-def test_replicas_learn_as_one_process_does_on_their_batch(
+def test_replicas_have_the_losses_of_one_process_on_their_batch(
     replicas: int, overrides: dict[str, Any], split: Make, losses: Losses
 ) -> None:
     one = {"pipeline__stages": 1, "pipeline__stages_per_rank": 1, "pipeline__schedule": "1f1b"}
@@ -138,9 +138,7 @@ def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
     assert torch.equal(first, last)
 
 
-def test_local_sgd_goes_on_in_the_middle_as_if_nothing_had_been(
-    split: Make, losses: Losses
-) -> None:
+def test_local_sgd_resumes_between_outer_steps_to_the_last_bit(split: Make, losses: Losses) -> None:
     """Between two outer steps replicas differ: the checkpoint has each of them."""
     settings = {"pipeline__stages": 2, "train__decay": "none", "data_parallel__inner_steps": 2}
     whole = losses(split(2, "local-sgd", "whole", train__steps=6, **settings))
@@ -183,7 +181,7 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
         (("sharded", 2, 2), ("sharded", 2, 2), True),
     ],
 )
-def test_run_goes_on_with_other_replicas_and_stages(
+def test_run_resumes_with_other_replicas_and_stages(
     before: tuple[str, int, int],
     after: tuple[str, int, int],
     delay: bool,
@@ -214,7 +212,7 @@ def test_run_goes_on_with_other_replicas_and_stages(
         ("local-sgd", {"data_parallel__inner_steps": 2}, ROUNDING),
     ],
 )
-def test_checkpoint_in_the_middle_of_an_agreement_is_taken_up_by_other_replicas_and_stages(
+def test_checkpoint_amid_an_exchange_is_resumed_by_other_replicas_and_stages(
     kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
 ) -> None:
     """What was held out is as well known after as before, and learning goes on."""
@@ -299,7 +297,7 @@ def loss(logits, targets):
 """
 
 
-def test_sharded_replicas_learn_a_parameter_that_lies_transposed(
+def test_sharded_replicas_train_a_transposed_parameter(
     split: Make, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transposed_weight.py").write_text(TRANSPOSED)
@@ -379,7 +377,7 @@ def test_gradient_that_is_not_finite_names_rank_and_parameter(
         )
 
 
-def test_rows_and_spans_tell_the_exchange(split: Make, losses: Losses) -> None:
+def test_rows_and_spans_have_the_exchange(split: Make, losses: Losses) -> None:
     config = split(2, pipeline__stages=2)
     losses(config)
     row = read_rows(Path(config.run.folder))[-1]
@@ -398,7 +396,7 @@ def test_rows_and_spans_tell_the_exchange(split: Make, losses: Losses) -> None:
     )  # 2 (R - 1) / R, R = 2
 
 
-def test_sharded_optimizer_takes_less_memory_and_says_so(split: Make, losses: Losses) -> None:
+def test_sharded_optimizer_uses_less_memory_and_reports_it(split: Make, losses: Losses) -> None:
     held = {}
     for kind in ("all-reduce", "sharded"):
         config = split(3, kind, kind, train__steps=1)

@@ -41,7 +41,7 @@ def counted(rank: int) -> list[str]:
     return [name for name in parameters if name not in elsewhere]
 
 
-def test_what_every_rank_has_is_counted_by_the_first() -> None:
+def test_replicated_parameter_is_counted_by_the_first_rank() -> None:
     cut = [
         "layers.0.tokens.weight",
         *(

@@ -127,9 +127,7 @@ def test_only_a_direct_exchange_is_the_same_for_all_replicas():
     ("replicas", "parts", "message"), [(1, 1, "num_replicas .* 2"), (2, 0, "num_parts .* 1")]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_exchange_refuses_sizes_that_make_no_sense(
-    kind: str, replicas: int, parts: int, message: str
-):
+def test_exchange_refuses_invalid_sizes(kind: str, replicas: int, parts: int, message: str):
     with pytest.raises(ScheduleError, match=f"{message} for an exchange, got"):
         KINDS[kind](replicas, parts)
 

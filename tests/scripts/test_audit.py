@@ -34,7 +34,7 @@ def test_vulnerable_package_fails_and_is_named() -> None:
         ),
     ],
 )
-def test_what_was_not_asked_is_said(told: dict[str, object], said: str) -> None:
+def test_missing_audit_is_reported(told: dict[str, object], said: str) -> None:
     code, text = audit.judged(told)
     assert code == 0
     assert re.search(said, text)

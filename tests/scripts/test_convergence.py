@@ -107,7 +107,7 @@ def test_cell_is_trained_once_until_what_it_is_given_changes(bench):
         ("pipeline.wire=bf16", "pipeline.wire=int4", "pipeline.wire must be one of"),
     ],
 )
-def test_file_that_makes_no_sense_is_refused(bench, old, new, message):
+def test_invalid_file_is_refused(bench, old, new, message):
     result = bench.run(FILE.replace(old, new))
     assert result.exit_code == 2
     assert message in result.output

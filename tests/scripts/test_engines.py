@@ -139,7 +139,7 @@ def test_machine_as_it_is_has_no_networks_and_any_other_venue_has_some(
     assert 'venue "local" takes no networks' in result.output
 
 
-def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, monkeypatch):
+def test_line_of_a_layout_has_all_keys_of_the_tables(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.5})
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: 1e-6)
     assert run(sweep, tmp_path).exit_code == 0
@@ -153,7 +153,7 @@ def test_line_of_a_layout_says_all_that_a_table_looks_it_up_by(sweep, tmp_path, 
     assert {key: line[key] for key in told} == told
 
 
-def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monkeypatch):
+def test_cells_with_too_few_gpus_are_left_out(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "measure", lambda cell, at, timeout_s: {"measured_s": 1.0})
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: None)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
@@ -166,7 +166,7 @@ def test_cells_that_the_gpus_are_too_few_for_are_left_out(sweep, tmp_path, monke
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
 
 
-def test_machine_without_gpus_is_told_how_many_it_takes(sweep, tmp_path, monkeypatch):
+def test_machine_without_gpus_is_refused_with_the_number_needed(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 0)
     (tmp_path / "config.toml").write_text(
         CONFIG.format(folder=tmp_path) + 'node = { device = "cuda" }'
@@ -186,7 +186,7 @@ def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
     assert sweep.of_gpus(row) == {"memory_gb": 2.5, "gpu_use_percent": 86, "mfu": 0.41}
 
 
-def test_what_gpus_do_not_tell_is_left_open(sweep):
+def test_unknown_gpu_metrics_are_none(sweep):
     told = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
     assert told == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
 
@@ -210,7 +210,7 @@ def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return ran
 
 
-def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_path):
+def test_losses_are_compared_on_a_small_model_with_the_same_layout(engines, trained, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     found = engines.difference_in_training(
@@ -230,7 +230,7 @@ def test_losses_are_compared_on_a_small_model_cut_alike(engines, trained, tmp_pa
 
 
 @pytest.mark.usefixtures("trained")
-def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
+def test_engine_with_other_losses_is_refused(engines, tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
     given = engines.Layout(pipeline=2).overrides(16, 2)
     with pytest.raises(AssertionError, match="the losses of megatron differ from ours by 0.2"):
@@ -240,9 +240,7 @@ def test_engine_that_learns_something_else_is_not_quoted(engines, tmp_path):
 
 
 @pytest.mark.usefixtures("trained")
-def test_engine_whose_first_loss_is_of_other_parameters_is_not_quoted(
-    engines, tmp_path, monkeypatch
-):
+def test_engine_whose_first_loss_differs_is_refused(engines, tmp_path, monkeypatch):
     """A loss before training is near that of chance whatever the parameters: half a thousandth is
     far.
     """

@@ -187,6 +187,6 @@ def test_search_says_what_would_fit(stages, per_rank, limit, message):
         first_fit(stages, 8, memory_limit=limit, stages_per_rank=per_rank)
 
 
-def test_search_refuses_sizes_that_make_no_sense():
+def test_search_refuses_invalid_sizes():
     with pytest.raises(ScheduleError, match="5 stages cannot be dealt out by 2 a rank"):
         search(5, 8, cost(5), FAST, stages_per_rank=2)

@@ -144,7 +144,7 @@ def test_process_that_is_stopped_for_a_while_is_waited_for(
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_process_that_is_gone_is_known_at_once(killed: int, start: Start, tmp_path: Path) -> None:
+def test_dead_process_is_noticed_at_once(killed: int, start: Start, tmp_path: Path) -> None:
     """Whatever timeouts.heartbeat says: its connections are closed by its kernel."""
     ranks = start("tcp", "run", steps=100_000, heartbeat=40.0)
     await_steps(tmp_path / "run", 5)

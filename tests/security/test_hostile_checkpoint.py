@@ -199,9 +199,7 @@ def make_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [make_fifo, make_endless, make_folder])
 @pytest.mark.parametrize("name", ["model-*", "index.json"])
-def test_what_is_no_regular_file_is_not_opened(
-    step: Path, make: Callable[[Path], None], name: str
-) -> None:
+def test_only_regular_files_are_opened(step: Path, make: Callable[[Path], None], name: str) -> None:
     """The first two hung for ever."""
     (path,) = step.glob(name)
     path.unlink()

@@ -132,13 +132,13 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ekcatta\r"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202ekcatta\r"
 
 
-def test_reason_of_a_failure_commands_no_terminal(attack: Attack) -> None:
+def test_reason_of_a_failure_cannot_control_the_terminal(attack: Attack) -> None:
     forged = "2026-01-01 00:00:00,000 rank 0 step 7 loss 0.0001, 1.00 ms a sample"
     attack.evil.send(failure=pb.Failure(reason=f"{ESCAPES}\n{forged}"))
     assert attack.outcome() == f"rank 1 failed: {SHOWN}\n  {forged}"
 
 
-def test_names_of_uploads_command_no_terminal(attack: Attack) -> None:
+def test_names_of_uploads_cannot_control_the_terminal(attack: Attack) -> None:
     attack.evil.send(upload=pb.Upload(kind=ESCAPES))
     reason = attack.outcome()
     assert reason.isprintable()
@@ -146,7 +146,7 @@ def test_names_of_uploads_command_no_terminal(attack: Attack) -> None:
 
 
 @pytest.mark.parametrize("shared", [{ESCAPES: 1}, {"train.steps": ESCAPES}])
-def test_configuration_commands_no_terminal(shared: dict[str, object]) -> None:
+def test_configuration_cannot_control_the_terminal(shared: dict[str, object]) -> None:
     with ExitStack() as stack:
         server = CoordinatorServer(2)
         stack.callback(server.close, wait_s=0.0)
@@ -158,7 +158,7 @@ def test_configuration_commands_no_terminal(shared: dict[str, object]) -> None:
     assert "owned" in str(raised.value)
 
 
-def test_address_commands_no_terminal() -> None:
+def test_address_cannot_control_the_terminal() -> None:
     """Each rank's address is told to all, and is in what they say of that rank."""
     join = pb.Join(advertised=f"{ESCAPES}:1", rank=1)
     (heard,) = frame.assemble(
@@ -172,12 +172,12 @@ def test_address_commands_no_terminal() -> None:
     assert told.welcome.addresses[1].advertised == SHOWN
 
 
-def test_tag_of_a_tensor_commands_no_terminal() -> None:
+def test_tag_of_a_tensor_cannot_control_the_terminal() -> None:
     header = Header(0, ESCAPES, TensorSpec((2,), torch.float32))
     assert Header.decode(header.encode()).tag == SHOWN
 
 
-def test_refusal_of_a_greeting_commands_no_terminal() -> None:
+def test_refusal_of_a_greeting_cannot_control_the_terminal() -> None:
     here, there = socket.socketpair()
     deadline = time.monotonic() + 10
 
@@ -195,7 +195,7 @@ def test_refusal_of_a_greeting_commands_no_terminal() -> None:
     assert str(raised.value) == SHOWN
 
 
-def test_details_of_a_broken_stream_command_no_terminal() -> None:
+def test_details_of_a_broken_stream_cannot_control_the_terminal() -> None:
     """As a peer's gRPC server may write them."""
 
     class Broken(grpc.RpcError, grpc.Call):
@@ -312,7 +312,7 @@ def fuzzed() -> Iterator[CoordinatorServer]:
     server.close(wait_s=0.0)
 
 
-def test_rank_that_asks_and_never_listens_is_put_out(fuzzed: CoordinatorServer) -> None:
+def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> None:
     """Without a network, whose buffers would take the first answers."""
     fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
     honest: list[pb.FromCoordinator | None] = []
@@ -329,7 +329,7 @@ def test_rank_that_asks_and_never_listens_is_put_out(fuzzed: CoordinatorServer) 
 
 @settings(max_examples=300)
 @given(joins=st.booleans(), messages=st.lists(MESSAGES, max_size=8), garbage=st.binary(max_size=9))
-def test_whatever_a_rank_says_the_server_has_an_answer(
+def test_server_answers_any_message_of_a_rank(
     fuzzed: CoordinatorServer, joins: bool, messages: list[pb.ToCoordinator], garbage: bytes
 ) -> None:
     """Not a traceback; and what it tells the others is text that commands no terminal."""

@@ -266,7 +266,7 @@ def test_machine_that_replaces_a_lost_one_takes_up_the_run(
     ["", "[]", "{}", "[" * 100_000, '{"id": "../x", "folder": "", "host": ""}', '{"id": 1}'],
     ids=["empty", "list", "no keys", "deep", "no id", "number"],
 )
-def test_identity_that_is_none_is_damage(tiny: Make, tmp_path: Path, text: str) -> None:
+def test_invalid_identity_is_reported_as_damage(tiny: Make, tmp_path: Path, text: str) -> None:
     config = tiny()
     open_folder(config, resume=False)
     (tmp_path / "run/run.json").write_text(text)
@@ -282,7 +282,7 @@ def test_name_of_a_run_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_place_that_takes_no_claim_is_named(tmp_path: Path) -> None:
+def test_url_that_cannot_be_claimed_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write .*run\.json.*set run\.checkpoint_url"):
         claim(str(tmp_path / "file" / "below"), FIRST, takes_unmarked=False)
@@ -317,7 +317,7 @@ def test_older_of_two_copies_of_a_run_ends_at_its_next_checkpoint(
     assert latest(url) == 2
 
 
-def test_run_that_is_started_again_is_not_held_for_its_copy(
+def test_restarted_run_is_not_mistaken_for_a_copy(
     tiny: Make, losses: Losses, tmp_path: Path, url: str
 ) -> None:
     config = tiny(run__checkpoint_url=url, train__decay="none")

@@ -133,7 +133,7 @@ def test_configuration_names_the_file_or_the_token(tmp_path: Path, tiny: Make) -
         build({"node": {"token": "a", "token_file": "b"}})
 
 
-def test_run_goes_by_a_token_file(
+def test_run_uses_a_token_file(
     tiny: Make, losses: Callable[..., list[float]], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("a token\nanother\n")
@@ -163,7 +163,7 @@ def comparisons(source: str) -> list[str]:
     return found
 
 
-def test_no_secret_is_compared_in_a_time_that_tells_of_it() -> None:
+def test_secrets_are_compared_in_constant_time() -> None:
     assert comparisons("if shown == self._token: pass") == ["shown == self._token"]
     assert comparisons("hmac.compare_digest(shown, token)") == []
     wrong = {

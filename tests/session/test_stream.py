@@ -69,7 +69,7 @@ def test_reader_that_is_woken_for_many_bytes_gets_the_last_few(
     assert arrived == sent
 
 
-def test_reader_that_waits_for_many_bytes_hears_of_the_end(over_tcp: Streams) -> None:
+def test_reader_that_waits_for_many_bytes_is_woken_by_the_end(over_tcp: Streams) -> None:
     over_tcp[0].write(bytes(1_000))
     over_tcp[0].end()
     with pytest.raises(ConnectionError, match="it closed the connection"):

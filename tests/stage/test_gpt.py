@@ -29,12 +29,12 @@ def test_later_token_changes_no_earlier_logit() -> None:
     assert same == [True, True, True, True, False, False]
 
 
-def test_position_matters() -> None:
+def test_position_changes_the_output() -> None:
     logits = nn.Sequential(*make())(torch.zeros(1, 6, dtype=torch.int64))
     assert not torch.isclose(logits[0, 0], logits[0, 1]).all()
 
 
-def test_start_is_a_uniform_guess() -> None:
+def test_initial_guess_is_uniform() -> None:
     model = gpt(
         vocab_size=11, num_layers=2, width=8, num_heads=2, context=6, dropout=0.0, tied=False
     )

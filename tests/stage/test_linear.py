@@ -117,7 +117,7 @@ def test_names_and_parameters_stay() -> None:
     assert type(model[0]) is type(model[1][1]) is Linear
 
 
-def test_linear_that_is_more_than_one_is_left_alone() -> None:
+def test_subclass_of_linear_is_left_alone() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)

@@ -58,7 +58,7 @@ def train(stages_: list[Stage], num_steps: int = 5) -> list[float]:
     return losses
 
 
-def test_masters_are_what_is_seen_and_learns() -> None:
+def test_master_weights_are_visible_and_are_updated() -> None:
     (stage,) = stages([])
     assert {p.dtype for p in stage.parameters()} == {torch.float32}
     losses = train([stage])
@@ -83,16 +83,16 @@ def test_gradients_are_added_up_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("cut", [[1], [2], [1, 3]], ids=str)
-def test_cut_changes_no_bit(cut: list[int]) -> None:
+def test_split_changes_no_bit(cut: list[int]) -> None:
     assert train(stages(cut)) == train(stages([]))
 
 
-def test_learns_nearly_as_in_single_precision() -> None:
+def test_half_precision_learns_nearly_like_fp32() -> None:
     half, single = train(stages([])), train(stages([], "fp32"))
     assert half == pytest.approx(single, abs=0.02)
 
 
-def test_split_backward_adds_the_same() -> None:
+def test_split_backward_accumulates_the_same_gradients() -> None:
     whole, split = stages([])[0], stages([])[0]
     tokens = torch.arange(16).view(2, 8)
     for stage in (whole, split):
@@ -106,7 +106,7 @@ def test_split_backward_adds_the_same() -> None:
     )
 
 
-def test_evaluation_after_a_step_sees_what_was_learned() -> None:
+def test_evaluation_after_a_step_uses_the_updated_parameters() -> None:
     (stage,) = stages([])
     tokens = torch.arange(16).view(2, 8)
     before = stage.evaluate((tokens,), tokens)[0].item()
@@ -138,7 +138,7 @@ def test_aborted_step_leaves_no_gradient() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"
 )  # torch's own, as it loads its compiler
-def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the last step, which makes machine code of what was traced: that takes a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
@@ -162,7 +162,7 @@ def test_compiled_layers_give_what_others_do(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_fused_optimizer_goes_on_where_it_was() -> None:
+def test_fused_optimizer_is_resumed() -> None:
     from dpipe.dataparallel.optimizer import AdamSettings, Optimizer, trained, whole
 
     (stage,) = stages([], device="cuda")

@@ -57,7 +57,7 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(
     assert len(runs) == 3
 
 
-def test_core_that_runs_again_leaves_other_threads_their_draws(
+def test_recomputed_core_does_not_change_other_threads_random_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch's checkpoint sets the generator of the process meanwhile, whoever draws from it."""

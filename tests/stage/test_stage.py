@@ -183,7 +183,7 @@ def add_tied(first: nn.Parameter, last: nn.Parameter) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("order", [gpipe, one_at_a_time, split, late_weights])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
-def test_cut_order_and_recomputation_change_no_bit(
+def test_split_order_and_recomputation_change_no_bit(
     cut: tuple[int, ...],
     order: Callable[[Sequence[Stage], int], list[torch.Tensor]],
     recompute: str,
@@ -193,7 +193,7 @@ def test_cut_order_and_recomputation_change_no_bit(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_cut_changes_no_bit_in_half_precision(precision: str) -> None:
+def test_split_changes_no_bit_in_half_precision(precision: str) -> None:
     model = small_gpt(dropout=0.1)
     whole = train(model, (4,), precision=precision)
     assert train(model, (1, 2, 1), split, precision=precision, recompute="full").equals(whole)
@@ -206,7 +206,7 @@ def test_stage_made_for_whole_backward_passes_refuses_to_split_one() -> None:
         stage.backward_input(0, (torch.ones(1, 2),))
 
 
-def test_tied_weights_stay_equal_in_any_cut() -> None:
+def test_tied_weights_stay_equal_in_any_split() -> None:
     model = small_gpt(tied=True)
     whole = train(model, (4,))
     assert train(model, (1, 1, 1, 1)).equals(whole)
@@ -234,7 +234,7 @@ def test_gradients_are_those_of_the_model_without_stages() -> None:
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_parameters_of_one_cut_go_on_in_another() -> None:
+def test_parameters_of_one_split_continue_in_another() -> None:
     """Transplanting an uneven split: names say the layer, not the stage."""
     model = small_gpt()
     learned = train(model, (1, 3)).parameters
@@ -461,7 +461,7 @@ class Strides(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("cut", [(2,), (1, 1)])
-def test_gradient_lies_between_layers_as_it_comes_over_a_wire(cut: tuple[int, ...]) -> None:
+def test_gradient_between_layers_is_contiguous_as_over_a_wire(cut: tuple[int, ...]) -> None:
     class Watched(nn.Module):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return Strides.apply(ids[:, :4] * torch.ones(1, requires_grad=True))
@@ -530,7 +530,7 @@ def test_outputs_carry_no_graph() -> None:
     assert (loss.shape, loss.dtype) == ((), torch.float32)
 
 
-def test_loss_that_is_no_scalar_is_refused() -> None:
+def test_nonscalar_loss_is_refused() -> None:
     stage = Stage(
         0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: (x - targets) ** 2
     )
@@ -538,7 +538,7 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
         stage.evaluate((torch.ones(3, 2),), torch.ones(3, 2))
 
 
-def test_loss_that_is_no_tensor_is_refused() -> None:
+def test_loss_other_than_a_tensor_is_refused() -> None:
     stage = Stage(
         0, {0: nn.Linear(2, 2)}, num_microbatches=1, loss=lambda x, targets: x.mean().item()
     )
@@ -550,7 +550,7 @@ def test_loss_that_is_no_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["first", "after others"])
-def test_loss_from_which_nothing_learns_is_refused(layer: int, recompute: str) -> None:
+def test_loss_without_a_graph_is_refused(layer: int, recompute: str) -> None:
     """It would train to the end, and all parameters would stay as they were."""
     own = nn.Identity() if layer else nn.Linear(2, 2)
     stage = Stage(

@@ -83,7 +83,7 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
         ("bert", 2, False, "selective", 0.3),
     ],
 )
-def test_ranks_of_a_stage_make_the_gradients_of_one(
+def test_tensor_parallel_ranks_have_the_gradients_of_one_process(
     name: str, size: int, sequence: bool, recompute: str, dropout: float
 ) -> None:
     """Dropout and all: the masks are those that one process draws."""
@@ -98,7 +98,7 @@ def test_ranks_of_a_stage_make_the_gradients_of_one(
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute"
 )  # of torch's compiler
-def test_compiled_ranks_of_a_stage_make_the_gradients_of_one(
+def test_compiled_tensor_parallel_ranks_have_the_gradients_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But for the last step, which makes machine code of what was traced: that takes minutes."""
@@ -129,7 +129,7 @@ def agree(results: list[Found], losses: list[float], gradients: dict[str, torch.
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 3), (1, 1)])
-def test_shards_join_to_what_they_were_taken_from(dim: int, parts: int) -> None:
+def test_shards_join_to_the_whole_tensor(dim: int, parts: int) -> None:
     whole = torch.arange(48.0).view(12, 4)
     shard = Shard((12, 4), dim, parts, 2)
     assert torch.equal(shard.join([shard.take(whole, rank).flatten() for rank in range(2)]), whole)
@@ -140,7 +140,7 @@ def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
     assert Shard((6,), 0, 3, 2).take(torch.arange(6), 1).tolist() == [1, 3, 5]
 
 
-def test_split_sequence_keeps_its_positions_alone_for_backward() -> None:
+def test_split_sequence_keeps_only_its_own_positions_for_backward() -> None:
     """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block,
     and not more.
     """
@@ -187,7 +187,7 @@ def cross_entropy_of_one_process(targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("targets", [[0, 3, 4, 8, 11], [-100, 3, -100, 8, 0]])
-def test_loss_over_parts_of_the_words_is_that_over_all(targets: list[int]) -> None:
+def test_loss_over_a_split_vocabulary_equals_the_whole(targets: list[int]) -> None:
     """Also if some targets are ignored, as those of words that are not masked."""
     expected_words = torch.tensor(targets)
 

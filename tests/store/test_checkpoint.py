@@ -121,7 +121,7 @@ def test_what_was_saved_is_loaded(url: str) -> None:
 
 
 @pytest.mark.parametrize("after", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1, 2], [3]]])
-def test_any_cut_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
+def test_any_split_is_loaded_in_any_other(url: str, after: list[list[int]]) -> None:
     save_together([url] * 2, [[0, 1], [2, 3]], step=5)
     for layers in after:
         own_layers = set(layers)
@@ -183,7 +183,7 @@ def test_newest_checkpoints_stay(url: str) -> None:
     assert storage.Storage(url).folders() == [3, 4]
 
 
-def test_course_that_was_given_up_goes(url: str) -> None:
+def test_steps_of_an_abandoned_course_are_removed(url: str) -> None:
     """Step 20 and 30 were passed over; the run went on from 10 and must not come back to them."""
     for step in (10, 20, 30):
         save_alone(url, step, keep=3)
@@ -191,7 +191,7 @@ def test_course_that_was_given_up_goes(url: str) -> None:
     assert storage.Storage(url).steps() == [10, 15]
 
 
-def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
+def test_files_of_a_faster_rank_are_left_alone(folder: str) -> None:
     save_alone(folder, 1)
     later = Path(folder) / "step-00000003"
     later.mkdir()
@@ -199,7 +199,7 @@ def test_what_a_faster_rank_is_writing_is_left_alone(folder: str) -> None:
     assert later.exists()
 
 
-def test_what_a_crash_left_goes_with_the_next_checkpoint(folder: str) -> None:
+def test_remains_of_a_crash_are_removed_with_the_next_checkpoint(folder: str) -> None:
     unfinished = Path(folder) / "step-00000001"
     unfinished.mkdir(parents=True)
     (unfinished / ".0.tmp").write_bytes(b"half")
@@ -356,7 +356,7 @@ def test_damaged_file_is_named(
 
 
 @pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGE)
-def test_fallback_takes_the_one_before_and_says_so(
+def test_fallback_uses_the_previous_checkpoint_and_reports_it(
     folder: str,
     caplog: pytest.LogCaptureFixture,
     pattern: str,
@@ -386,7 +386,7 @@ def test_fallback_takes_the_one_before_and_says_so(
     ],
     ids=["{}", "[]", "map", "no files", "no digest"],
 )
-def test_json_that_is_no_index_is_damage_as_any_other(
+def test_json_that_is_no_index_is_reported_as_damage(
     folder: str, change: Callable[[Any], object]
 ) -> None:
     for step in (3, 6):
@@ -458,7 +458,7 @@ def test_url_that_cannot_be_used_is_named() -> None:
         latest("no-such-protocol://bucket/run")
 
 
-def test_place_that_cannot_be_written_is_named(folder: str) -> None:
+def test_unwritable_url_is_named(folder: str) -> None:
     Path(folder).write_text("a file where the folder should be")
     with pytest.raises(
         RunError, match=r"cannot write .*step-00000005.*; make room, or set run.checkpoint_url"
@@ -474,7 +474,7 @@ def test_nothing_is_unpickled(folder: str) -> None:
         load(folder, everything)
 
 
-def test_whoever_may_read_the_index_may_read_the_rest(folder: str) -> None:
+def test_all_files_have_the_permissions_of_the_index(folder: str) -> None:
     save_alone(folder, 5)
     modes = {path.name: path.stat().st_mode for path in (Path(folder) / "step-00000005").iterdir()}
     assert len(modes) == 3

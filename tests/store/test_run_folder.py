@@ -25,7 +25,7 @@ from dpipe.store.run_folder import (
 Make = Callable[..., Config]
 
 
-def test_run_without_a_checkpoint_is_not_said_to_go_on(tiny: Make, tmp_path: Path) -> None:
+def test_failed_run_without_a_checkpoint_suggests_no_resume(tiny: Make, tmp_path: Path) -> None:
     """A first run often fails before it has saved anything."""
     folder = open_folder(tiny(), resume=False)
     (folder / "metrics.jsonl").touch()
@@ -35,7 +35,7 @@ def test_run_without_a_checkpoint_is_not_said_to_go_on(tiny: Make, tmp_path: Pat
         open_folder(tiny(), resume=False)
 
 
-def test_nothing_is_made_for_a_run_that_is_not_there(tiny: Make, tmp_path: Path) -> None:
+def test_nothing_is_created_for_a_missing_run(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         open_folder(tiny(), resume=True)
     assert not (tmp_path / "run").exists()
@@ -79,7 +79,7 @@ def test_run_that_is_under_way_is_not_opened_by_another(tiny: Make, resume: bool
         pass
 
 
-def test_folder_without_locks_is_said_to_be_so(
+def test_folder_without_locks_is_reported(
     tiny: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(file: object, how: int) -> None:
@@ -104,7 +104,7 @@ def deep(tiny: Make, tmp_path: Path) -> Config:
     return tiny(run__folder=str(tmp_path / "runs" / "first" / "try"))
 
 
-def test_ranks_that_cannot_meet_leave_nothing(deep: Config, tmp_path: Path) -> None:
+def test_ranks_that_cannot_join_leave_nothing(deep: Config, tmp_path: Path) -> None:
     start_that_fails(deep, 0, JoinError("the port is in use"))
     assert not (tmp_path / "runs").exists()
 
@@ -116,7 +116,7 @@ def test_folder_that_was_there_stays(deep: Config) -> None:
     assert (folder / "logs" / "rank-0.log").exists()
 
 
-def test_only_rank_0_takes_a_folder_back(deep: Config) -> None:
+def test_only_rank_0_removes_a_folder(deep: Config) -> None:
     folder = open_folder(deep, resume=False)
     start_that_fails(deep, 1, JoinError("wrong token"))
     assert (folder / "trace").exists()

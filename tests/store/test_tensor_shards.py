@@ -66,14 +66,14 @@ def test_moments_of_both_ranks_are_read_as_a_whole(tmp_path: Path) -> None:
         assert set(read) == {f"{NAME}.exp_avg", f"{NORM}.exp_avg"}
 
 
-def test_what_all_ranks_have_is_written_by_the_first() -> None:
+def test_replicated_parameter_is_written_by_the_first_rank() -> None:
     names = [
         set(as_slices(stages(), moments(rank, halves=False), seat(rank))[0]) for rank in (0, 1)
     ]
     assert names == [{f"{NAME}.exp_avg[0:6]", f"{NORM}.exp_avg"}, {f"{NAME}.exp_avg[6:12]"}]
 
 
-def test_rank_takes_its_part_of_a_parameter_and_of_its_moments() -> None:
+def test_rank_reads_its_part_of_a_parameter_and_of_its_moments() -> None:
     read = Tensors("here")
     read |= {NAME: WHOLE.clone(), f"{NAME}.exp_avg_sq": WHOLE.flatten(), NORM: torch.ones(4)}
     take_parts(read, stages(), seat(1))

@@ -89,7 +89,7 @@ def test_replicas_have_one_vote_and_one_coordinator() -> None:
     assert steps_us(timeline) == [85, 90]
 
 
-def test_replicas_are_told_apart_only_where_they_vote() -> None:
+def test_replicas_differ_only_if_they_vote() -> None:
     def mirrored(ballots: Network | None) -> bool:
         replicas = Replicas(direct(2))
         return Simulation(Scenario(gpipe(2, 1), COST, network(1), (), replicas, ballots)).mirrored

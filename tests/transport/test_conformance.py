@@ -292,7 +292,7 @@ def test_later_calls_raise_peer_lost_when_the_peer_has_closed(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-def test_what_was_sent_before_closing_still_arrives(pair: Pair, sender: int) -> None:
+def test_tensor_sent_before_closing_still_arrives(pair: Pair, sender: int) -> None:
     if isinstance(pair[0], Settling):
         pytest.skip("NCCL may need the receiver to be there; a step waits for what it has sent")
     tensor = random_tensor((1 << 20,), torch.float32)

@@ -3,7 +3,7 @@ import torch
 from dpipe.transport.local import LocalHub
 
 
-def test_what_broke_the_other_end_is_not_raised_at_this_one() -> None:
+def test_error_of_the_other_end_is_not_raised_at_this_one() -> None:
     """A rank that failed tells its own error to its own waits; a neighbour that sends just then
     must not get it.
     """

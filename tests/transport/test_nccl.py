@@ -58,7 +58,7 @@ def test_each_directed_link_has_a_communicator_of_its_own() -> None:
         end.close()
 
 
-def test_ids_are_given_to_cupy_as_it_gave_them() -> None:
+def test_ids_are_returned_to_cupy_in_their_original_type() -> None:
     """Bytes since cupy 14, a tuple of signed numbers before; JSON makes lists of both."""
     ends, nccl = transports(2, ids=tuple)
     connect(ends)
@@ -90,7 +90,7 @@ def test_communicator_is_not_called_while_it_is_ended(pair: list[NcclTransport])
         link.launch(type(None), "", link.communicator.send, 1, torch.zeros(4))
 
 
-def test_closing_does_not_wait_for_ever_for_a_peer_that_does_not(
+def test_closing_does_not_wait_forever_for_the_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends, nccl = transports(2)
@@ -146,7 +146,7 @@ def test_peer_that_goes_after_the_host_ran_ahead_is_found_when_it_settles(
         pending.settle()
 
 
-def test_rank_that_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     (end, absent), _ = transports(2, connect_timeout_s=0.2)
     offers = {0: end.offer([1]), 1: absent.offer([0])}
     with pytest.raises(

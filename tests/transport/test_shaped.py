@@ -176,7 +176,7 @@ def test_tensor_that_is_not_made_yet_holds_up_its_own_link_alone(
     assert ranks[1].recv(one, 0, "x").wait() == 7
 
 
-def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make) -> None:
+def test_tensor_that_waits_for_its_slot_raises_peer_lost(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=0, bandwidth_gbps=0.0001)))  # a slot of 10 s
     pending, receive = (
         ranks[0].send(MEGABIT, 1, "x"),
@@ -191,7 +191,7 @@ def test_tensor_that_waits_for_its_slot_is_told_that_the_peer_is_lost(make: Make
     assert time.monotonic() - start < 5.0
 
 
-def test_tensor_that_cannot_be_handed_over_tells_who_waits_for_it(make: Make) -> None:
+def test_error_of_a_handover_is_raised_by_who_waits_for_the_tensor(make: Make) -> None:
     ranks = make(Network(default=Link(delay_ms=50, bandwidth_gbps=0.1)))
     pending = ranks[0].send(MEGABIT, 1, "x")
     ranks[1].close()

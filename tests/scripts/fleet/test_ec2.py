@@ -123,7 +123,7 @@ def test_one_region_talks_over_private_addresses_of_its_group(ec2_of):
 
 
 @pytest.mark.parametrize(("market", "cycle"), [("--spot", "spot"), ("--on-demand", None)])
-def test_market_is_as_asked(ec2_of, market, cycle):
+def test_market_is_as_requested(ec2_of, market, cycle):
     up(market, "--region", ONE, "--count", "1")
     (reservation,) = ec2_of(ONE, "describe_instances", InstanceIds=[there(ONE)[0].id])[
         "Reservations"
@@ -215,7 +215,7 @@ def test_launch_that_fails_half_way_leaves_nothing(ec2_of):
     assert [there(ONE), there(TWO), groups(ONE), groups(TWO)] == [[], [], [], []]
 
 
-def test_what_cannot_be_taken_back_is_named(ec2_of):
+def test_resources_that_cannot_be_removed_are_named(ec2_of):
     left = Failing((TWO, "run_instances"), (ONE, "terminate_instances"))
     with pytest.raises(AwsError) as error:
         launch(left, [])

@@ -71,7 +71,7 @@ def test_name_that_is_no_folder_is_refused(job, name):
         job(name=name)
 
 
-def test_configuration_that_cannot_be_is_refused(job):
+def test_invalid_configuration_is_refused(job):
     with pytest.raises(ConfigError, match="unknown key 'train.step'"):
         job("train.step=5")
 

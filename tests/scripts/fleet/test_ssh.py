@@ -23,7 +23,7 @@ def test_command_gets_bytes_and_gives_bytes(machines):
     assert machines[0].run("cat; echo said >&2", stdin=b"\0\xff") == b"\0\xff"
 
 
-def test_command_that_fails_is_shown_with_its_words(machines):
+def test_failed_command_is_shown_with_its_output(machines):
     with pytest.raises(HostFailed) as error:
         machines[0].run("echo out; echo oops >&2; exit 7")
     assert (
@@ -61,7 +61,7 @@ def test_same_on_all_names_every_machine_where_it_failed(machines):
     ]
 
 
-def test_refusals_alone_are_the_user_s_to_mend(machines):
+def test_refusals_alone_are_input_errors(machines):
     def refuse(machine):
         raise HostRefused("no") if machine is machines[0] else Unreachable("nobody")
 
@@ -69,7 +69,7 @@ def test_refusals_alone_are_the_user_s_to_mend(machines):
         each(machines, refuse)
 
 
-def test_mistake_of_ours_is_not_taken_for_a_machine_s(machines):
+def test_bug_of_ours_is_not_reported_as_a_machines_failure(machines):
     def fail(machine):
         raise ZeroDivisionError
 

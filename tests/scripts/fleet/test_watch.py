@@ -67,7 +67,7 @@ def test_first_failure_is_named_and_stops_the_others(cloud, monkeypatch):
     ]
 
 
-def test_rank_that_is_killed_is_told_by_its_signal(cloud):
+def test_killed_rank_is_reported_with_its_signal(cloud):
     cloud.play("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     done = cloud.run("--name", "r")
     assert done.exit_code == 137
@@ -109,7 +109,7 @@ def test_lost_connection_loses_no_line_and_repeats_none(cloud, later):
         assert seen == [f"rank {rank} | counts {n}" for n in range(20)]
 
 
-def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
+def test_lost_host_is_reported(cloud, monkeypatch, later):
     monkeypatch.setattr(watch, "LOST_S", 1.0)
     monkeypatch.setattr(watch, "RETRY_S", 0.1)
     cloud.play("time.sleep(60)")
@@ -127,7 +127,7 @@ def test_host_that_is_gone_is_given_up(cloud, monkeypatch, later):
     assert "No such file or directory" in done.output
 
 
-def test_detached_run_is_taken_up_again(cloud):
+def test_detached_run_is_followed_again(cloud):
     cloud.play(COUNTS)
     assert cloud.run("--name", "r", "--detach").exit_code == 0
     done = cloud("logs", "-f", "-n", "0")
