@@ -97,9 +97,7 @@ def test_real_megatron_has_the_same_losses(overrides, our_losses, their_rows):
     ],
 )
 def test_bert_of_real_megatron_has_the_same_losses(overrides, as_bert, our_losses, their_rows):
-    """Two ranks a stage that share the table with the other stage; replicas; chunks that are
-    interleaved.
-    """
+    """Tensor-parallel stages with a tied embedding, replicas, and an interleaved schedule."""
     pytest.importorskip("megatron.core")
     from fakes import cpu_megatron
 
@@ -108,7 +106,7 @@ def test_bert_of_real_megatron_has_the_same_losses(overrides, as_bert, our_losse
 
 
 def models(overrides):
-    """Those that change what is learned, and not how it is cut."""
+    """The settings that change the training, and not those of the layout."""
     return [override for override in overrides if override.startswith("model.")]
 
 

@@ -1,5 +1,5 @@
-"""Two ranks as processes: whether torch's engine takes the time that its schedule must take on our
-waits.
+"""Two ranks as processes: a step of torch's engine takes the time of its schedule on replay
+stages.
 """
 
 import sys

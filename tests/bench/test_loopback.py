@@ -1,5 +1,5 @@
-"""The loopback link as it is measured: the sums on stamps laid out by hand, and one measurement for
-real.
+"""The measurement of the loopback link: the arithmetic on given time stamps, and one real
+measurement.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""The plain loop and the engine train the same model: else a time of one says nothing of the
-other.
+"""The plain loop and the engine train the same model; otherwise their times could not be
+compared.
 """
 
 from dataclasses import replace

@@ -27,7 +27,7 @@ def ends() -> Iterator[list[TcpTransport]]:
 
 
 def test_rate_is_all_that_moved_from_the_first_byte_to_the_last() -> None:
-    """Whichever tensor had them: stripes over several connections overtake each other."""
+    """Of any tensor: stripes on several connections overtake each other."""
     moved = [
         Moved(20 * MS, 100 * MS, 5 * MB),
         Moved(10 * MS, 110 * MS, 5 * MB),
@@ -37,7 +37,9 @@ def test_rate_is_all_that_moved_from_the_first_byte_to_the_last() -> None:
 
 
 def test_clock_starts_when_the_warm_up_has_arrived(ends: list[TcpTransport]) -> None:
-    """Or what the warm-up has left in buffers would count as carried in no time."""
+    """Otherwise bytes of the warm-up that are still in buffers would count as carried in no
+    time.
+    """
     sender, receiver = ends
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(rate.send, sender, 0.1, 0.05)

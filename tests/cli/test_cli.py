@@ -90,7 +90,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
 
 
 def test_character_outside_the_terminals_encoding_is_replaced() -> None:
-    """Such as one of what the model writes."""
+    """For example in generated text."""
     code = (
         "from dpipe.cli.main import main\n"
         "from dpipe.cli.options import show\n"

@@ -1,4 +1,4 @@
-"""`dpipe config`: the keys, and what a file comes to."""
+"""`dpipe config`: the keys, and the configuration that a file results in."""
 
 import json
 import subprocess

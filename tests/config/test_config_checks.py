@@ -1,4 +1,4 @@
-"""What sections refuse of each other."""
+"""Combinations of sections that are refused."""
 
 from typing import Any
 
@@ -131,7 +131,7 @@ def test_invalid_parameter_server_is_refused(table: dict[str, Any], message: str
 
 
 def test_torch_group_with_rounded_sums_refuses_a_tied_embedding_on_three_or_more_replicas() -> None:
-    """Two have only one order to add in."""
+    """With two replicas there is only one order of summation."""
     settings = {"kind": "all-reduce", "group": "torch", "wire": "bf16"}
     table = {"model": {"tie_embeddings": True}, "train": {"batch_size": 24}}
     build({**table, "data_parallel": {**settings, "replicas": 2}})
@@ -157,7 +157,7 @@ def test_torch_group_with_rounded_sums_refuses_a_tied_embedding_on_three_or_more
 def test_shape_is_refused_where_replicas_have_connections_of_their_own(
     settings: dict[str, Any], message: str
 ) -> None:
-    """They took what the machine takes, and were predicted to take what the shape does."""
+    """Such a run was not slowed down, but was predicted to be."""
     table = {"data_parallel": {**settings, "replicas": 2}}
     build(table)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What each section refuses by itself."""
+"""Values that each section refuses."""
 
 import pytest
 

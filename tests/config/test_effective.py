@@ -1,4 +1,4 @@
-"""What a file comes to, key by key."""
+"""The configuration that a file results in, key by key."""
 
 from pathlib import Path
 

@@ -24,9 +24,9 @@ def test_every_key_of_a_configuration_is_there() -> None:
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_key_has_a_meaning(key: Key) -> None:
-    """One or two sentences or three, that end as sentences do."""
+    """One to three whole sentences."""
     assert re.fullmatch(r"\S.{9,239}\.", key.meaning)
-    # a type is not a meaning: what leaving it out means is said
+    # a key that may be left out says what that means
     if not key.default:
         assert "Left out:" in key.meaning or key.name in ("node.tls_key", "node.tls_ca")
 

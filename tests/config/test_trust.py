@@ -1,4 +1,4 @@
-"""Which code may be named: by where its file lies, and without importing anything."""
+"""Which code a configuration may name: decided by the place of its file, without importing it."""
 
 import os
 import sys
@@ -102,7 +102,7 @@ def test_other_places_need_trust(working: Path, elsewhere: Path) -> None:
 
 
 def test_links_out_of_the_working_folder_need_trust(working: Path, elsewhere: Path) -> None:
-    """The real path counts, also where the link's own place is the working folder."""
+    """The real path counts, even if the link itself is in the working folder."""
     (elsewhere / "evil.py").write_text(BOMB)
     (working / "trust_link.py").symlink_to(elsewhere / "evil.py")
     package(elsewhere, "evils")

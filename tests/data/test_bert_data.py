@@ -1,5 +1,5 @@
-"""Sequences that BERT reads, from a text in which every word says where it is: w3_17 is word 3 of
-sentence 17.
+"""BERT's sequences, from a text in which every word has its position: w3_17 is word 3 of sentence
+17.
 """
 
 from pathlib import Path
@@ -15,7 +15,11 @@ from dpipe.errors import DataError
 from dpipe.stage.bert import IGNORED
 
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS, SENTENCES, DOCUMENT = 6, 60, 10  # words a sentence, sentences in all, sentences a document
+WORDS, SENTENCES, DOCUMENT = (
+    6,
+    60,
+    10,
+)  # words per sentence, sentences in total, sentences per document
 CONTEXT = 32
 
 
@@ -37,7 +41,7 @@ VOCABULARY = [*MARKS, *(word for number in range(SENTENCES) for word in sentence
 
 
 def save_tokenizer(path: str, marks: list[str] = MARKS) -> None:
-    """Whole words, as a WordPiece would take them that knows them all."""
+    """A WordPiece tokenizer whose vocabulary has every word."""
     words = [word for word in VOCABULARY if word not in MARKS or word in marks]
     tokenizer = Tokenizer(
         models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
@@ -57,14 +61,14 @@ def pairs(text: str = TEXT, context: int = CONTEXT, held_out: float = 0.0) -> Se
 
 
 def sequences(number: int, **options: object) -> list[tuple[list[str], list[int], int, list[int]]]:
-    """Words, types, length and targets of so many sequences."""
+    """Words, types, length and targets of each sequence."""
     (tokens, types, lengths), targets = pairs(**options).training(0, 0, range(number))  # type: ignore[arg-type]
     words = [[VOCABULARY[i] for i in row] for row in tokens.tolist()]
     return list(zip(words, types.tolist(), lengths.tolist(), targets.tolist(), strict=True))
 
 
 def restored(words: list[str], targets: list[int]) -> list[str]:
-    """With the words back that were masked out."""
+    """The words before masking."""
     return [
         word if target == IGNORED else VOCABULARY[target]
         for word, target in zip(words, targets, strict=True)
@@ -125,7 +129,7 @@ def test_most_sequences_are_full_and_some_are_short() -> None:
 
 
 def test_second_segment_follows_the_first_if_the_target_says_so() -> None:
-    """Text after A's last word, in the same document and at a sentence's start."""
+    """It follows A's last word, in the same document and at the start of a sentence."""
     joined = [word for line in TEXT.splitlines() for word in line.split()]
     for words, _, length, targets in sequences(200):
         a, b = passages(words, length, targets)
@@ -140,7 +144,7 @@ def test_second_segment_follows_the_first_if_the_target_says_so() -> None:
 
 def test_half_of_the_second_segments_are_random() -> None:
     elsewhere = sum(targets[0] for _, _, _, targets in sequences(400))
-    assert 160 < elsewhere < 280  # half, and those whose document has no next sentence
+    assert 160 < elsewhere < 280  # half, and those at the end of their document
 
 
 def test_tokens_are_masked_as_in_devlin_2018() -> None:
@@ -190,7 +194,7 @@ def test_held_out_sequences_are_from_the_held_out_text_alone() -> None:
         known = {w for w, t in zip(words, target[1:], strict=True)}
         assert (
             len(known - set(cut) - set(MARKS)) <= 0.15 * CONTEXT
-        )  # one masked word in ten is any other
+        )  # one masked word in ten is a random word
     assert torch.equal(made.held_out(range(5, 6))[0][0], tokens[5:6])
 
 

@@ -145,7 +145,7 @@ def test_long_text_is_tokenised_in_pieces_that_lose_nothing(
 
 
 def test_vocabulary_is_as_large_as_its_largest_number() -> None:
-    """Numbers may have gaps, and the model needs a row for each."""
+    """Token numbers may have gaps, and the model needs a row for each number."""
     write("text.txt", "a b " * 50)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 500}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,6 @@
-"""With a step's delay: where replicas compute, and what they agree on."""
+"""`data_parallel.delay`: the parameters that replicas compute with, and the mean that they step
+by.
+"""
 
 from functools import partial
 
@@ -45,7 +47,7 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def descend(
     kind: DataParallel, stage: Layered, replica: int, steps: int
 ) -> list[list[torch.Tensor]]:
-    """Steps down a bowl whose gradient is where one is; returns where each gradient was taken."""
+    """Descend a quadratic bowl; returns the parameters at which each gradient was taken."""
     places = []
     for step in range(steps):
         kind.begin(step, RATE, 1.0)
@@ -75,7 +77,7 @@ def test_delay_changes_nothing_if_replicas_have_the_same_data(kind: str) -> None
 def places_of_the_second_step(
     kind: str, replicas: int
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Where each replica computes, and what it has after the step."""
+    """The parameters that each replica computes with, and those after the step."""
 
     def run(
         kind: DataParallel, stage: Layered, replica: int
@@ -159,7 +161,7 @@ def test_resumed_replicas_continue_with_the_same_parameters(kind: str) -> None:
 
 
 def _whole(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """As the checkpoint puts parts together."""
+    """The parts joined as in a checkpoint."""
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in ((n, t) for state in states for n, t in state.items()):
         base, _, span = name.partition("[")

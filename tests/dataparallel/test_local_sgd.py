@@ -1,4 +1,4 @@
-"""Replicas that step by themselves and agree now and then."""
+"""Replicas that take steps on their own and average now and then."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def local_sgd(
 
 
 def alone(replica: int, steps: int) -> Layered:
-    """What a replica comes to if it never hears of the others."""
+    """The parameters of a replica that never averages with the others."""
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(steps):

@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 
 def alone(replicas: int) -> Layered:
-    """One process that takes two steps by the mean gradient."""
+    """One process that takes two steps with the mean gradient."""
     stage = Layered()
     single = Single({0: stage}, ADAM)
     for step in range(2):
@@ -78,7 +78,7 @@ def test_group_that_loses_a_replica_raises_and_stops() -> None:
 
 
 class Drawing(HostStreams):
-    """Writes down on which stream the exchange runs, and what it waits for."""
+    """Records the stream of the exchange and what it waits for."""
 
     def __init__(self, late: bool) -> None:
         self.log: list[str] = []

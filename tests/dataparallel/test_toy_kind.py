@@ -1,4 +1,4 @@
-"""A kind of somebody's own: its declaration is all that the rest of dpipe needs to know."""
+"""A user's own kind: the rest of dpipe needs nothing but its declaration."""
 
 from collections.abc import Callable
 from pathlib import Path

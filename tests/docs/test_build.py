@@ -1,4 +1,4 @@
-"""scripts/docs takes a warning, and a link that leads nowhere, for an error."""
+"""scripts/docs fails on a warning and on a dead link."""
 
 import shlex
 import subprocess
@@ -9,7 +9,7 @@ from pages import DOCS, ROOT
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    """`folder` built as scripts/docs builds docs/."""
+    """Build `folder` as scripts/docs builds docs/."""
     lines = (ROOT / "scripts/docs").read_text(encoding="utf-8").splitlines()
     (line,) = [line for line in lines if " -m sphinx " in line]
     options = shlex.split(line.replace('"$@"', ""))[1:-2]

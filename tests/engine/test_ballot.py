@@ -28,7 +28,7 @@ def test_overflowed_ballot_is_read_and_left_to_the_count() -> None:
 
 
 def test_largest_gradients_that_there_are_have_a_finite_norm() -> None:
-    """The squares of 10^15 fp32 parameters, all as large as can be, in a thousand layers."""
+    """The squares of 10^15 fp32 parameters, all at the largest value, in a thousand layers."""
     square = (3.4e38) ** 2 * 1e12
     norms = {str(layer): square for layer in range(1000)}
     verdict = count(0, [read(norms=norms)])

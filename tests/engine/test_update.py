@@ -31,7 +31,7 @@ class OneLayer:
 
 
 class Heard:
-    """A gather of one rank, which remembers what was said."""
+    """A gather of one rank that records the payloads."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
@@ -175,12 +175,12 @@ def test_loss_scale_halves_and_the_step_is_skipped_on_overflow() -> None:
 def test_loss_scale_goes_on_in_the_precision_that_it_is_of(
     before: str, after: str, goes_on_at: float | None
 ) -> None:
-    told, taken = LossScale(before == "fp16"), LossScale(after == "fp16")
-    if told.dynamic:
-        told.value, told.good_steps = 8.0, 5
-    began = taken.value
-    taken.restore(told.state())
-    assert taken.value == (goes_on_at or began)
+    saved, restored = LossScale(before == "fp16"), LossScale(after == "fp16")
+    if saved.dynamic:
+        saved.value, saved.good_steps = 8.0, 5
+    began = restored.value
+    restored.restore(saved.state())
+    assert restored.value == (goes_on_at or began)
 
 
 def test_gradient_is_unscaled() -> None:

@@ -1,6 +1,4 @@
-"""What is counted for each kind against the tensors that its objects hold while a step is
-computed.
-"""
+"""The predicted memory of each kind beside the tensors that its objects hold during a step."""
 
 import gc
 import threading
@@ -86,7 +84,9 @@ def a_step(kind: DataParallel, stage: OneMatrix, step: int) -> None:
 
 
 def reachable(top: object, *, but: OneMatrix | None = None) -> int:
-    """Bytes of the tensors that `top` leads to; other replicas' lie behind the links."""
+    """Bytes of the tensors that are reachable from `top`; those of other replicas are behind the
+    links.
+    """
     storages, seen = dict[int, int](), set[int]()
     found: list[object] = [top]
     while found:

@@ -112,7 +112,7 @@ def test_egress_sends_the_messages_of_a_link_one_after_another():
 
 
 def test_egress_serves_the_links_of_a_network_in_order_of_arrival():
-    """As the lab's links do: a message is in the queue as a whole before the next one comes."""
+    """Like the lab's links: a whole message is in the queue before the next one."""
     egress = Egress(Network(default=Link(50, 1)), 0)
     egress.offer(1, "a", 125 * 20, 0)
     egress.offer(2, "b", 125 * 10, 10)
@@ -125,7 +125,7 @@ def test_egress_is_shared_fairly_by_links_that_are_shaped_apart():
     egress = Egress(Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(40, 1)}), 0)
     egress.offer(1, "a", 125 * 20, 0)
     egress.offer(2, "b", 125 * 10, 10)
-    # From 10 on each has half: both have 10 us' worth left.
+    # From 10 on each gets half: both have 10 us of sending left.
     assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
 
 

@@ -1,4 +1,4 @@
-"""What lies where in a stage's flat vector."""
+"""The layout of a stage's flat vector."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a line carries, and what it refuses."""
+"""The messages of a parameter server: what they carry and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The server over real gRPC: who is taken in, what is refused, and what survives."""
+"""The server over real gRPC: which workers may join, what is refused, and what survives."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -237,7 +237,7 @@ def test_parts_of_a_stage_are_kept_apart(serving: ParameterServer, connect: Conn
 def test_server_does_not_wait_for_what_an_older_run_left_behind(
     serving: ParameterServer, connect: Connect
 ) -> None:
-    """One of more stages: the new run has no use for those that it does not take over."""
+    """The older run had more stages, which the new run does not take over."""
     old = connect(0, stage=1)
     old.open(0, 0, vectors)
     clients = opened(connect, session="run 2")
@@ -251,7 +251,7 @@ def test_server_does_not_wait_for_what_an_older_run_left_behind(
 def test_run_that_took_no_step_is_not_waited_for(
     serving: ParameterServer, connect: Connect
 ) -> None:
-    """It may have ended before its first step."""
+    """Such a run may have ended before its first step."""
     clients = opened(connect)
     reach(ServerAccess(f"127.0.0.1:{serving.port}", "run 2", 0, 0))
     for client in clients:
@@ -318,7 +318,7 @@ def test_chunk_out_of_turn_is_refused(connect: Connect, monkeypatch: pytest.Monk
 def test_failed_journal_ends_the_run_with_its_reason(
     connect: Connect, serving: ParameterServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line: the log had two tracebacks of it."""
+    """In one line, without a traceback."""
     clients = opened(connect)
 
     class Full:
@@ -369,7 +369,9 @@ def test_server_that_all_workers_have_left_reports_it(
 def test_server_killed_during_the_end_does_not_wait_for_workers_that_have_left(
     tmp_path: Path,
 ) -> None:
-    """Who has left does not come again; when all have, the folder is for whoever comes next."""
+    """A worker that has left does not come back; when all have left, the folder is free for the
+    next run.
+    """
 
     def started(port: int = 0) -> ParameterServer:
         return ParameterServer(port=port, folder=tmp_path, snapshots=FolderSnapshots())

@@ -1,4 +1,4 @@
-"""Who waits for what on the server, without a wire."""
+"""The waits of the server, without a network."""
 
 import threading
 

@@ -153,7 +153,7 @@ def replicated(kind: str, **data_parallel: object) -> Config:
 
 
 def reduce_ms(config: Config) -> float:
-    """What the replicas' agreement adds to a step on the slow network, on average."""
+    """The time that the exchange of replicas adds to a step on the slow network, on average."""
     alone = config.with_(data_parallel__replicas=1, train__batch_size=8)
     return (forecast(config, network=SLOW).step_us - forecast(alone, network=SLOW).step_us) / 1e3
 
@@ -184,7 +184,7 @@ def test_vote_does_not_cross_a_network_that_the_transport_imitates(tmp_path: Pat
 
 
 def _vote_ms(found: Forecast) -> float:
-    """How long the verdict is on its way back to rank 1, behind the last ballot: rank 0's."""
+    """The time from the last ballot, that of rank 0, to the verdict at rank 1."""
     timeline = found.timeline
     steps = [timeline.on(rank, Lane.UPDATE)[-1].start_us for rank in (0, 1)]
     return (steps[1] - steps[0]) / 1e3
@@ -199,7 +199,7 @@ def test_sharded_optimizer_gives_back_unrounded_parameters() -> None:
 
 
 def test_delay_hides_the_exchange() -> None:
-    """But for a part of it, 10 ms long, that a message of the pipeline may have to wait for."""
+    """Except a part of 10 ms that a message of the pipeline may have to wait for."""
     assert reduce_ms(replicated("all-reduce", delay=True)) < 10.1
 
 
@@ -330,8 +330,8 @@ def test_embedded_servers_are_where_the_schedule_places_the_stages(schedule: str
 def test_parameter_server_sends_back_to_every_replica() -> None:
     # Its own link carries both stages' parameters to both replicas, 2 x 60 ms; an all-reduce shares
     # that out.
-    served = reduce_ms(replicated("parameter-server", address="server:7100"))
-    assert served > 80 > reduce_ms(replicated("all-reduce"))
+    server_ms = reduce_ms(replicated("parameter-server", address="server:7100"))
+    assert server_ms > 80 > reduce_ms(replicated("all-reduce"))
 
 
 def test_network_without_a_link_to_the_server_is_refused() -> None:

@@ -34,7 +34,7 @@ def test_probe_counts_parameters() -> None:
 
 
 def test_half_precision_parameters_count_as_master_weights() -> None:
-    """Which is what replicas exchange."""
+    """Replicas exchange the gradients of the master weights."""
     half, whole = (
         probe(GPT, TOKENS, seed=0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
     )

@@ -201,7 +201,7 @@ def test_agent_store_that_is_gone_is_a_join_error(agent, monkeypatch):
         AgentStore("127.0.0.1", 1, "key").publish("10.0.0.5:4321")
 
 
-MEET = """
+JOIN = """
 import os
 from dpipe.coordinator.client import Coordinator
 from dpipe.coordinator.server import CoordinatorServer
@@ -221,14 +221,14 @@ if server:
 
 
 def test_ranks_of_torchrun_find_each_other(tmp_path):
-    (tmp_path / "meet.py").write_text(MEET)
+    (tmp_path / "join.py").write_text(JOIN)
     argv = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        str(tmp_path / "meet.py"),
+        str(tmp_path / "join.py"),
     ]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
     output = subprocess.run(
@@ -244,7 +244,7 @@ def test_process_info_does_not_import_torch():
 
 
 def test_grpc_is_set_up_before_it_is_imported_and_what_the_user_has_set_stays() -> None:
-    """gRPC polls when it was told to, which it reads once, at its import."""
+    """gRPC reads its settings once, when it is imported."""
     code = """
 import os, sys
 from click.testing import CliRunner

@@ -1,6 +1,4 @@
-"""Ranks here are short Python programs. What a launcher does with signals is tried on a launcher of
-its own process.
-"""
+"""The ranks are short Python programs. Signals are tested on a launcher in a separate process."""
 
 import contextlib
 import json
@@ -25,7 +23,7 @@ SLEEP = "import time; time.sleep(60)"
 
 
 class Launcher:
-    """Launches programs in a folder of its own and keeps what the launcher says."""
+    """Launches programs in a separate folder and records the launcher's messages."""
 
     def __init__(self, folder: Path) -> None:
         self.logs = folder / "run" / "logs"
@@ -236,7 +234,7 @@ sys.exit(launch(lambda rank: argv, 2, logs=Path("logs"), on_line=say))
 
 
 def _noting(path: str | Path) -> str:
-    """Code that writes the process's id to `path`, whole or not at all."""
+    """Code that writes the process id to `path` atomically."""
     new = f"{path}.new"
     write = f"open('{new}', 'w').write(str(os.getpid()))"
     return f"import os; {write}; os.rename('{new}', '{path}')\n"
@@ -251,7 +249,9 @@ NEVER_LEAVE = (
 
 @contextlib.contextmanager
 def running(program: str, folder: Path):
-    """A launcher with two ranks that run `program`, once both are up, and their process ids."""
+    """A launcher with two ranks that run `program`, once both have started, and their process
+    ids.
+    """
     argv = [sys.executable, "-c", LAUNCHER, program + NOTE_PID + SLEEP.replace("(60)", "(30)")]
     environ = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
@@ -272,7 +272,7 @@ def _soon(condition) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    """Not gone, and not a zombie that nobody has reaped."""
+    """Running, and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

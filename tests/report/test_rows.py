@@ -24,7 +24,7 @@ def pipe(rows: list[Mapping[str, Any]]) -> Iterator[RowPipe]:
 
 @pytest.fixture
 def environ(pipe: RowPipe) -> Iterator[dict[str, str]]:
-    """Rank 0's, with an end of the pipe that is its own."""
+    """Rank 0's environment, with its end of the pipe."""
     inherited = os.dup(pipe.write_fd)
     yield {"DPIPE_ROWS_FD": str(inherited)}
     os.close(inherited)

@@ -149,7 +149,7 @@ def test_launch_refuses_what_can_be_fixed_before_a_rank_starts(tiny: Make, tmp_p
 
 
 def test_launch_raises_what_a_rank_could_not_use(tiny: Make, tmp_path: Path) -> None:
-    """Only the rank finds out: the port of its links is taken by somebody else."""
+    """Only the rank can find out: another process uses the port of its links."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -21,7 +21,7 @@ from dpipe.report.trace import load_trace
 from dpipe.run.replay_ring import neighbours, ring_peers
 from dpipe.timeline.span import Lane
 
-SLOW = "delay_ms = 20\nbandwidth_gbps = 0.08\n"  # 200 kB take 20 ms, and 20 more to arrive
+SLOW = "delay_ms = 20\nbandwidth_gbps = 0.08\n"  # 200 kB take 20 ms, and arrive 20 ms later
 EXCHANGES, ROUND_MS = 1, 20 + 20  # of half an exchange's bytes: long beside what a machine is late
 LATE = 1.5  # a busy machine wakes threads late
 
@@ -78,7 +78,7 @@ def test_step_takes_little_more_than_that(shared, run_ranks, tmp_path):
 
 
 def test_exchanges_are_part_of_each_forward_and_backward(shared):
-    """Two rounds an all-reduce among two; two micro-batches."""
+    """An all-reduce of two ranks has two rounds; there are two micro-batches."""
     all_of_them_ms = 2 * 2 * EXCHANGES * 2 * ROUND_MS
     assert forecast(shared()).step_us / 1e3 == pytest.approx(2 * (10 + 20) + all_of_them_ms)
 

@@ -144,13 +144,13 @@ def test_line_of_a_layout_has_all_keys_of_the_tables(sweep, tmp_path, monkeypatc
     monkeypatch.setattr(sweep, "difference_of_losses", lambda cell, at: 1e-6)
     assert run(sweep, tmp_path).exit_code == 0
     line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[3])
-    told = {
+    expected = {
         "mode": "real", "engine": "fsdp", "device": "CPU", "gpus": 0, "data_parallel": 2,
         "tensor_parallel": 1, "pipeline_parallel": 2, "micro_batch": 2, "batch_size": 16,
         "precision": "fp32", "recompute": "none", "predicted_s": None, "delay_ms": None,
         "loss_difference": 1e-6,
     }  # fmt: skip
-    assert {key: line[key] for key in told} == told
+    assert {key: line[key] for key in expected} == expected
 
 
 def test_cells_with_too_few_gpus_are_left_out(sweep, tmp_path, monkeypatch):
@@ -187,8 +187,8 @@ def test_gpus_peak_memory_and_use_are_the_last_steps(sweep):
 
 
 def test_unknown_gpu_metrics_are_none(sweep):
-    told = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
-    assert told == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
+    metrics = sweep.of_gpus({"step": 3, "gpu_memory_mb": {"0": 1500.0}})
+    assert metrics == {"memory_gb": 1.5, "gpu_use_percent": None, "mfu": None}
 
 
 @pytest.fixture

@@ -133,9 +133,9 @@ def test_test_file_that_takes_too_long_keeps_its_output(script, tmp_path, monkey
 
 
 def test_tests_of_every_file_are_named_where_no_time_was_left(script, tmp_path) -> None:
-    told = script("gpu_check").run_tests(0, tmp_path / "log")
-    assert "test_nccl: no time was left; " in told
-    assert "test_gpu_check" not in told
+    result = script("gpu_check").run_tests(0, tmp_path / "log")
+    assert "test_nccl: no time was left; " in result
+    assert "test_gpu_check" not in result
 
 
 def test_files_have_the_results_so_far(script, tmp_path) -> None:

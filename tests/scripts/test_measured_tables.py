@@ -41,14 +41,14 @@ def run(table, name: str, *words: str | Path) -> Result:
 
 def test_engines_of_one_layout_are_together_beside_the_published_value(table, results):
     rows = json.loads(run(table, "gpt3xl_megatron", "--results", results, "--json").output)
-    told = [
+    compared = [
         [
             row[key]
             for key in ("engine", "pipeline_parallel", "published_s", "measured_s", "over_ours")
         ]
         for row in rows
     ]
-    assert told == [
+    assert compared == [
         ["megatron", 8, 19.71, 4.0, 1.25],
         ["dpipe", 8, 19.71, 3.2, 1.0],
         ["megatron", 2, None, 4.0, None],

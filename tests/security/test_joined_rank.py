@@ -159,17 +159,17 @@ def test_configuration_cannot_control_the_terminal(shared: dict[str, object]) ->
 
 
 def test_address_cannot_control_the_terminal() -> None:
-    """Each rank's address is told to all, and is in what they say of that rank."""
+    """Each rank's address is sent to all ranks, and is in their messages about that rank."""
     join = pb.Join(advertised=f"{ESCAPES}:1", rank=1)
     (heard,) = frame.assemble(
         frame.cut(pb.ToCoordinator(join=join)), pb.ToCoordinator, lambda kind: 1000
     )
     assert heard.join.advertised == f"{SHOWN}:1"
     welcome = pb.Welcome(addresses=[pb.Address(), pb.Address(advertised=ESCAPES)])
-    (told,) = frame.assemble(
+    (answer,) = frame.assemble(
         frame.cut(pb.FromCoordinator(welcome=welcome)), pb.FromCoordinator, lambda kind: 1000
     )
-    assert told.welcome.addresses[1].advertised == SHOWN
+    assert answer.welcome.addresses[1].advertised == SHOWN
 
 
 def test_tag_of_a_tensor_cannot_control_the_terminal() -> None:

@@ -15,12 +15,12 @@ Ends = tuple[LinkSession, LinkSession]
 
 
 def attach(ends: Ends) -> None:
-    """A new connection; each end is told what the other one has received."""
+    """A new connection; each end learns what the other one has received."""
     received = [end.detach() for end in ends]
-    for end, sock, arrived, told in zip(
+    for end, sock, arrived, announced in zip(
         ends, socket.socketpair(), reversed(received), received, strict=True
     ):
-        end.attach(Frames(Stream(sock)), arrived, told)
+        end.attach(Frames(Stream(sock)), arrived, announced)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_kept_bytes_are_freed_when_they_have_arrived(ends: Ends) -> None:
 
 
 def test_connection_with_an_outdated_greeting_is_refused(ends: Ends) -> None:
-    """It was told of fewer bytes than have come: they would come twice."""
+    """It announces fewer bytes than have arrived: the rest would arrive twice."""
     attach(ends)
     ends[0].write(b"12345", memoryview(b""))
     received(ends[1], 5)

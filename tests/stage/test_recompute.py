@@ -47,7 +47,7 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(
         lambda *qkv, **how: (runs.append(1), real(*qkv, **how))[1],
     )
     recompute_attention(layer)
-    recompute_attention(layer)  # a second time changes nothing
+    recompute_attention(layer)  # calling it twice changes nothing
     output = layer(torch.ones(B, T, D, requires_grad=True))
     assert len(runs) == 1
     output.sum().backward()

@@ -257,11 +257,11 @@ class Fading(Failing):
 
     def __call__(self, region, operation, service="ec2", **parameters):
         if operation == "run_instances":
-            told = super().__call__(region, operation, service, **parameters)
+            answer = super().__call__(region, operation, service, **parameters)
             self._boto(
-                region, "terminate_instances", InstanceIds=[told["Instances"][0]["InstanceId"]]
+                region, "terminate_instances", InstanceIds=[answer["Instances"][0]["InstanceId"]]
             )
-            return told
+            return answer
         return super().__call__(region, operation, service, **parameters)
 
 
@@ -274,8 +274,8 @@ class Late(Failing):
     """Instances that a search by tag does not find."""
 
     def __call__(self, region, operation, service="ec2", **parameters):
-        told = super().__call__(region, operation, service, **parameters)
-        return {"Reservations": []} if operation == "describe_instances" else told
+        answer = super().__call__(region, operation, service, **parameters)
+        return {"Reservations": []} if operation == "describe_instances" else answer
 
 
 def test_instances_too_new_to_be_found_are_terminated_too(ec2_of):

@@ -53,13 +53,13 @@ def test_host_that_refuses_leaves_none_shaped(cloud, profile):
 
 def test_machine_that_is_cut_off_removes_its_profile(cloud, profile, monkeypatch):
     monkeypatch.setattr(shaping, "REVERT_S", 0.5)
-    told = Machine.agent
+    agent = Machine.agent
 
     def cut_off(machine, verb, **spec):
         """Nothing comes through any more once the profile is on."""
         if verb != "shape":
             raise Unreachable(f"host {machine.host.name} does not answer")
-        return told(machine, verb, **spec)
+        return agent(machine, verb, **spec)
 
     monkeypatch.setattr(Machine, "agent", cut_off)
     done = cloud("netem", profile(NEAR))

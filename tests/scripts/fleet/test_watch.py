@@ -9,16 +9,16 @@ from fleet import watch
 from fleet.watch import Ended
 
 COUNTS = 'for n in range(20): print(f"counts {n}", flush=True); time.sleep(0.1)'
-UNTIL_TOLD = """
-def told(*_):
+UNTIL_STOPPED = """
+def stop(*_):
     print("writes a checkpoint")
     sys.exit(0)
 
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 time.sleep(60)
 """
-DEAF = """
+IGNORES_SIGTERM = """
 signal.signal(signal.SIGTERM, lambda *_: print("hears", flush=True))
 print("ready", flush=True)
 while True:
@@ -78,7 +78,7 @@ def test_killed_rank_is_reported_with_its_signal(cloud):
 
 
 def test_interrupt_asks_for_a_checkpoint(cloud, later):
-    cloud.play(UNTIL_TOLD)
+    cloud.play(UNTIL_STOPPED)
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))
     done = cloud.run("--name", "r")
     assert done.exit_code == 0, done.output
@@ -90,7 +90,7 @@ def test_interrupt_asks_for_a_checkpoint(cloud, later):
 
 
 def test_second_interrupt_kills(cloud, later):
-    cloud.play(DEAF)
+    cloud.play(IGNORES_SIGTERM)
     later(ready(cloud), lambda: os.kill(os.getpid(), signal.SIGINT))
     later(ready(cloud, word="hears"), lambda: os.kill(os.getpid(), signal.SIGINT))
     done = cloud.run("--name", "r")
