@@ -1,4 +1,6 @@
-"""Replicas against one process on the same batch: whole runs, ranks as threads over real links."""
+"""Replicas compared with one process on the same batch: whole runs, ranks as threads over real
+links.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ Run = Callable[..., list[BaseException | None]]
 
 # relative: how far fp32 sums in another order move a loss within a few steps of the tiny model
 ROUNDING = 2e-6
-BATCH = 12  # sequences, which 2, 3 and 4 replicas share
+BATCH = 12  # sequences, divisible by 2, 3 and 4 replicas
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def split(tiny: Make, tmp_path: Path) -> Make:
 
 
 def parameters(config: Config) -> dict[str, torch.Tensor]:
-    """As the newest checkpoint has them."""
+    """The parameters in the newest checkpoint."""
     return checkpoint.load(str(Path(config.run.folder) / "checkpoints"), lambda name: True).tensors
 
 
@@ -124,7 +126,7 @@ def test_replicas_have_the_losses_of_one_process_on_their_batch(
 def test_copies_of_a_tied_embedding_stay_equal_to_the_last_bit(
     kind: str, settings: dict[str, Any], split: Make, losses: Losses
 ) -> None:
-    """They lie at different places of the rows of two stages."""
+    """They are at different positions of the flat vectors of two stages."""
     tied = {
         "model__tie_embeddings": True,
         "pipeline__stages": 2,
@@ -153,7 +155,7 @@ def test_run_of_replicas_repeats_itself_bit_for_bit(kind: str, split: Make, loss
         "pipeline__stages": 2,
         "data_parallel__wire": "int8",
         "train__steps": 2,
-    }  # the second owes feedback
+    }  # the second has error feedback
     assert losses(split(2, kind, **again)) == losses(split(2, kind, "again", **again))
 
 
@@ -177,7 +179,7 @@ def test_delayed_run_learns_a_step_later(split: Make, losses: Losses) -> None:
             ("all-reduce", 2, 1),
             ("all-reduce", 2, 2),
             True,
-        ),  # as many replicas: each computes ahead by its own gradient
+        ),  # the same number of replicas: each computes with its own gradient applied
         (("sharded", 2, 2), ("sharded", 2, 2), True),
     ],
 )
@@ -215,7 +217,7 @@ def test_run_resumes_with_other_replicas_and_stages(
 def test_checkpoint_amid_an_exchange_is_resumed_by_other_replicas_and_stages(
     kind: str, settings: dict[str, Any], apart: float, split: Make, losses: Losses
 ) -> None:
-    """What was held out is as well known after as before, and learning goes on."""
+    """The held-out loss is the same after as before, and training continues."""
     settings = {"train__eval_every": 2, "train__decay": "none", **settings}
     before = split(2, kind, train__steps=4, **settings)
     losses(before)
@@ -267,7 +269,7 @@ def test_run_with_a_parameter_that_nothing_uses_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has no gradient, also where its gradient is collected on a master."""
+    """It has no gradient, also with master weights."""
     (tmp_path / "unused_parameter.py").write_text(UNUSED)
     monkeypatch.syspath_prepend(tmp_path)
     own = {"model__layers": "unused_parameter:layers", "train__decay": "none"}
@@ -352,7 +354,7 @@ def test_gradient_that_is_not_finite_names_rank_and_parameter(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second replica alone sees the token that makes its gradient explode."""
+    """Only the second replica sees the token that makes its gradient explode."""
     config = split(
         2, model__layers=f"exploding_{precision}:layers", train__precision=precision, train__steps=1
     )
@@ -412,7 +414,7 @@ def test_sharded_optimizer_uses_less_memory_and_reports_it(split: Make, losses: 
         (
             True,
             [{1, 3}, {0, 2}, {1, 3}, {0, 2}],
-        ),  # first and last exchange the gradient of what they share
+        ),  # first and last stage exchange the gradient of the tied weight
     ],
 )
 def test_peers_are_the_neighbours(tiny: Make, tied: bool, peers: list[set[int]]) -> None:

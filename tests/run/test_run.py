@@ -1,6 +1,4 @@
-"""The promise that holds the rest together: how the work is cut never changes the result, not by
-one bit.
-"""
+"""The central promise: stages, schedule and transport never change the result by one bit."""
 
 import gc
 import json
@@ -38,7 +36,7 @@ Make = Callable[..., Config]
 Losses = Callable[..., list[float]]
 Run = Callable[..., list[BaseException | None]]
 
-# what differs from one stage with everything off    | overrides
+# difference from one stage with everything off | overrides
 CUTS: dict[str, dict[str, Any]] = {
     "two stages, gpipe": {"pipeline__stages": 2, "pipeline__schedule": "gpipe"},
     "two stages, 1f1b": {"pipeline__stages": 2},
@@ -93,7 +91,7 @@ def test_tied_embeddings_are_the_same_bit_for_bit(
 
 
 def test_dropout_changes_the_result(tiny: Make, losses: Losses, tmp_path: Path) -> None:
-    """Else the bit-for-bit tests above would prove nothing about it."""
+    """Otherwise the bit-for-bit tests above would prove nothing about it."""
     assert losses(tiny(model__dropout=0.1)) != losses(tiny(run__folder=str(tmp_path / "other")))
 
 
@@ -155,7 +153,7 @@ def test_run_that_had_finished_keeps_its_last_held_out_loss_when_it_is_resumed(
 def test_run_killed_after_its_last_checkpoint_ends_normally_when_resumed(
     tiny: Make, losses: Losses
 ) -> None:
-    """No step is left to train, and there is no trace of any."""
+    """No step is left to train, and there is no trace."""
     config = tiny()
     whole = losses(config)
     shutil.rmtree(Path(config.run.folder) / "trace")
@@ -165,7 +163,7 @@ def test_run_killed_after_its_last_checkpoint_ends_normally_when_resumed(
 def test_run_that_is_stopped_saves_and_does_not_evaluate_first(
     tiny: Make, losses: Losses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever stops it, as Slurm does, may kill it soon; the run that goes on evaluates."""
+    """Whoever stops it, such as Slurm, may kill it soon; the resumed run evaluates."""
     monkeypatch.setattr("dpipe.run.build.stop_on_signals", lambda: nullcontext(lambda: True))
     config = tiny(train__eval_every=1, train__eval_batches=1)
     assert len(losses(config)) == 1
@@ -320,7 +318,7 @@ def damage(folder: Path) -> None:
 
 
 def test_step_that_was_not_finite_is_not_saved(tiny: Make, run_ranks: Run) -> None:
-    """Nobody waits for the verdict on a step without clipping, but who saves what it made."""
+    """Without clipping only the checkpoint waits for the verdict on a step."""
     far_too_high = {
         "train__learning_rate": 1e30,
         "train__clip_norm": 0.0,
@@ -463,7 +461,7 @@ def test_checkpoint_of_a_model_of_another_width_is_refused(
 def test_refused_resume_leaves_the_run_as_it_was(
     tiny: Make, losses: Losses, run_ranks: Run
 ) -> None:
-    """Only one rank has the layer that does not fit; the other hears of it before it writes."""
+    """Only one rank has the layer that does not fit; the other learns of it before it writes."""
     config = tiny(pipeline__stages=2, run__checkpoint_every=2)
     losses(config)
     folder = Path(config.run.folder)

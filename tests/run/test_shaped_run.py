@@ -1,4 +1,4 @@
-"""Shaping in software against the simulator: the same network, once imitated and once computed."""
+"""Shaping in software compared with the simulator, on the same network."""
 
 import math
 import threading
@@ -40,7 +40,7 @@ FORWARD_S, BACKWARD_S = (
     0.1,
     0.2,
 )  # long, so that 3 % of a step are more than a busy machine adds to all its sleeps
-LATE_S = 0.015  # a thread of a busy machine may wake so late
+LATE_S = 0.015  # a thread of a busy machine may wake this late
 
 
 def rank_main(schedule: Schedule, transport: Transport, rank: int) -> None:

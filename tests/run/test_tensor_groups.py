@@ -1,5 +1,5 @@
-"""Stages on several ranks against one process on the same batch: whole runs, ranks as threads over
-real links.
+"""Tensor-parallel stages compared with one process on the same batch: whole runs, ranks as threads
+over real links.
 """
 
 import threading
@@ -172,7 +172,7 @@ def test_trace_has_the_groups_exchanges_and_a_prediction_for_its_first_rank(
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
     assert (
         trace.inputs.hosts == ()
-    )  # they wait for each other inside their compute: it takes as long as it took
+    )  # their compute includes waits for each other, so it is used as measured
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(

@@ -56,8 +56,7 @@ def test_lower_sends_nothing_inside_a_rank():
 
 
 def test_lower_posts_in_the_order_of_the_link_although_a_later_message_is_needed_sooner():
-    # Rank 1 is done with stage 3 first, so it sends that tied gradient before the gradient that 0B0
-    # waits for.
+    # Rank 1 finishes stage 3 first, so it sends that tied gradient before the gradient for 0B0.
     lowered = lower(gpipe(4, 1, stages_per_rank=2), tied=True, recv_ahead=0)
     end = "0RECV_TIED 0RECV_B0 0B0 0SEND_TIED 0COMPLETE 2COMPLETE 0VOTE 0STEP 2STEP"
     assert programs(lowered).splitlines()[0].endswith(end)

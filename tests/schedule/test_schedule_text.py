@@ -94,6 +94,6 @@ def test_torch_reads_and_lowers_our_csv(schedule):
     ids=["carriage return", "long", "micro-batches"],
 )
 def test_csv_of_an_impossible_step_is_refused(text: str, words: str) -> None:
-    """Fuzzing found the first; a rank that joins gets its schedule from rank 0."""
+    """Fuzzing found the first. Ranks receive their schedule as CSV from rank 0."""
     with pytest.raises(ScheduleError, match=words):
         from_csv(text)

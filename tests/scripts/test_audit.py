@@ -1,4 +1,4 @@
-"""What an audit of the locked packages comes to: never silence."""
+"""The verdict of an audit of the locked packages; a missing audit is reported."""
 
 import re
 import subprocess

@@ -37,7 +37,7 @@ CONFIG = """
 
 
 class Bench:
-    """A file of two cells in a folder of its own; the losses that they "reach" are given."""
+    """A file of two cells in a separate folder, with given final losses."""
 
     def __init__(self, script, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script, self.folder, self.results = script, folder, folder / "results.jsonl"

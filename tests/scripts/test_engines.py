@@ -1,5 +1,5 @@
-"""Which engine runs a cell, how it spreads a model over ranks, and a sweep on the machine as it
-is.
+"""Which engine runs a cell, how it lays out a model on ranks, and a sweep without a shaped
+network.
 """
 
 import json
@@ -45,7 +45,7 @@ LOSSES = {
     "dpipe": [5.0, 4.0],
     "fsdp": [5.0, 4.0004],
     "megatron": [5.0, 4.2],
-}  # of engines that learn for show
+}  # of fake engines
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_unknown_gpu_metrics_are_none(sweep):
 
 @pytest.fixture
 def trained(engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What was run, as modules; each engine's losses are those of LOSSES."""
+    """Records the modules that are run; each engine has the losses of LOSSES."""
     ran: list[tuple[str, ...]] = []
 
     def run_to_end(path, overrides, at, *, timeout_s, module, environ):
@@ -223,10 +223,10 @@ def test_losses_are_compared_on_a_small_model_with_the_same_layout(engines, trai
         == found
     )
     both = [("dpipe", "train"), ("dpipe.baselines.fsdp",)]
-    assert trained == both  # once: micro-batches make no other small model
+    assert trained == both  # once, because the small model does not depend on the micro-batch
     half = (*given, "train.precision=bf16")
     engines.difference_in_training("fsdp", tmp_path / "config.toml", half, None, timeout_s=1.0)
-    assert trained == both * 2  # in fp32 it is known already
+    assert trained == both * 2  # the result in fp32 is cached
 
 
 @pytest.mark.usefixtures("trained")
@@ -241,8 +241,8 @@ def test_engine_with_other_losses_is_refused(engines, tmp_path):
 
 @pytest.mark.usefixtures("trained")
 def test_engine_whose_first_loss_differs_is_refused(engines, tmp_path, monkeypatch):
-    """A loss before training is near that of chance whatever the parameters: half a thousandth is
-    far.
+    """Before training any parameters give a loss near that of chance, so half a thousandth is a
+    large difference.
     """
     monkeypatch.setitem(LOSSES, "megatron", [5.0005, 4.0])
     (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))

@@ -1,5 +1,5 @@
-"""The script is tried on a CPU, and held to what a check that is cut short, or goes wrong in parts,
-must still give.
+"""The script on a CPU, and the results that an interrupted or partly failing check must still
+give.
 """
 
 import json
@@ -124,7 +124,7 @@ def test_test_file_that_takes_too_long_keeps_its_output(script, tmp_path, monkey
     def late(argv, *, timeout, **options):
         raise subprocess.TimeoutExpired(
             argv, timeout, output=b"it began\n"
-        )  # bytes, whatever was asked for
+        )  # bytes, even with text=True
 
     monkeypatch.setattr(subprocess, "run", late)
     with (tmp_path / "log").open("w") as log:

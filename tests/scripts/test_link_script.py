@@ -26,7 +26,7 @@ HERE = [Here(0), Here(1)]
 
 
 class Lab:
-    """Two hosts, and a link that gives what it is asked."""
+    """Two hosts with a link of the requested rate."""
 
     lab = SimpleNamespace(hosts=HERE)
 

@@ -81,7 +81,7 @@ def test_times_follow_from_a_batch_of_sixteen(rows):
 
 
 def test_parts_of_an_iteration_that_were_not_fitted_are_near_their_timers(table):
-    """But for the check in which all ranks wait for the slowest: it took 41, 8 and 114 ms."""
+    """Except the check in which all ranks wait for the slowest: it took 41, 8 and 114 ms."""
     rows = simulated(table, "megatron_bert345m_timers")
     sure = [row for row in rows if not row.doubted and row.part != "check for infinities"]
     unseen = [abs(row.error_percent) for row in sure if not row.fitted]
@@ -101,7 +101,7 @@ def test_iterations_of_more_machines_follow_from_those_of_up_to_four(table):
 
 
 def test_classifier_of_gpt3xl_is_near_its_published_rows(table):
-    """Five numbers are fitted to five rows, and met by them."""
+    """Five numbers are fitted to five rows."""
     rows = simulated(table, "gpt3xl_megatron")
     fitted = [row for row in rows if row.fitted]
     assert len(fitted) == 5

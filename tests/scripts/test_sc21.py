@@ -1,5 +1,5 @@
-"""The SC21 paper's measurements: simulated where that is cheap, and as batch jobs that a stand-in
-for sbatch takes.
+"""The SC21 paper's measurements: simulated if that is quick, and as batch jobs for a stand-in for
+sbatch.
 """
 
 import csv
@@ -95,7 +95,7 @@ def kept(name: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_prediction_of_today_is_the_one_that_is_kept(name: str) -> None:
-    """Of the cases that are quick; after a change that is meant, run_NAME.sh writes them all."""
+    """Only the quick cases; after an intended change, run_NAME.sh writes all."""
     today = {(row.series, row.x): row for row in rows(name, most_actions=1200)}
     assert today
     assert len(kept(name)) == len(EXPERIMENTS[name].cases)
@@ -129,7 +129,7 @@ def test_every_assumption_says_where_it_is_from() -> None:
 
 
 def test_model_flops_leave_out_what_is_recomputed() -> None:
-    """Four passes where the mathematics needs three, but for the logits."""
+    """Four passes instead of three, except for the logits."""
     row = predicted(EXPERIMENTS["table_1"].cases[0])
     assert 1.25 < row.tflops / row.model_tflops < 4 / 3
     assert row.mfu == pytest.approx(row.model_tflops / 312)

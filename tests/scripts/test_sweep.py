@@ -39,7 +39,7 @@ NEAR, FAR = (
 
 
 class Bench:
-    """A sweep in a folder of its own; what a cell "measures" is given."""
+    """A sweep in a separate folder, with given measurements."""
 
     def __init__(self, sweep, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sweep, self.folder, self.results = sweep, folder, folder / "results.jsonl"
@@ -103,7 +103,7 @@ ALL = [
 
 
 def test_cell_without_a_round_of_local_sgd_is_refused(bench):
-    """It was measured, and then its mean was of nothing."""
+    """It was measured, and then the mean was over no steps."""
     local = {"kind": "local-sgd", "replicas": 2, "inner_steps": 10}
     with pytest.raises(
         ConfigError, match="train.steps 10 hold no round of data_parallel.inner_steps 10"
@@ -184,7 +184,7 @@ def test_failed_cell_is_reported_and_the_others_are_measured(bench, monkeypatch)
 
 @pytest.fixture
 def in_a_lab(bench, monkeypatch) -> dict[str, str]:
-    """What a sweep says to run in a lab, where nobody minds that there is none."""
+    """The commands of a sweep in a lab, with a fake lab."""
     monkeypatch.setattr(bench.sweep, "venue", lambda *_: nullcontext())
     return {"venue": "lab"}
 
@@ -307,8 +307,8 @@ def test_network_with_fewer_pairs_than_ranks_is_refused_first(bench):
 
 
 def test_real_cell_takes_the_simulated_time(script, tmp_path, monkeypatch):
-    """Two processes, three steps, 20 ms each way: what is measured is what the simulator says, and
-    a bit.
+    """Two processes, three steps, 20 ms each way: the measured time is the simulated one and a
+    little more.
     """
     bench = Bench(script("sweep"), tmp_path, monkeypatch)
     result = bench.run(networks=["far.toml"], schedules=["gpipe"])
@@ -361,8 +361,8 @@ def test_run_that_takes_too_long_is_ended(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt3xl_gpipe_network", "gpt3xl_replicas"])
 def test_committed_results_are_those_of_their_sweep_file(script, tmp_path, name):
-    """Else a change of the configuration has made a measured cell another one, and the sweep
-    measures all anew.
+    """Otherwise a change of the configuration has changed the keys of measured cells, and the sweep
+    would measure all again.
     """
     sweep = script("sweep")
     known = {

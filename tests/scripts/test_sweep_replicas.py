@@ -1,4 +1,4 @@
-"""Sweeps of replicas: what they exchange is divided by the scale as well."""
+"""Sweeps of replicas: their gradients are also divided by the scale."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_run_on_networks_of_its_own_leaves_out_the_sweeps(cell, tmp_path: Path):
 
 
 def test_step_of_local_sgd_is_the_mean_over_whole_rounds(cell):
-    """What replicas exchange at the end of a round is waited for in one step of the next."""
+    """A step of the next round waits for the exchange at the end of a round."""
     sweep, found = cell(overrides=["data_parallel.kind='local-sgd'", "data_parallel.inner_steps=3"])
     assert sweep.usual([9.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0], found.config) == 2.0
     assert sweep.usual([9.0, 1.0, 1.0, 4.0, 1.0, 1.0, 4.0], cell()[1].config) == 1.0

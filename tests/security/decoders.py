@@ -1,5 +1,5 @@
-"""Every decoder of what comes from elsewhere, once: `DECODERS`. Hypothesis feeds each with broken
-inputs, a minute in `test_decoders.py` and an hour in `scripts/fuzz`.
+"""`DECODERS`: every decoder of external input. Hypothesis feeds each of them broken inputs, for a
+minute in `test_decoders.py` and an hour in `scripts/fuzz`.
 
 To add one: a `Decoder` with its name, a function of bytes, the errors that it may raise, inputs
 that it accepts, and the product's functions that it goes through. `test_decoders.py` fails for a
@@ -108,7 +108,7 @@ def complaint_of(decoder: Decoder, data: bytes) -> str | None:
     return None
 
 
-# How broken inputs are made
+# Making broken inputs
 
 _ODD_JSON = st.recursive(
     st.none()
@@ -624,7 +624,7 @@ RUN_FOLDER = [
     ),
 ]
 
-# What people write, and give each other
+# Files that people share
 
 _MACHINES = """
 [measured]
@@ -727,7 +727,7 @@ def _applied(path: Path) -> object:
 
 
 def _cached(name: str, data: bytes) -> object:
-    """A damaged cache is made anew, so that the tokens are those of the text whatever it holds."""
+    """A damaged cache is rebuilt, so the tokens are always those of the text."""
     folder = Path(_KEPT.name)
     text = folder / "text.txt"
     text.write_text("some text " * 30)
@@ -815,7 +815,7 @@ FILES = [
 
 DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
-# Functions that parse what this machine, or this process, has made itself.
+# Functions that parse data from this machine or this process.
 OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",

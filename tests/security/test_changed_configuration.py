@@ -1,4 +1,4 @@
-"""A run is not resumed as another one without a word."""
+"""A run is not silently resumed as a different one."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def override(key: str, value: Any) -> dict[str, Any]:
 def test_resume_with_keys_of_another_run_is_refused(
     tiny: Make, run: Path, key: str, value: Any
 ) -> None:
-    """It went on without a word."""
+    """It was resumed silently."""
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     config = tiny(train__steps=5, **override(key, value))
     with pytest.raises(ConfigError, match=rf"run is a run of another configuration: {key} was "):
@@ -60,7 +60,7 @@ def test_change_that_is_named_is_made_and_logged(tiny: Make, run: Path) -> None:
     log = (run / "logs/rank-0.log").read_text()
     assert "resumed with another configuration: train.seed was 0 and is 1" in log
     assert "train.steps was 3 and is 5" in log
-    # from now on that is the run's own
+    # from now on it is the run's configuration
     dpipe.train(config.with_(train__steps=6), resume=run)
 
 

@@ -1,5 +1,5 @@
-"""JSON in a run's folder that is damaged, absurd or somebody's joke: an error that names the file,
-and no traceback.
+"""JSON in a run's folder that is damaged or absurd: an error that names the file, and no
+traceback.
 """
 
 import copy

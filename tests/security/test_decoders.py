@@ -1,4 +1,4 @@
-"""No input makes a decoder raise what it does not promise, hang, or fall."""
+"""No input makes a decoder raise an undeclared error, hang, or crash."""
 
 import ast
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from dpipe.wire.format import FORMATS, Format
 from dpipe.wire.spec import TensorSpec
 
 EXAMPLES = 120  # of each decoder, half a minute for all of them
-# What turns bytes into values.
+# Functions that turn bytes into values.
 PARSERS = {
     "json.loads",
     "tomllib.loads",

@@ -1,4 +1,4 @@
-"""A configuration from somebody else: refused in words, or predicted quickly."""
+"""A foreign configuration is refused with an error or predicted quickly."""
 
 import json
 import os
@@ -162,7 +162,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("table", PLANS, ids=["8 x 8 x 8", "2 x 8 x 32 replicas"])
 def test_plan_for_512_gpus_is_predicted(table: dict[str, Any]) -> None:
-    """On any machine."""
+    """On a machine of any size."""
     with quickly(120, 2500):
         predicted = forecast(build(table))
     assert predicted.step_us > 0

@@ -1,4 +1,4 @@
-"""A tokenizer.json from somebody else: whatever it does, it does to a process of its own."""
+"""A foreign tokenizer.json can only harm the process that applies it."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def saved(folder: Path, table: dict[str, Any]) -> str:
 
 
 def refused(name: str, text: str) -> str:
-    """What is said, in one line."""
+    """The error, in one line."""
     with quickly(), pytest.raises(DataError, match=r"data\.tokenizer ") as caught:
         open_tokenizer(name).encode(text)
     assert str(caught.value).isprintable()

@@ -1,6 +1,4 @@
-"""`dpipe trace` of a folder from somebody else: counts are checked before anything is made of
-them.
-"""
+"""`dpipe trace` of a foreign folder: counts are checked before they are used."""
 
 import json
 from pathlib import Path

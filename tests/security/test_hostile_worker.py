@@ -1,4 +1,4 @@
-"""A token holder that describes a stage to a parameter server which nobody has."""
+"""A worker with the token that describes an impossible stage to a parameter server."""
 
 from collections.abc import Iterator
 from typing import Any

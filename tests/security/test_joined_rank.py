@@ -1,5 +1,5 @@
-"""What a rank that has joined can do to the others. It has the token, and speaks the protocol as
-it likes; each test does to a real server what must not work.
+"""What a rank that has joined can do to the others. It has the token, and can send anything; each
+test tries an attack on a real server.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Attack:
         stack.callback(self.honest.close)
 
     def outcome(self) -> str:
-        """Why the run ended, as the honest rank hears it."""
+        """The reason for which the run ended, as the honest rank receives it."""
         with pytest.raises(RunAborted) as raised:
             self.honest.gather("never complete", b"").wait(20)
         return str(raised.value)
@@ -313,7 +313,7 @@ def fuzzed() -> Iterator[CoordinatorServer]:
 
 
 def test_rank_that_never_reads_answers_is_put_out(fuzzed: CoordinatorServer) -> None:
-    """Without a network, whose buffers would take the first answers."""
+    """Without a network, because its buffers would take the first answers."""
     fuzzed._membership = Membership(2, heartbeat_s=1e9, join_s=1e9, now=0.0)
     honest: list[pb.FromCoordinator | None] = []
     first, second = (
@@ -347,7 +347,7 @@ def test_server_answers_any_message_of_a_rank(
     assert set(fuzzed._membership.members) <= {0}
 
 
-# Shapes: a rank that runs dpipe, but for what it shares
+# Shapes: a rank that runs dpipe but shares something else
 
 
 def sends_instead(monkeypatch: pytest.MonkeyPatch, key: str, payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""One replica poisons a step: with data_parallel.reject the others go on without it."""
+"""One replica poisons a step: with data_parallel.reject the others continue without it."""
 
 import threading
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def losses(config: Config) -> list[float]:
 
 
 def check_equal(poison: Poison, config: Config) -> None:
-    """All replicas hold the same, and both ends of a tied weight are one, to the last bit."""
+    """All replicas, and both ends of a tied weight, are equal to the last bit."""
     per_replica = config.world_size // config.data_parallel.replicas
     for (rank, index), stage in poison.stages.items():
         first = poison.stages[rank % per_replica, index]

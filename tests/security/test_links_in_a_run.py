@@ -1,4 +1,4 @@
-"""The folder of a run from somebody else: nothing is written to where its links lead."""
+"""A foreign folder of a run: nothing is written through its links."""
 
 import os
 from collections.abc import Callable

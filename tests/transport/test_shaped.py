@@ -22,7 +22,7 @@ from dpipe.wire.spec import TensorSpec
 from dpipe.wire.transfer import Moved
 
 MEGABIT = torch.zeros(125_000, dtype=torch.uint8)  # 10 ms at 100 Mbit/s
-LATE_MS = 15  # a thread of a busy machine may wake so late
+LATE_MS = 15  # a thread of a busy machine may wake this late
 
 Make = Callable[..., list[ShapedTransport]]
 

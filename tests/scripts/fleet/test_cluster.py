@@ -1,4 +1,4 @@
-"""The other commands: what is told, brought here, and ended."""
+"""The commands status, logs, collect, exec and down."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Instances on moto's server, which answers as EC2 does: launched whole or not at all, and ended by
-their tag.
+"""Instances on moto's server, which answers like EC2: launched all or none, and terminated by their
+tag.
 """
 
 import json
@@ -32,7 +32,7 @@ HERE = "203.0.113.7/32"
 
 @pytest.fixture(scope="module")
 def boto():
-    """Makes the calls of all tests here: a client takes its time to be made."""
+    """One session for all tests, because a client takes long to create."""
     from moto.server import (
         ThreadedMotoServer,
     )  # 2 s, which workers without these tests need not take
@@ -181,7 +181,7 @@ def test_mistake_is_named_before_anything_is_launched(ec2_of, words, expected):
 
 
 class Failing:
-    """Passes calls on, but for some."""
+    """Passes calls on, except those that fail."""
 
     def __init__(self, *calls: tuple[str, str]) -> None:
         self._boto, self._failing = aws.Boto(None), calls
@@ -253,7 +253,7 @@ def test_interrupt_leaves_nothing(ec2_of):
 
 
 class Fading(Failing):
-    """Instances that start and are gone."""
+    """Instances that end while they start."""
 
     def __call__(self, region, operation, service="ec2", **parameters):
         if operation == "run_instances":
@@ -271,7 +271,7 @@ def test_instance_that_ends_while_starting_is_named(ec2_of):
 
 
 class Late(Failing):
-    """Instances that a search by tag does not find."""
+    """Instances that a search by tag does not find yet."""
 
     def __call__(self, region, operation, service="ec2", **parameters):
         answer = super().__call__(region, operation, service, **parameters)

@@ -1,4 +1,4 @@
-"""The hosts file: what it says, and what is wrong with it."""
+"""The hosts file: its meaning, and the errors for mistakes."""
 
 import pytest
 from fleet.hosts import HostsError, load_hosts

@@ -1,4 +1,4 @@
-"""The project on machines at a commit, and what is refused before anything is changed."""
+"""Installing the project at a commit, and what is refused before anything changes."""
 
 import shutil
 
@@ -94,7 +94,7 @@ def test_revision_that_git_does_not_know_is_refused(bare):
 
 
 def test_existing_environment_is_used_unchanged(bare):
-    """Its packages are looked at, scripts/setup is not run."""
+    """Its packages are checked, and scripts/setup is not run."""
     venv = bare.root / "venv/bin"
     venv.mkdir(parents=True)
     (venv / "python").write_text('#!/bin/sh\necho "$@" >>../../python.log\n')

@@ -1,4 +1,4 @@
-"""A run before it is watched: what each rank is told, and that it starts everywhere or nowhere."""
+"""Starting a run: the arguments and environment of each rank, and that all ranks start or none."""
 
 import time
 

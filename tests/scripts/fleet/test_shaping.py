@@ -1,4 +1,6 @@
-"""Profiles on machines: on all or on none, and off again where they have locked the user out."""
+"""Profiles on machines: applied to all or to none, and removed again if they cut off the
+connection.
+"""
 
 import json
 import time
@@ -56,7 +58,7 @@ def test_machine_that_is_cut_off_removes_its_profile(cloud, profile, monkeypatch
     agent = Machine.agent
 
     def cut_off(machine, verb, **spec):
-        """Nothing comes through any more once the profile is on."""
+        """Drop the connection once the profile is applied."""
         if verb != "shape":
             raise Unreachable(f"host {machine.host.name} does not answer")
         return agent(machine, verb, **spec)

@@ -1,6 +1,4 @@
-"""OpenSSH's client as a function call: what it returns, what it raises, and what it leaves
-behind.
-"""
+"""Commands through OpenSSH's client: results, errors, and that nothing is left behind."""
 
 import time
 from tempfile import TemporaryDirectory
@@ -10,7 +8,7 @@ from fleet import ssh
 from fleet.hosts import load_hosts
 from fleet.ssh import HostFailed, HostRefused, Unreachable, connected, each
 
-DISCONNECT = ssh.Machine.disconnect  # not what the tests' shared connections make of it
+DISCONNECT = ssh.Machine.disconnect  # the original, not the tests' shared connections
 
 
 @pytest.fixture

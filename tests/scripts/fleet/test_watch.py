@@ -1,4 +1,4 @@
-"""Runs on machines, as they are watched: good and bad ends, signals, lost connections."""
+"""Watching a run: success and failure, signals, lost connections."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ while True:
 
 
 def ready(cloud, name="r", word="ready"):
-    """Whether both ranks have come so far."""
+    """Whether both ranks have started."""
     logs = [cloud.folder(n) / f"cluster/{name}/rank-{n}.log" for n in range(2)]
     return lambda: all(log.exists() and word in log.read_text() for log in logs)
 
 
 def followed(cloud, number):
-    """Whether a host is watched, which is once all ranks were started."""
+    """Whether the run is followed, which begins when all ranks have started."""
     folder = str(cloud.folder(number))
 
     def found(process):
