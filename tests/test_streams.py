@@ -1,4 +1,4 @@
-"""Streams: what is queued where, and who waits for whom; on a GPU that they overlap."""
+"""Streams: what is queued on which, what waits for what; on a GPU, that they overlap."""
 
 import time
 
@@ -78,7 +78,7 @@ def test_marks_of_a_device_are_on_the_clock_of_the_host() -> None:
 
 
 def test_marks_before_the_last_look_at_the_clock_are_told_apart() -> None:
-    """CUDA promises how much later an event was than another, but no negative times."""
+    """CUDA gives the time between an event and a later one, but no negative times."""
     streams = ThreadedStreams(FakeCuda())
     first = streams.mark()
     time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A session over pairs of sockets, each of which stands for a connection."""
+"""A session over pairs of sockets in place of connections."""
 
 import socket
 import threading

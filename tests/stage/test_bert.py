@@ -30,7 +30,7 @@ def layers(**options: float) -> list[nn.Module]:
 def outputs(
     tokens: list[int], types: list[int] | None = None, length: int = CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] and those of the pair [2] of one sequence."""
+    """Token logits [T, V] and pair logits [2] of one sequence."""
     tensors = (
         torch.tensor([tokens]),
         torch.tensor([types or [0] * CONTEXT]),
@@ -76,8 +76,8 @@ def test_initial_guess_is_uniform_over_tokens_and_pairs() -> None:
 
 
 def test_loss_is_the_mean_over_masked_words_and_over_pairs() -> None:
-    """Two sequences with one masked word and two: three words count alike, whatever the others'
-    logits are.
+    """Two sequences with one and two masked tokens: the three count equally, and other logits do
+    not matter.
     """
     logits, pair = torch.zeros(2, 3, 4), torch.zeros(2, 2)
     logits[0, 1, 3] = logits[1, 1, 0] = pair[0, 1] = 100.0  # right, wrong, right
@@ -104,8 +104,8 @@ def test_masked_token_loss_reaches_every_token_of_the_sequence_and_no_padding() 
 
 
 def test_masked_tokens_are_learned_from_their_context() -> None:
-    """Each sequence is one word over and over: who reads the others knows it, who does not is at
-    log(WORDS - 1).
+    """Each sequence repeats one word. With its context it is known; without, the loss is log(WORDS
+    - 1).
     """
     mask, draws = WORDS - 1, torch.Generator().manual_seed(0)
     the_model = bert(

@@ -59,7 +59,7 @@ def test_layer_says_whether_it_draws() -> None:
 
 
 def test_names_of_a_block_are_stable() -> None:
-    """They are the names in checkpoints."""
+    """Checkpoints use these names."""
     assert [name for name, _ in make()[1].named_parameters()] == [
         *("attention_norm.weight", "attention_norm.bias"),
         *(

@@ -24,8 +24,8 @@ def batch() -> torch.Tensor:
 def gradients(
     module: nn.Module, x: torch.Tensor, store: WeightGradients | None = None
 ) -> dict[str, torch.Tensor]:
-    """Of two micro-batches; by name, the input's as `x`. What is filed in `store` is made after
-    each.
+    """Gradients of two micro-batches by name, that of the input as `x`. Deferred gradients in
+    `store` are made after each.
     """
     leaf = x.clone().requires_grad_()
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""Parameters in half precision with fp32 masters: what is computed in which, and that nothing else
-changes.
+"""Half-precision parameters with fp32 master weights: the dtype of each computation, and that
+nothing else changes.
 """
 
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def stages(cut: list[int], parameters: str = "bf16", device: str = "cpu", **opti
 
 
 def train(stages_: list[Stage], num_steps: int = 5) -> list[float]:
-    """The loss of each step, learning one batch by heart."""
+    """The loss of each step on the same batch."""
     tokens = torch.randint(32, (M, 2, 9), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW([p for s in stages_ for p in s.parameters()], lr=1e-2)
     losses = []
@@ -72,7 +72,7 @@ def test_layers_compute_in_half_precision_and_pass_it_on() -> None:
 
 
 def test_gradients_are_added_up_in_single_precision() -> None:
-    """Beyond 256 equal parts a sum in bf16 stands still."""
+    """Beyond 256 equal terms a sum in bf16 does not change any more."""
     layer = torch.nn.Linear(1, 1, bias=False)
     stage = Stage(0, {0: layer}, num_microbatches=1, loss=lambda y, t: y.sum(), parameters="bf16")
     for m in range(300):
@@ -137,9 +137,9 @@ def test_aborted_step_leaves_no_gradient() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"
-)  # torch's own, as it loads its compiler
+)  # a warning of torch itself, when it loads its compiler
 def test_compiled_layers_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the last step, which makes machine code of what was traced: that takes a minute."""
+    """Without the last step, which compiles the traced code to machine code and takes a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     results = []

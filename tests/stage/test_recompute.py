@@ -32,7 +32,7 @@ def kept_bytes(model: LayeredModel, layer: int, recompute: str) -> int:
 
 
 def test_selective_recomputation_keeps_no_matrix_of_scores() -> None:
-    """Softmax, noise and their product on a CPU: three matrices [B, N, T, T] of floats."""
+    """Softmax, dropout noise and their product on a CPU: three matrices [B, N, T, T] of floats."""
     saved = kept_bytes(MODEL, 1, "none") - kept_bytes(MODEL, 1, "selective")
     assert saved >= 3 * B * N * T * T * 4
 
@@ -60,7 +60,7 @@ def test_core_runs_again_once_in_backward_and_once_in_evaluation(
 def test_recomputed_core_does_not_change_other_threads_random_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's checkpoint sets the generator of the process meanwhile, whoever draws from it."""
+    """torch's checkpoint changes the generator of the whole process meanwhile."""
     layer, real, drawn = (
         materialise(MODEL, 1, 0, "cpu"),
         F.scaled_dot_product_attention,

@@ -26,8 +26,8 @@ def a_stage(group: TensorGroup | None) -> Stage:
 
 
 def there_and_back(group: TensorGroup) -> tuple[Tensors, Tensors, Tensors]:
-    """What a rank sends on, evaluates to, and sends back, given its part of the activation and of
-    the gradient.
+    """The outputs of forward, evaluation and backward on a rank, for its part of the activation and
+    of the gradient.
     """
     stage = Scattered(a_stage(group), group, first=False, last=False)
     (part, gradient) = (group.part(tensor, -1).contiguous() for tensor in (GIVEN, GRADIENT))

@@ -37,7 +37,7 @@ def test_generator_of_the_caller_is_restored() -> None:
 
 
 def test_interleaved_threads_draw_by_their_keys() -> None:
-    """One draws, waits for the other, which draws meanwhile, and draws on."""
+    """One draws, waits while the other draws, and draws again."""
     drawn, other = [], list[float]()
     with seeded("draw", 1):
         drawn += torch.rand(1).tolist()

@@ -1,4 +1,4 @@
-"""The promise: how the model is cut, and in which order its parts run, changes no bit of the
+"""The central promise: the split into stages and the order of execution change no bit of the
 result.
 """
 
@@ -23,7 +23,7 @@ VOCAB, CONTEXT = 13, 6
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """The cores are few and the tensors small."""
+    """There are few cores and the tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -216,7 +216,7 @@ def test_tied_weights_stay_equal_in_any_split() -> None:
 
 
 def test_gradients_are_those_of_the_model_without_stages() -> None:
-    """Transparency: autograd over the whole batch finds the same."""
+    """Transparency: the gradients of autograd over the whole batch."""
     model = small_gpt()
     plain = nn.Sequential(*(materialise(model, index, 0, "cpu") for index in range(4)))
     inputs, targets = (
@@ -235,7 +235,7 @@ def test_gradients_are_those_of_the_model_without_stages() -> None:
 
 
 def test_parameters_of_one_split_continue_in_another() -> None:
-    """Transplanting an uneven split: names say the layer, not the stage."""
+    """With an uneven split: names have the layer, not the stage."""
     model = small_gpt()
     learned = train(model, (1, 3)).parameters
     losses = []
@@ -337,7 +337,7 @@ def test_clear_lets_an_aborted_step_run_again() -> None:
 
 
 class FailsOnce(nn.Module):
-    """Passes its input on; its first backward pass fails, as one that runs out of memory does."""
+    """Identity; its first backward pass fails, as if out of memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class FailsOnce(nn.Module):
 
 
 def test_clear_forgets_the_weight_gradients_of_a_backward_pass_that_failed() -> None:
-    """The layers behind the failure had filed theirs: the next step would add them to its own."""
+    """The layers after the failed one had deferred theirs, and the next step would add them."""
     last = nn.Linear(2, 2)
     layers = {1: FailsOnce(), 2: last}
     stage = Stage(0, layers, num_microbatches=1)
@@ -380,7 +380,7 @@ def test_recomputation_holds_the_inputs_of_layers_alone() -> None:
 
 
 class Masked(nn.Module):
-    """Takes and gives a tuple: values, an integer mask, and a scale that only the last layer
+    """Takes and returns a tuple: values, an integer mask, and a scale that only the last layer
     reads.
     """
 
@@ -446,7 +446,7 @@ def test_input_that_a_layer_does_not_use_gets_a_zero_gradient() -> None:
 
 
 class Strides(torch.autograd.Function):
-    """Nothing, that sees how the gradient lies which comes back."""
+    """Identity that records the strides of its gradient."""
 
     strides: ClassVar[list[tuple[int, ...]]] = []
 
@@ -468,7 +468,7 @@ def test_gradient_between_layers_is_contiguous_as_over_a_wire(cut: tuple[int, ..
 
     class Sum(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sum(1)  # gives a gradient back that repeats one column
+            return x.sum(1)  # returns a gradient that repeats one column
 
     Strides.strides.clear()
     one_at_a_time(cut_model(LayeredModel((Watched, Sum), squares), cut), 0)
@@ -477,7 +477,7 @@ def test_gradient_between_layers_is_contiguous_as_over_a_wire(cut: tuple[int, ..
 
 def test_layers_own_randomness_is_repeated_in_recomputation() -> None:
     class Noise(nn.Module):
-        """Draws without any `nn.Dropout`: the stage cannot know, and seeds."""
+        """Draws without an `nn.Dropout`, which the stage cannot know, so it always seeds."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -551,7 +551,7 @@ def test_loss_other_than_a_tensor_is_refused() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["first", "after others"])
 def test_loss_without_a_graph_is_refused(layer: int, recompute: str) -> None:
-    """It would train to the end, and all parameters would stay as they were."""
+    """It would train to the end without changing any parameter."""
     own = nn.Identity() if layer else nn.Linear(2, 2)
     stage = Stage(
         0,

@@ -52,7 +52,7 @@ def test_sent_bytes_of_a_rank_are_counted() -> None:
 
 
 class Overtaken:
-    """An exchange that ends just after a look at it has timed out: with `error`, or well."""
+    """An exchange that ends just after a poll has timed out: with `error`, or successfully."""
 
     def __init__(self, error: str | None) -> None:
         self.error = error
@@ -85,7 +85,9 @@ def test_exchange_that_fails_as_a_poll_times_out_raises_its_reason() -> None:
 
 
 def test_failure_elsewhere_ends_a_wait() -> None:
-    """The others are there, but will not come: a rank hears of it by another way."""
+    """The other ranks are alive but will not take part; a rank learns of it from the
+    coordinator.
+    """
     over = threading.Event()
 
     def on_rank(group: TensorGroup) -> None:

@@ -27,7 +27,7 @@ Found = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def batches(name: str) -> Iterator[tuple[Tensors, torch.Tensor]]:
-    """Inputs and targets of each micro-batch; the sequences of a BERT end where they like."""
+    """Inputs and targets of each micro-batch; BERT's sequences have different lengths."""
     draw = torch.Generator().manual_seed(1)
     for _ in range(MICROBATCHES):
         tokens, types = (
@@ -86,7 +86,7 @@ def trained(name: str, group: TensorGroup | None, dropout: float, **options: obj
 def test_tensor_parallel_ranks_have_the_gradients_of_one_process(
     name: str, size: int, sequence: bool, recompute: str, dropout: float
 ) -> None:
-    """Dropout and all: the masks are those that one process draws."""
+    """Including dropout: its masks are those of one process."""
     losses, gradients = trained(name, None, dropout, recompute=recompute)
     results = on_ranks(
         size, lambda group: trained(name, group, dropout, recompute=recompute), sequence=sequence
@@ -94,20 +94,19 @@ def test_tensor_parallel_ranks_have_the_gradients_of_one_process(
     agree(results, losses, gradients)
 
 
-@pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler's
+@pytest.mark.alone  # both ranks trace in this process, under a lock of the compiler
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning", "ignore:The .grad attribute"
-)  # of torch's compiler
+)  # warnings of torch's compiler
 def test_compiled_tensor_parallel_ranks_have_the_gradients_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But for the last step, which makes machine code of what was traced: that takes minutes."""
+    """Without the last step, which compiles the traced code to machine code and takes minutes."""
     monkeypatch.setattr(
         torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
     )
-    # What traces puts the random numbers of its process back when it is done. Ranks are threads
-    # here, and one would do so under another that draws: a layer that is taken to draw has them for
-    # itself.
+    # Tracing restores the random state of the process at its end. Ranks are threads here, and one
+    # would do so while another draws; a layer that may draw has the generator to itself.
     monkeypatch.setattr(GptHead, "draws", True)
     how = {"recompute": "selective"}
     losses, gradients = trained("gpt", None, 0.1, **how)
@@ -141,8 +140,8 @@ def test_shard_of_queries_keys_and_values_has_some_of_each() -> None:
 
 
 def test_split_sequence_keeps_only_its_own_positions_for_backward() -> None:
-    """What a matrix of columns needs again is gathered once more: a rank keeps 16 u / T of a block,
-    and not more.
+    """Inputs of column-parallel matrices are gathered again in backward: a rank keeps only 16 u / T
+    of a block.
     """
     batch, context, width, size = 4, 64, 16, 4
     unit = batch * context * width * 4
@@ -188,7 +187,7 @@ def cross_entropy_of_one_process(targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("targets", [[0, 3, 4, 8, 11], [-100, 3, -100, 8, 0]])
 def test_loss_over_a_split_vocabulary_equals_the_whole(targets: list[int]) -> None:
-    """Also if some targets are ignored, as those of words that are not masked."""
+    """Also if some targets are ignored, such as those of tokens that are not masked."""
     expected_words = torch.tensor(targets)
 
     def on_rank(group: TensorGroup) -> tuple[torch.Tensor, torch.Tensor]:

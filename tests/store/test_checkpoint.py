@@ -49,7 +49,7 @@ def save_alone(url: str, step: int, keep: int = 2, **state: Any) -> None:
 def save_together(
     urls: Sequence[str], cut: Sequence[Sequence[int]], step: int, keep: int = 2
 ) -> None:
-    """One thread a rank, each with its own URL and layers."""
+    """One thread per rank, each with its own URL and layers."""
     barrier, payloads = threading.Barrier(len(cut), timeout=TIMEOUT_S), [""] * len(cut)
 
     def rank(index: int) -> None:
@@ -78,7 +78,7 @@ def save_together(
 
 
 def files(url: str | Path) -> list[str]:
-    """As paths below `url`, digests left out."""
+    """The files as paths below `url`, without digests."""
     paths = sorted(path for path in Path(url).rglob("*") if path.is_file())
     return [
         "/".join([p.parent.name, *p.name.rsplit("-", 1)[:1]]) if "-0" in p.name else str(p.name)
@@ -184,7 +184,7 @@ def test_newest_checkpoints_stay(url: str) -> None:
 
 
 def test_steps_of_an_abandoned_course_are_removed(url: str) -> None:
-    """Step 20 and 30 were passed over; the run went on from 10 and must not come back to them."""
+    """The run resumed from step 10, and must not come back to steps 20 and 30."""
     for step in (10, 20, 30):
         save_alone(url, step, keep=3)
     save_alone(url, 15, keep=3)
@@ -239,7 +239,7 @@ def test_checkpoint_before_the_first_update_has_no_moments(url: str) -> None:
 
 
 class Crash(BaseException):
-    """Not an `Exception`: nothing may catch it and tidy up, as nothing could after a power cut."""
+    """Not an `Exception`, so that nothing catches it and cleans up, as after a power cut."""
 
 
 def _crash(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ POINTS = [
 def test_crash_anywhere_leaves_a_whole_checkpoint(
     folder: str, monkeypatch: pytest.MonkeyPatch, function: str, where: str, calls: int, step: int
 ) -> None:
-    """Whether the step is new or written a second time."""
+    """For a new step and for one that is written again."""
     save_alone(folder, 5)
     target = {"checkpoint": checkpoint, "storage": storage, "os": os}[where]
     with monkeypatch.context() as faulty:
@@ -411,7 +411,7 @@ def test_fallback_gives_up_where_nothing_is_whole(folder: str) -> None:
 
 
 def test_file_that_is_no_safetensors_is_named(folder: str) -> None:
-    """Someone replaced it and wrote the index to match."""
+    """The file was replaced and the index changed to match."""
     save_alone(folder, 5)
     path = only(folder, "step-00000005/model-*")
     path.write_bytes(b"not tensors")
@@ -467,7 +467,7 @@ def test_unwritable_url_is_named(folder: str) -> None:
 
 
 def test_nothing_is_unpickled(folder: str) -> None:
-    """A pickle in the place of a file is damage, not a program."""
+    """A pickle in place of a file is reported as damage and not executed."""
     save_alone(folder, 5)
     torch.save(parameters(range(LAYERS), 5), only(folder, "step-00000005/model-*"))
     with pytest.raises(CheckpointError, match=r"is truncated|is damaged"):
@@ -482,7 +482,7 @@ def test_all_files_have_the_permissions_of_the_index(folder: str) -> None:
 
 
 def test_disk_that_takes_no_more_is_named(folder: str) -> None:
-    """safetensors raises an error of its own where the system says so."""
+    """safetensors then raises its own error."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
@@ -496,7 +496,7 @@ def test_disk_that_takes_no_more_is_named(folder: str) -> None:
 
 
 def test_parameters_that_are_not_finite_are_not_saved(url: str) -> None:
-    """A step may break them with gradients that nobody has measured."""
+    """A step may break them with gradients whose norm was not measured."""
     save_alone(url, 1)
     broken = parameters(range(LAYERS), 2) | {"layers.1.weight": torch.tensor([1.0, math.inf])}
     with pytest.raises(

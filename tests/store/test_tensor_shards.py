@@ -1,6 +1,4 @@
-"""What two ranks that hold a stage together write down, and what each of them takes of what was
-written.
-"""
+"""The checkpoint of a tensor-parallel group of two, and the part that each rank reads from it."""
 
 import json
 from pathlib import Path
@@ -25,15 +23,15 @@ def ranks_of(rank: int) -> ParallelRanks:
 
 
 def stages() -> dict[int, Any]:
-    """A stage of which only how it is split is asked for."""
+    """A stage of which only the split is used."""
     stage: Any = Stage.__new__(Stage)
     stage.split = type("Split", (), {"shards": {NAME: SHARD}})()
     return {0: stage}
 
 
 def moments(rank: int, halves: bool) -> dict[str, torch.Tensor]:
-    """Of one rank: whole, or in the two parts in which replicas with a shard of the optimizer each
-    keep them.
+    """The moments of one rank: whole, or in two ranges, as replicas with sharded optimizers have
+    them.
     """
     mine = SHARD.take(WHOLE, rank)
     norm = {f"{NORM}.exp_avg": torch.ones(4)}

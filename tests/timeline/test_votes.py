@@ -1,4 +1,4 @@
-"""A simulated step in which nobody may step before all ballots are counted."""
+"""A simulated step in which no rank may step before all ballots are counted."""
 
 from dataclasses import replace
 from textwrap import dedent

@@ -1,5 +1,4 @@
-"""What every transport promises, run over each of them: two ranks in this process, rank 0 and rank
-1.
+"""The conformance suite of all transports, on two ranks in this process: rank 0 and rank 1.
 
 A new transport joins by adding a function to `PAIRS` that returns both ends of a connected pair.
 """
@@ -124,7 +123,7 @@ def move(pair: Pair, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_rehearsed_step_moves_nothing(pair: Pair) -> None:
-    """Whether it is run is the transport's choice; the first step is as if there had been none."""
+    """The transport may choose not to run it; in any case the first step is unaffected."""
     like = TensorSpec((3,), torch.float32)
     arrived: list[torch.Tensor] = []
 

@@ -1,5 +1,5 @@
-"""What shaping adds to a transport: slots, delay, a shared egress, and ends that do not wait for a
-slot in vain.
+"""Shaping of a transport: slots, delay, a shared egress, and ends that do not wait in vain for a
+slot.
 """
 
 import threading
@@ -70,8 +70,8 @@ def arrivals_ms(
 def arrive_about(
     sends: list[tuple[ShapedTransport, int]], ranks: list[ShapedTransport], *expected_ms: float
 ) -> bool:
-    """Never earlier, and no later than a thread of a busy machine may wake; where it was, another
-    look is taken.
+    """Never earlier, and no later than a thread of a busy machine may wake; a late result is
+    measured again.
     """
 
     def look() -> list[float]:
@@ -141,8 +141,8 @@ def test_tensor_in_flight_is_not_done(make: Make) -> None:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
-    """An event that a device has not reached: until it has, tensors of more than one value are not
-    on the host.
+    """An event that a device has not reached; until then tensors of more than one value are not on
+    the host.
     """
     event = FakeEvent(enable_timing=True)
     monkeypatch.setattr(Staging, "fetch", lambda staging, t: (t, event if t.numel() > 1 else None))

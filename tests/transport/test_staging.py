@@ -1,4 +1,4 @@
-"""On the way through host memory only the thread that reads the bytes waits for the GPU."""
+"""Staging through host memory: only the thread that reads the bytes waits for the GPU."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_tensor_goes_to_the_host_and_back_without_a_wait_for_the_device() -> Non
 def test_memory_of_a_freed_tensor_is_reused() -> None:
     staging = Staging(HOST)
     address = staging.empty(LARGE).data_ptr()
-    elsewhere = torch.empty(LARGE.shape, dtype=LARGE.dtype)  # what malloc has free goes here
+    elsewhere = torch.empty(LARGE.shape, dtype=LARGE.dtype)  # free memory of malloc is used first
     assert staging.empty(LARGE).data_ptr() == address != elsewhere.data_ptr()
 
 

@@ -1,5 +1,5 @@
-"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is
-in test_mesh.py.
+"""How a TCP transport refuses strangers and invalid messages, over real sockets. For both kinds:
+test_mesh.py.
 """
 
 import socket

@@ -81,7 +81,7 @@ def test_int8_keeps_its_bound_in_every_block(numbers) -> None:
     error = (over_the_wire("int8", tensor).double() - tensor.double()).abs()
     for start in range(0, len(numbers), INT8_BLOCK):
         block = slice(start, start + INT8_BLOCK)
-        bound = tensor[block].abs().max().item() / 254 * (1 + 2**-14)  # fp32 arithmetic on the way
+        bound = tensor[block].abs().max().item() / 254 * (1 + 2**-14)  # computed in fp32
         assert error[block].max().item() <= max(bound, 1.5e-36)
 
 

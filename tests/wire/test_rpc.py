@@ -77,7 +77,7 @@ def test_security_loads_the_files_it_is_given(authority, stored) -> None:
 
 
 def test_security_names_a_mismatched_pair(authority, stored) -> None:
-    """gRPC took it for a port in use."""
+    """gRPC reported it as a port in use."""
     signer = authority()
     pair = replace(signer.security(), key=signer.security().key)
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_token_under_tls_is_not_reported_as_clear(authority, caplog) -> None:
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a refusal takes tells nothing of the token."""
+    """The time of a refusal reveals nothing about the token."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(first: bytes, second: bytes) -> bool:

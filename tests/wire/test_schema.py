@@ -12,7 +12,7 @@ from dpipe.wire.schema import Port, Schema, Shape, Text
 
 @given(st.floats())
 def test_float_keeps_its_bits(number: float) -> None:
-    """A loss is the same on all ranks, to the last bit."""
+    """All ranks get the same loss, to the last bit."""
     (read,) = Schema[list[float]](list[float]).parse(json.dumps([number]).encode(), "x", 0)
     if math.isnan(number):
         assert math.isnan(read)

@@ -1,4 +1,4 @@
-"""A file of tokens: what is shown, what is accepted, and what a bad file does."""
+"""A file of tokens: which one is shown, which are accepted, and the errors of a bad file."""
 
 import logging
 from pathlib import Path
