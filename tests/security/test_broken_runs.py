@@ -131,7 +131,7 @@ def test_process_that_is_stopped_for_a_while_is_waited_for(
     kind: str, start: Start, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A live migration stops a virtual machine for as long as 30 s; 8 s ended the run."""
-    ranks = start(kind, "run", steps=100, heartbeat=16.0)
+    ranks = start(kind, "run", steps=40, heartbeat=16.0)
     await_steps(tmp_path / "run", 5)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     time.sleep(5.0)
