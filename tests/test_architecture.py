@@ -65,6 +65,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "cupy": ("transport/nccl.py",),
     "grpc": (
         "wire/rpc.py",  # opens every server and channel of the rooms below, with token and TLS
+        "session/grpc_stream.py",
         "transport/grpc.py",
         "paramserver/server.py",
         "paramworker/client.py",

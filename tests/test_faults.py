@@ -17,8 +17,6 @@ from support.small_job import TEXT, small_toml
 from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
-pytestmark = pytest.mark.alone
-
 DPIPE = (sys.executable, "-m", "dpipe")
 Process = subprocess.Popen[str]
 
@@ -103,6 +101,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     )
 
 
+@pytest.mark.alone
 def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
     launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
@@ -158,6 +157,7 @@ def assert_stopped_by_the_loss_of(
     return kept.step
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stages"), [("all-reduce", 2), ("sharded", 1)])
 def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
     kind: str, stages: int, job, start, tmp_path: Path
@@ -188,6 +188,7 @@ main()
 """
 
 
+@pytest.mark.alone
 def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(
     job, start, tmp_path: Path
 ) -> None:
