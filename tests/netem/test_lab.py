@@ -1,4 +1,4 @@
-"""Labs for real: namespaces, a router with sch_netem, the kernel's TCP. About a minute, as root."""
+"""Real labs: namespaces, a router with sch_netem, the kernel's TCP. About a minute, as root."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from netem.lab import Lab
 from netem.probe import TOLERANCE
 from netem.shell import NetemError
 
-pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible")]
+pytestmark = [pytest.mark.alone, pytest.mark.lab, pytest.mark.usefixtures("possible")]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME, OTHER = f"t{os.getpid()}", f"u{os.getpid()}"
@@ -100,7 +100,7 @@ def warned(lab: Lab, path: Path) -> bool:
 
 
 def test_links_that_differ_are_each_measured_as_in_the_profile(lab, profile):
-    far, near = Link(20, 0.04), Link(40, 0.03)  # so slow that a busy router carries them
+    far, near = Link(20, 0.04), Link(40, 0.03)  # slow enough for a busy router
     blocks = text(far, "[[link]]\nfrom = 0\nto = 1") + text(near, "[[link]]\nfrom = 0\nto = 2")
     labs.set_profile(lab, profile(text(Link(5, 0.02)) + blocks))
     for target, link in ((1, far), (2, near)):

@@ -1,4 +1,4 @@
-"""What is run on a device, and what is left on it, with a `tc` of our own. On real devices:
+"""The commands that are run on a device, and its final state, with a fake `tc`. Real devices are in
 test_lab.
 """
 

@@ -1,4 +1,4 @@
-"""Profiles in, tc commands out: no test runs them."""
+"""The tc commands of profiles; no test runs them."""
 
 import pytest
 
