@@ -29,6 +29,7 @@ from dpipe.engine.update import Update, Verdict, learning_rate
 from dpipe.errors import TransferError
 from dpipe.ranks import ParallelRanks
 from dpipe.report.metrics import Metrics
+from dpipe.report.processor_time import cpu_now
 from dpipe.report.trace import StepSpans, dump_steps
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.schedule import Schedule
@@ -135,10 +136,12 @@ class Trainer:
         job = self.job
         # From here: what a user waits for has the reading of data in it.
         began = time.perf_counter()
+        cpu_began = cpu_now()
+        vote = job.schedule.of_rank(job.here.pp_rank, Op.VOTE)
         for stage in job.stages.values():
             stage.begin_step(step, job.update.loss_scale.value)
         job.update.begin(step)
-        with job.recorder.part("batch-generator"):
+        with job.recorder.part("batch-generator"), job.recorder.span(Lane.BETWEEN, vote):
             batch = job.feed.training(step)
         result = job.executor.run(job.schedule, batch)
         verdict = self._vote_and_step(step, began, result)
@@ -148,13 +151,15 @@ class Trainer:
         clock_us = job.coordinator.clock_offset_ns / 1e3
         own_spans = (*result.spans, *job.recorder.take())
         spans = tuple(span.later(clock_us) for span in own_spans)
-        self._traces.append(StepSpans(step, spans))
         self._timers.add(spans, job.recorder.take_parts())
         self._step_s[step] = time.perf_counter() - began
-        if verdict is None:
-            return False
-        self._log(verdict)
-        return verdict.stop
+        if verdict is not None:
+            # Its span is among those of the next step, which begins this much later.
+            with job.recorder.span(Lane.BETWEEN, vote):
+                self._log(verdict)
+        cpu = cpu_now().since(cpu_began)
+        self._traces.append(StepSpans(step, spans, cpu))
+        return verdict is not None and verdict.stop
 
     def _vote_and_step(self, step: int, began: float, result: StepResult) -> Verdict | None:
         """The end of the program; returns the newest verdict that is known."""

@@ -39,7 +39,7 @@ class Cores:
     """The cores of one host: as many threads as there are cores run at full speed, more of them
     share it.
 
-    A thread does one thing after the other.
+    A thread does one thing after the other; a rank that computes may be several.
     """
 
     def __init__(self, clock: Clock, host: Host) -> None:
@@ -47,6 +47,7 @@ class Cores:
         self._clock = clock
         # By thread its tasks, each with the microseconds that it still needs of a whole core.
         self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}
+        self._widths: dict[Hashable, int] = {}  # of those that are as many threads of the system
         self._since_us = 0.0
         self._plans = 0  # as in `Sender`
 
@@ -55,17 +56,19 @@ class Cores:
         thread: Hashable,
         duration_us: float,
         over: Call,
+        width: int = 1,
     ) -> None:
         # With one thread more all are slower from now on: what they did so far counts first.
         self._progress()
         tasks = self._threads.setdefault(thread, deque())
         tasks.append((duration_us, over))
+        self._widths[thread] = width
         self._plan()
 
     @property
     def _speed(self) -> float:
-        num_threads = max(1, len(self._threads))
-        return min(1.0, self.host.cores / num_threads)
+        num_threads = sum(self._widths.values())
+        return min(1.0, self.host.cores / max(1, num_threads))
 
     def _progress(self) -> None:
         done_us = (self._clock.now_us - self._since_us) * self._speed
@@ -92,7 +95,7 @@ class Cores:
         tasks = self._threads[thread]
         _, over = tasks.popleft()
         if not tasks:
-            del self._threads[thread]
+            del self._threads[thread], self._widths[thread]
         self._plan()
         over()
 
@@ -120,14 +123,28 @@ class _Both:
             self._over(self._start_us)
 
 
+def handle(
+    cores: Cores | None,
+    thread: Hashable,
+    over: Call,
+) -> None:
+    """`over` once `thread` has done what it does for any message, whatever its size; nothing where
+    it shares no cores.
+    """
+    if cores is None or not cores.host.message_us:
+        over()
+    else:
+        cores.run(thread, cores.host.message_us, over)
+
+
 class Sender:
     """The egress of one rank on the simulation's clock, and the work that messages are for the
     hosts of both ends.
 
-    wire             [----- bytes -----]               at the same time: a message has left when
-    core, sender     [-- work --]                      both are over, and it has come when the
-    core, receiver          :    [-- work --]          receiver's work is over, too
-                     <-delay->
+    core, sender     [any message][-- its bytes --]    at the same time as the wire: a message has
+    wire                          [---- bytes ----]    left when both are over
+    core, receiver                :       [-- its bytes --][any message]
+                                  <-delay->            and has come when the receiver's work is
     """
 
     def __init__(
@@ -156,16 +173,33 @@ class Sender:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
+        offer = partial(self._offer, target, num_bytes, left, arrived)
+        sender = (self._rank, "to", target)
+        handle(self._cores.get(self._rank), sender, offer)
+
+    def _offer(
+        self,
+        target: int,
+        num_bytes: int,
+        left: Since,
+        arrived: Since,
+    ) -> None:
+        """The sender has done what it does for any message."""
         delay_us = self._network.link(self._rank, target).delay_us
-        receiver = ("from", self._rank)
-        came = self._with_work(target, receiver, num_bytes, delay_us, arrived)
+        receiver = (target, "from", self._rank)
+
+        def landed(start_us: float) -> None:
+            over = partial(arrived, start_us)
+            handle(self._cores.get(target), receiver, over)
+
+        came = self._with_work(target, receiver, num_bytes, delay_us, landed)
 
         def gone(start_us: float) -> None:
             due_us = self._clock.now_us + delay_us
             self._clock.at(due_us, lambda: came(start_us + delay_us))
             left(start_us)
 
-        sender = ("to", target)
+        sender = (self._rank, "to", target)
         through = self._with_work(self._rank, sender, num_bytes, 0.0, gone)
         self._egress.offer(target, through, num_bytes, self._clock.now_us)
         self._plan()
@@ -184,11 +218,11 @@ class Sender:
         cores = self._cores.get(rank)
         if cores is None:
             return over
-        work_us = cores.host.moving_us(num_bytes)
+        work_us = cores.host.bytes_us(num_bytes)
         if not work_us:
             return over
         both = _Both(over)
-        work = partial(cores.run, (rank, thread), work_us, both.worked)
+        work = partial(cores.run, thread, work_us, both.worked)
         self._clock.at(self._clock.now_us + after_us, work)
         return both.moved
 
