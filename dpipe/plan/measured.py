@@ -22,13 +22,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpipe.memory.layers import Peaks, of_parameters, with_ends, with_masters
+from dpipe.memory.walk import LayerMemory, StageMemory
 from dpipe.plan.allocations import AllocatedBytes
 from dpipe.plan.probe import LayerCost, on_meta
 from dpipe.stage.base import Tensors
 from dpipe.stage.master_weights import in_precision
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.stage import Stage
-from dpipe.timeline.memory import LayerMemory, StageMemory
 from dpipe.wire.spec import TensorSpec
 
 Specs = tuple[TensorSpec, ...]

@@ -164,6 +164,7 @@ class PipelineClock(ABC):
         self.programs: list[list[Step]] = [[] for _ in range(pipeline.num_ranks)]
         self.start_us: dict[Step, float] = {}
         self.end_us = [0.0 for _ in self.programs]
+        self.now_us = 0.0
         self._held_up: set[Step] = set()
         self._busy = [False for _ in self.programs]
         self._events: list[tuple[float, int, int, int, int]] = []
@@ -184,6 +185,7 @@ class PipelineClock(ABC):
             self._go_on(rank, 0.0)
         while self._events:
             now_us, _, kind, place, number = heapq.heappop(self._events)
+            self.now_us = now_us
             if kind < _CAME_FORWARD:
                 self._computed(now_us, (kind, place, number))
             elif kind == _CAME_FORWARD:

@@ -15,19 +15,26 @@ Call = Callable[[], None]
 Since = Callable[[float], None]  # is told when that which is over began, microseconds
 
 
+_Event = tuple[float, int, Call]  # when, and which request it is
+
+
 class Clock:
     """Calls what is due, in order of time, and of request among equals, until it is stopped."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
         self.stopped = False
-        self._events: list[tuple[float, int, Call]] = []
+        self._events: list[_Event] = []
         self._requests = count()
 
     def at(self, time_us: float, call: Call) -> None:
         # Calls do not compare: at the same time the one that was asked for first goes first.
-        event = (time_us, next(self._requests), call)
+        number = next(self._requests)
+        event = (time_us, number, call)
         heapq.heappush(self._events, event)
+
+    def after(self, delay_us: float, call: Call) -> None:
+        self.at(self.now_us + delay_us, call)
 
     def run(self) -> None:
         while self._events and not self.stopped:
@@ -71,7 +78,8 @@ class Cores:
         return min(1.0, self.host.cores / max(1, num_threads))
 
     def _progress(self) -> None:
-        done_us = (self._clock.now_us - self._since_us) * self._speed
+        passed_us = self._clock.now_us - self._since_us
+        done_us = passed_us * self._speed
         for tasks in self._threads.values():
             left_us, over = tasks[0]
             tasks[0] = left_us - done_us, over
@@ -80,18 +88,22 @@ class Cores:
     def _plan(self) -> None:
         self._plans += 1
         if self._threads:
-            plan = self._plans
-            left_us = min(tasks[0][0] for tasks in self._threads.values())
+            left_us = min(map(self._left_us, self._threads))
             # Rounding in `_progress` may leave a hair less than nothing.
             takes_us = max(0.0, left_us) / self._speed
-            due_us = self._clock.now_us + takes_us
-            self._clock.at(due_us, lambda: self._complete(plan))
+            over = partial(self._complete, self._plans)
+            self._clock.after(takes_us, over)
+
+    def _left_us(self, thread: Hashable) -> float:
+        """Of the task that the thread is at."""
+        left_us, _ = self._threads[thread][0]
+        return left_us
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
             return
         self._progress()
-        thread = min(self._threads, key=lambda thread: self._threads[thread][0][0])
+        thread = min(self._threads, key=self._left_us)
         tasks = self._threads[thread]
         _, over = tasks.popleft()
         if not tasks:
@@ -185,7 +197,8 @@ class Sender:
         arrived: Since,
     ) -> None:
         """The sender has done what it does for any message."""
-        delay_us = self._network.link(self._rank, target).delay_us
+        link = self._network.link(self._rank, target)
+        delay_us = link.delay_us
         receiver = (target, "from", self._rank)
 
         def landed(start_us: float) -> None:
@@ -195,8 +208,8 @@ class Sender:
         came = self._with_work(target, receiver, num_bytes, delay_us, landed)
 
         def gone(start_us: float) -> None:
-            due_us = self._clock.now_us + delay_us
-            self._clock.at(due_us, lambda: came(start_us + delay_us))
+            arrive = partial(came, start_us + delay_us)
+            self._clock.after(delay_us, arrive)
             left(start_us)
 
         sender = (self._rank, "to", target)
@@ -223,15 +236,15 @@ class Sender:
             return over
         both = _Both(over)
         work = partial(cores.run, thread, work_us, both.worked)
-        self._clock.at(self._clock.now_us + after_us, work)
+        self._clock.after(after_us, work)
         return both.moved
 
     def _plan(self) -> None:
         self._plans += 1
         due_us = self._egress.due_us
-        plan = self._plans
         assert due_us is not None
-        self._clock.at(due_us, lambda: self._complete(plan))
+        over = partial(self._complete, self._plans)
+        self._clock.at(due_us, over)
 
     def _complete(self, plan: int) -> None:
         if plan != self._plans:
@@ -240,6 +253,9 @@ class Sender:
         if self._egress.due_us is not None:
             self._plan()
         sent.item(sent.start_us)
+
+
+_Sent = tuple[int, Action]  # the step, and the SEND in it
 
 
 class Machines:
@@ -260,7 +276,7 @@ class Machines:
             cores = Cores(self.clock, host)
             self.cores |= dict.fromkeys(host.ranks, cores)
         # By rank, its messages to neighbours in the pipeline that have not left, with their step.
-        self.sending: defaultdict[int, set[tuple[int, Action]]] = defaultdict(set)
+        self.sending: defaultdict[int, set[_Sent]] = defaultdict(set)
         self._senders: dict[int, Sender] = {}
 
     def note(self, span: Span, step: int) -> None:
@@ -268,6 +284,8 @@ class Machines:
         self.spans[step].append(span)
 
     def sender(self, rank: int) -> Sender:
-        if rank not in self._senders:
-            self._senders[rank] = Sender(self.clock, self.network, rank, self.cores)
-        return self._senders[rank]
+        sender = self._senders.get(rank)
+        if sender is None:
+            sender = Sender(self.clock, self.network, rank, self.cores)
+            self._senders[rank] = sender
+        return sender

@@ -71,9 +71,6 @@ class Votes:
         over: Call,
     ) -> None:
         """`over` once `rank` has done its end of a ballot or a verdict, and `delay_us` later."""
-        clock = self._machines.clock
-
-        def told() -> None:
-            clock.at(clock.now_us + delay_us, over)
-
-        handle(self._machines.cores.get(rank), (rank, "votes"), told)
+        machines = self._machines
+        told = partial(machines.clock.after, delay_us, over)
+        handle(machines.cores.get(rank), (rank, "votes"), told)

@@ -17,8 +17,8 @@ copies of the logits.
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
+from dpipe.memory.walk import LayerMemory, RankMemory, peak_memory
 from dpipe.schedule.generate import generate
-from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
 Strategy = Literal[
     "baseline",

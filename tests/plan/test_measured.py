@@ -11,6 +11,7 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
+from dpipe.memory.walk import peak_memory
 from dpipe.plan.allocations import AllocatedBytes
 from dpipe.plan.measured import StageRunner, measured_stages
 from dpipe.plan.probe import probe
@@ -21,7 +22,6 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.stage import Stage, Tensors
-from dpipe.timeline.memory import peak_memory
 from dpipe.wire.spec import TensorSpec
 
 BATCH, CONTEXT, VOCABULARY, WIDTH = 4, 128, 512, 64
