@@ -37,7 +37,8 @@ from dpipe.store.storage import regular_bytes
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.simulate import simulate
+from dpipe.timeline.scenario import Scenario
+from dpipe.timeline.simulate import Steady
 from dpipe.timeline.span import Lane, Span, Timeline
 
 T = TypeVar("T")
@@ -228,6 +229,7 @@ class Trace:
 
     inputs: TraceInputs
     steps: tuple[tuple[int, float, Timeline], ...]  # (step, when it began in us, spans)
+    scenario: Scenario  # what the prediction is of: costs as they were measured
     predicted: Timeline
 
 
@@ -257,13 +259,17 @@ def load_trace(run: Path) -> Trace:
         )
     shown = [[step for step in steps if step.step in common] for steps in by_rank]
     steps = tuple(_join(same_step, inputs) for same_step in zip(*shown, strict=True))
-    cost = measured_cost(inputs, shown)
-    hosts = measured_hosts(inputs, shown)
-    network = inputs.assumed_network
-    ballots = inputs.ballots
     with _naming(path):
-        predicted = simulate(inputs.schedule, cost, network, hosts, inputs.replicas, ballots)
-    return Trace(inputs, steps, _on_first_ranks(predicted, inputs.tensor_size))
+        scenario = Scenario(
+            inputs.schedule,
+            measured_cost(inputs, shown),
+            inputs.assumed_network,
+            measured_hosts(inputs, shown),
+            inputs.replicas,
+            inputs.ballots,
+        )
+        predicted = Steady(scenario.lowered()).steady_step()
+    return Trace(inputs, steps, scenario, _on_first_ranks(predicted, inputs.tensor_size))
 
 
 def _on_first_ranks(timeline: Timeline, size: int) -> Timeline:
