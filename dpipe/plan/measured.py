@@ -261,7 +261,7 @@ def _estimated(
                 held_bytes=input_bytes if again else input_bytes + layer.kept_bytes,
                 deferred_bytes=input_bytes + layer.kept_bytes,
                 peaks=Peaks(layer.kept_bytes, working, working, working),
-                weight_bytes=layer.largest_parameter_bytes,
+                weight_bytes=largest,
             )
         )
         inputs = layer.outputs

@@ -1,4 +1,4 @@
-"""A timeline in numbers, and a prediction beside a measurement."""
+"""A timeline in numbers."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -55,25 +55,6 @@ class Summary:
         }
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A prediction beside what was measured; `ratio` is measured over predicted step time."""
-
-    predicted: Summary
-    measured: Summary
-
-    @property
-    def ratio(self) -> float:
-        return self.measured.step_us / self.predicted.step_us
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "predicted": self.predicted.as_dict(),
-            "measured": self.measured.as_dict(),
-            "ratio": self.ratio,
-        }
-
-
 def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time
     passes.
@@ -109,18 +90,6 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
         reduce_bytes=tuple(reduce_bytes),
         link_bytes=_link_bytes(timeline, schedule),
         peak_in_flight=peak_in_flight(schedule) * timeline.num_replicas,
-    )
-
-
-def compare(
-    predicted: Timeline,
-    measured: Timeline,
-    schedule: Schedule,
-) -> Comparison:
-    """Both timelines are of one step of `schedule`."""
-    return Comparison(
-        summarise(predicted, schedule),
-        summarise(measured, schedule),
     )
 
 
