@@ -364,9 +364,11 @@ def measured_hosts(inputs: TraceInputs, by_rank: Sequence[Sequence[StepSpans]]) 
     if not ends or any(host.threads > inputs.tensor_size for host in inputs.hosts):
         return inputs.hosts
     cpu = message_cpu(ends)
+    # Each rank of a tensor-parallel group sends a part; together they are one rank here.
+    message_us = inputs.tensor_size * cpu.message_us
     hosts = []
     for host in inputs.hosts:
-        hosts.append(replace(host, message_us=cpu.message_us, us_per_mb=cpu.us_per_mb))
+        hosts.append(replace(host, message_us=message_us, us_per_mb=cpu.us_per_mb))
     return tuple(hosts)
 
 
