@@ -33,6 +33,7 @@ from dpipe.search.auto import pipeline_on, search
 from dpipe.search.bound import lower_bound_us
 from dpipe.search.candidates import published
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period, simulate_alone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +72,15 @@ def cost_of(num_stages: int, message_mib: int) -> Cost:
     return Cost.uniform(num_stages, FORWARD_US, BACKWARD_US, message_bytes=message_bytes)
 
 
+def _period_us(
+    schedule: Schedule,
+    cost: Cost,
+    network: Network,
+    ballots: Network | None = None,
+) -> float:
+    return period(Scenario(schedule, cost, network, ballots=ballots))
+
+
 def seconds(time_us: float) -> float:
     return round(time_us / 1e6, 4)
 
@@ -92,7 +102,7 @@ def bound_rows() -> Iterator[Row]:
 
 def _beside_bound(network: Network, mib: int, ballots: Network | None, count: int) -> Row:
     cost = cost_of(NUM_STAGES, mib)
-    step_us = partial(period, cost=cost, network=network, ballots=ballots)
+    step_us = partial(_period_us, cost=cost, network=network, ballots=ballots)
     schedule = search(NUM_STAGES, count, cost, network, ballots=ballots)
     pipeline = pipeline_on(network, cost, count, NUM_STAGES, ballots=ballots)
     return {
@@ -113,7 +123,7 @@ def few_rows() -> Iterator[Row]:
                 "micro_batches": count,
                 "message_mib": mib,
                 "before_s": before_s,
-                "auto_s": seconds(period(schedule, cost, network)),
+                "auto_s": seconds(_period_us(schedule, cost, network)),
             }
 
 
@@ -122,7 +132,7 @@ def memory_rows() -> Iterator[Row]:
         for mib in MESSAGES_MIB:
             for count in (16, 64):
                 cost = cost_of(NUM_STAGES, mib)
-                step_us = partial(period, cost=cost, network=network, ballots=network)
+                step_us = partial(_period_us, cost=cost, network=network, ballots=network)
                 yield {
                     "network": name,
                     "message_mib": mib,
@@ -173,7 +183,7 @@ def _beside_optimum(network: Network, mib: int, num_stages: int, count: int) -> 
     cost = cost_of(num_stages, mib)
 
     def step_us(schedule: Schedule) -> float:
-        return simulate_alone(schedule, cost, network).duration_us
+        return simulate_alone(Scenario(schedule, cost, network)).duration_us
 
     row = _at_equal_memory(num_stages, count, cost, network, step_us, AT_ONCE)
     pipeline = pipeline_on(network, cost, count, num_stages, ballots=AT_ONCE)

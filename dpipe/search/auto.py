@@ -18,7 +18,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from operator import add, le
 
@@ -40,6 +39,7 @@ from dpipe.search.greedy import Greedy, Rule
 from dpipe.search.improve import improve, peak_held
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 from dpipe.timeline.votes import COORDINATOR, delay_us
 
@@ -56,6 +56,8 @@ _MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
 
 HeldBytes = Callable[[Schedule], Sequence[int]]
+# Of a schedule, infinite where it is certain to be above so much, microseconds.
+StepTime = Callable[[Schedule, float], float]
 
 
 def search(
@@ -96,13 +98,11 @@ def search(
         replicas=replicas,
         ballots=ballots,
     )
-    step_us = partial(
-        period,
-        cost=cost,
-        network=network,
-        replicas=replicas,
-        ballots=ballots,
-    )
+
+    def step_us(schedule: Schedule, most_us: float) -> float:
+        scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
+        return period(scenario, most_us)
+
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
     sizes = num_stages, num_microbatches, stages_per_rank
     memory = _Memory(limit, held_bytes, most_bytes)
@@ -112,12 +112,11 @@ def search(
     found = _searched(pipeline, memory, known)
     # Of what was published all are simulated, but the best that is known comes first: to see that
     # another one is slower takes less time.
-    finalists = {each.programs: each for each in found}
-    finalists |= {each.programs: each for each in as_published if memory.fits(each)}
+    finalists = [*found, *filter(memory.fits, as_published)]
     if not finalists:
         # The caller refuses it, with what it would hold, if even this is too much.
         return min([leanest(*sizes), *known], key=memory.held)
-    return _fastest([*finalists.values()], step_us)
+    return _fastest(finalists, step_us)
 
 
 def _searched(
@@ -134,11 +133,12 @@ def _searched(
 
 # The score of the fast clock is that of a single step, or an estimate where steps overlap. The
 # simulation knows more: several steps in a row, the vote and the exchange of replicas.
-def _fastest(schedules: Sequence[Schedule], step_us: Callable[..., float]) -> Schedule:
+def _fastest(schedules: Sequence[Schedule], step_us: StepTime) -> Schedule:
     """In whole microseconds; among equals the first one of those that hold least."""
     best: tuple[float, int, int] = (math.inf, 0, 0)
+    schedules = [*{schedule.programs: schedule for schedule in schedules}.values()]
     for number, schedule in enumerate(schedules):
-        found_us = step_us(schedule, most_us=best[0] + 0.5)
+        found_us = step_us(schedule, best[0] + 0.5)
         if found_us < math.inf:
             held = max(peak_in_flight(schedule))
             best = min(best, (round(found_us), held, number))
