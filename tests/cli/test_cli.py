@@ -130,6 +130,32 @@ def test_simulate_answers_without_torch(tmp_path: Path) -> None:
     assert row["peak_in_flight"] == [2, 1]
 
 
+def test_simulate_uses_the_given_machines(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[pipeline]\nstages = 2\n")
+    machines = tmp_path / "3.toml"
+    machines.write_text('[[machine]]\nname = "a"\ndevices = 2\ngflops = 10\n')
+    slower = run("simulate", str(config), "--machines", str(machines), "--json")
+    plain = run("simulate", str(config), "--json")
+    assert json.loads(slower.output)["step_s"] > json.loads(plain.output)["step_s"]
+    gone = run("simulate", str(config), "--machines", str(tmp_path / "none.toml"))
+    assert gone.exit_code == 2
+    assert "none.toml does not exist" in gone.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_run_refuses_machines_that_are_too_few(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('[model]\nlayers = "replay"\n[pipeline]\nstages = 2\n')
+    machines = tmp_path / "machines.toml"
+    machines.write_text('[[machine]]\nname = "a"\n')
+    flags = ["--rank", "0", "--world-size", "2", "--coordinator", "127.0.0.1:1"]
+    flags = flags if command == "train" else []
+    result = run(command, str(config), "--machines", str(machines), *flags)
+    assert result.exit_code == 2
+    assert "the run takes 2 places, but the machines of" in result.stderr
+
+
 def test_simulate_uses_the_given_network(tmp_path: Path) -> None:
     config, slow = tmp_path / "job.toml", tmp_path / "slow.toml"
     config.write_text("[pipeline]\nstages = 2\n")

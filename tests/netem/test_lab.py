@@ -122,6 +122,22 @@ def test_links_of_a_host_share_its_egress(lab, profile):
     assert sum(link.bandwidth_gbps for link in observed.values()) < 0.4 * 1.1
 
 
+def test_those_who_send_to_a_host_share_its_ingress(lab, profile):
+    machines = text(Link(5, 0.4), "[default_link]")
+    for name in "abc":
+        machines += f'[[machine]]\nname = "{name}"\n'
+    machines = machines.replace('name = "a"', 'name = "a"\ningress_gbps = 0.3')
+    labs.set_profile(lab, profile(machines))
+    link = Link(5, 0.4)
+    links = {(lab.hosts[1], lab.hosts[0]): link, (lab.hosts[2], lab.hosts[0]): link}
+    observed = measure.observe_together(links, seconds=1.0)
+    together_gbps = sum(link.bandwidth_gbps for link in observed.values())
+    assert 0.3 * 0.7 < together_gbps < 0.3 * 1.15
+    labs.set_profile(lab, profile(text(link)))  # which takes the last hop's shaping away
+    alone = measure.observe_together({(lab.hosts[1], lab.hosts[0]): link}, seconds=1.0)
+    assert sum(link.bandwidth_gbps for link in alone.values()) > 0.3 * 1.1
+
+
 def test_jitter_and_loss_are_measured_as_in_the_profile(lab, profile):
     labs.set_profile(lab, profile(text(Link(20, 1), "jitter_ms = 5\nloss_percent = 5")))
     within = lab.hosts[0].enter([])

@@ -14,7 +14,7 @@ from fakes.fake_cuda import FakeCuda, FakeEvent, ThreadedStreams
 from support.settled import settled
 
 from dpipe.errors import PeerLost, ProfileError, TransferTimeout
-from dpipe.network.link import Link, Network
+from dpipe.network.link import Interface, Link, Network
 from dpipe.transport.local import LocalHub
 from dpipe.transport.shaped import ShapedTransport
 from dpipe.transport.staging import Staging
@@ -252,3 +252,15 @@ def test_profile_that_needs_tc_is_refused(network: Network) -> None:
         match="has jitter or loss, and the shaped transport imitates delay and rate alone",
     ):
         ShapedTransport(LocalHub(2).transport(0), network)
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        (Interface((0, 1), machine="a"), "several ranks share the interface of machine 'a'"),
+        (Interface((1,), ingress_gbps=1, machine="a"), "machine 'a' has ingress_gbps, and the"),
+    ],
+)
+def test_what_ranks_cannot_shape_by_themselves_is_refused(interface: Interface, words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        ShapedTransport(LocalHub(2).transport(0), Network(interfaces=(interface,)))

@@ -88,3 +88,19 @@ def test_mistake_is_named(hosts, text, expected):
 def test_missing_hosts_file_is_named(tmp_path):
     with pytest.raises(HostsError, match=r"none.toml does not exist; scripts/aws up writes one"):
         load_hosts(tmp_path / "none.toml")
+
+
+def test_hosts_are_those_of_a_file_of_machines(hosts):
+    machines = '[[machine]]\nname = "a"\nhost = "10.0.0.1"\ndevices = 2\n'
+    read = hosts(machines + '[[machine]]\nname = "b"\nhost = "10.0.0.2"\n')
+    assert [(each.host.address, each.local_rank) for each in read.ranks(3)] == [
+        ("10.0.0.1", 0),
+        ("10.0.0.1", 1),
+        ("10.0.0.2", 0),
+    ]
+    assert read.coordinator == "10.0.0.1:7000"
+
+
+def test_machine_that_cannot_be_reached_is_named(hosts):
+    with pytest.raises(HostsError, match="machine 'a' has no host, the address at which it is"):
+        hosts('[[machine]]\nname = "a"')
