@@ -179,7 +179,7 @@ class TcpTransport(Mesh[TcpConnection]):
         # Diallers that may be in the lobby at once.
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
         self._stopping = Event()
-        self._listener = _open_listener(bind, port)
+        self._listener = open_listener(bind, port)
         self._threads = [
             Thread(target=run, name=f"dpipe-{verb}-{self.rank}", daemon=True)
             for verb, run in (("accept", self._accept), ("watch", self._watch))
@@ -382,7 +382,7 @@ class TcpTransport(Mesh[TcpConnection]):
         self._lobby.close(deadline + 1.0)
 
 
-def _open_listener(bind: str, port: int) -> socket.socket:
+def open_listener(bind: str, port: int) -> socket.socket:
     host = bind.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()

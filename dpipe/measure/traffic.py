@@ -1,0 +1,320 @@
+"""Streams of bytes between ranks, as fast as TCP will: what a link carries, and what it loses.
+
+    sender     o o o o o o O O O O O |DONE n                what is acknowledged, in slices of a
+    receiver     o o o o o o O O O O O  GOT n               round trip: growing, then steady
+                 growing     steady
+
+The sender alone measures, so that no two clocks need to agree. What it has in flight is at most a
+few times what the link carries in a round trip: more would only stand in a queue on the way, where
+it makes round trips longer, or is lost and counted as the link's own loss.
+"""
+
+import math
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+
+from dpipe.errors import TransferError
+from dpipe.measure.connections import PeerSockets
+from dpipe.measure.notes import NOT_YET, Kind, Note
+from dpipe.measure.tcp_info import counts, queued_bytes
+from dpipe.network.link import PAYLOAD_SHARE
+from dpipe.session.session import reason_of
+
+_CHUNK = bytes(64 << 10)
+_SINK = bytearray(1 << 20)
+_READS = 64  # of one connection in a row
+_SLICE_S = 0.05  # at least: shorter ones show how threads are scheduled
+_FEWEST_IN_FLIGHT = 512 << 10  # bytes, while nothing is known of the link
+_ROUND_TRIPS_IN_FLIGHT = 2.5  # 2 let the rate double each round trip
+_LATE_S = 0.02  # by which this thread may be woken late
+_STEADY_SLICES = 3
+_STEADY_SHARE = 0.05  # by which steady slices differ at most
+_RISING = 1.25
+_WAIT_S = 0.001  # until a window is looked at again
+_IDLE_S = 0.05
+
+
+class Meter:
+    """A count of bytes over time."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []
+
+    def note(self, now: float, total_bytes: int) -> None:
+        self.samples.append((now, total_bytes))
+
+    def rates(self) -> list[float]:
+        """Bytes a second between each two samples."""
+        found = []
+        for (began, first), (ended, last) in zip(self.samples, self.samples[1:], strict=False):
+            found.append((last - first) / max(ended - began, 1e-9))
+        return found
+
+    def rate_between(self, start: float, end: float) -> float:
+        """Bytes a second, by the samples from `start` to `end`; 0 where there are not two."""
+        inside = [sample for sample in self.samples if start <= sample[0] <= end]
+        if len(inside) < 2:
+            return 0.0
+        (began, first), (ended, last) = inside[0], inside[-1]
+        return (last - first) / max(ended - began, 1e-9)
+
+
+def gbps(bytes_per_s: float) -> float:
+    """Gbit/s of the interface that carries so much payload in full Ethernet frames: what the
+    profile of a network says.
+    """
+    return bytes_per_s * 8e-9 / PAYLOAD_SHARE
+
+
+def steady_rate(rates: Sequence[float]) -> float | None:
+    """The mean of the last slices where they are alike, and none before was better."""
+    last = rates[-_STEADY_SLICES:]
+    if len(rates) <= _STEADY_SLICES or not max(last):
+        return None
+    alike = max(last) - min(last) <= _STEADY_SHARE * max(last)
+    if alike and max(last) >= (1 - _STEADY_SHARE) * max(rates):
+        return sum(last) / len(last)
+    return None
+
+
+def best_rate(rates: Sequence[float]) -> float:
+    """Of a stream that has not become steady: its last slice where that was still growing, or else
+    the best slices in a row.
+    """
+    if len(rates) <= _STEADY_SLICES or is_rising(rates):
+        return max(rates, default=0.0)
+    windows = []
+    for start in range(1, len(rates) - _STEADY_SLICES + 1):
+        windows.append(sum(rates[start : start + _STEADY_SLICES]) / _STEADY_SLICES)
+    return max(windows)
+
+
+def is_rising(rates: Sequence[float]) -> bool:
+    return len(rates) >= 2 and rates[-1] == max(rates) and rates[-1] > _RISING * rates[-2]
+
+
+class Outflow:
+    """A stream of bytes to one peer."""
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        round_trip_s: float,
+        lasts_s: float,
+        *,
+        until_steady: bool = True,
+    ) -> None:
+        """It ends after `lasts_s`, or as soon as its rate is steady."""
+        self.meter = Meter()
+        self.arrived = False  # all of it, as the peer has said
+        self.said_done = False
+        self.loss_percent = 0.0
+        self.blocked: list[socket.socket] = []  # whose buffer is full
+        self._sockets = sockets
+        self._round_trip_s = round_trip_s
+        self._lasts_s = lasts_s
+        self._until_steady = until_steady
+        self._slice_s = max(_SLICE_S, round_trip_s)
+        self._window_bytes = float(_FEWEST_IN_FLIGHT)
+        self._written = 0
+        self._before = counts(sockets)
+        self._began: float | None = None
+
+    @property
+    def gbps(self) -> float:
+        rates = self.meter.rates()
+        return gbps(steady_rate(rates) or best_rate(rates))
+
+    @property
+    def rising(self) -> bool:
+        """Whether its time was over before its rate was found."""
+        return is_rising(self.meter.rates())
+
+    def step(self, now: float) -> int | None:
+        """Write what may be in flight. Returns how many bytes that were, once no more follow."""
+        if self._began is None:
+            self._began = now
+            self.meter.note(now, self._before.acked_bytes)
+        if self._is_over(now):
+            self._end()
+            return self._written
+        self.blocked = [sock for sock in self._sockets if not self._fill(sock)]
+        return None
+
+    def _is_over(self, now: float) -> bool:
+        assert self._began is not None
+        last_look, _ = self.meter.samples[-1]
+        if now - last_look >= self._slice_s:
+            self.meter.note(now, counts(self._sockets).acked_bytes)
+            rates = self.meter.rates()
+            in_flight_s = _ROUND_TRIPS_IN_FLIGHT * self._round_trip_s + _LATE_S
+            self._window_bytes = max(_FEWEST_IN_FLIGHT, max(rates) * in_flight_s)
+            if self._until_steady and steady_rate(rates) is not None:
+                return True
+        return now - self._began >= self._lasts_s
+
+    def _fill(self, sock: socket.socket) -> bool:
+        """Whether its share of the window is in flight; False where its buffer holds no more."""
+        share = self._window_bytes / len(self._sockets)
+        try:
+            while queued_bytes(sock) < share:
+                self._written += sock.send(_CHUNK)
+        except NOT_YET:
+            return False
+        return True
+
+    def _end(self) -> None:
+        after = counts(self._sockets)
+        segments = after.segments - self._before.segments
+        lost = after.lost - self._before.lost
+        self.loss_percent = 100 * lost / max(segments, lost + 1, 1)
+        self.blocked = []
+        self.said_done = True
+
+
+class Inflow:
+    """A stream of bytes from one peer."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self.sockets = sockets
+        self.meter = Meter()
+        self.sent: int | None = None  # bytes, as the peer has said at the end
+        self._received = 0
+
+    def step(self, now: float) -> int | None:
+        """Returns how many bytes have come, once they are all that were sent."""
+        samples = self.meter.samples
+        if not samples or now - samples[-1][0] >= _SLICE_S:
+            self.meter.note(now, self._received)
+        if self.sent is None or self._received < self.sent:
+            return None
+        if self._received > self.sent:
+            raise TransferError(f"{self._received} bytes came of {self.sent} that were sent")
+        return self._received
+
+    def pull(self, sock: socket.socket) -> None:
+        """Take what has come, and discard it."""
+        # MSG_TRUNC drops bytes in the kernel, without a copy: the reader is never the limit.
+        flags = 0 if isinstance(sock, ssl.SSLSocket) else getattr(socket, "MSG_TRUNC", 0)
+        for _ in range(_READS):
+            try:
+                received = sock.recv_into(_SINK, 0, flags)
+            except NOT_YET:
+                return
+            if not received:
+                raise ConnectionError("it closed the connection")
+            self._received += received
+
+
+class Flow:
+    """What goes to one peer, and what comes from it."""
+
+    def __init__(
+        self,
+        peer: int,
+        sockets: PeerSockets,
+        out: Outflow | None,
+        into: Inflow | None,
+        *,
+        into_first: bool = False,
+    ) -> None:
+        """With `into_first`, nothing goes out before all that comes has come."""
+        assert sockets.notes is not None
+        self.peer = peer
+        self.out = out
+        self.into = into
+        self.problem = ""  # why it could not be measured
+        self.notes = sockets.notes
+        self._into_first = into_first
+        self._out_over = out is None
+        self._into_over = into is None
+
+    @property
+    def over(self) -> bool:
+        return bool(self.problem) or (self._out_over and self._into_over)
+
+    @property
+    def sends(self) -> bool:
+        waits = self._into_first and not self._into_over
+        return self.out is not None and not self.out.said_done and not waits
+
+    @property
+    def receives(self) -> bool:
+        return not self._into_over
+
+    def step(self, now: float) -> None:
+        if self.into is not None and not self._into_over:
+            received = self.into.step(now)
+            if received is not None:
+                self.notes.send(Kind.GOT, received)
+                self._into_over = True
+        if self.out is not None and self.sends:
+            written = self.out.step(now)
+            if written is not None:
+                self.notes.send(Kind.DONE, written)
+
+    def take(self, note: Note) -> None:
+        """Raises `TransferError` for a note that does not belong here."""
+        if note.kind == Kind.DONE and self.into is not None and self.into.sent is None:
+            self.into.sent = note.value
+        elif note.kind == Kind.GOT and self.out is not None and self.out.said_done:
+            self._out_over = True
+        else:
+            raise TransferError(f"it sent {note.kind.name} where no such note belongs")
+
+
+def exchange(flows: Sequence[Flow], deadline: float) -> None:
+    """Run all `flows` until they are over. One that fails says why in its `problem`, and the others
+    go on.
+    """
+    while going := [flow for flow in flows if not flow.over]:
+        now = time.monotonic()
+        for flow in going:
+            if now >= deadline:
+                flow.problem = f"rank {flow.peer} fell silent in the middle"
+            else:
+                _attempt(flow, lambda flow=flow, now=now: flow.step(now))
+        _poll([flow for flow in going if not flow.over], deadline - now)
+
+
+def _attempt(flow: Flow, do: object) -> None:
+    try:
+        do()  # type: ignore[operator]
+    except (OSError, TransferError) as error:
+        flow.problem = f"rank {flow.peer}: {reason_of(error)}"
+
+
+def _poll(flows: Sequence[Flow], left_s: float) -> None:
+    """Wait until something can be done, and take what has come."""
+    waiter = select.poll()
+    incoming: dict[int, tuple[Flow, socket.socket | None]] = {}
+    for flow in flows:
+        waiter.register(flow.notes.socket, select.POLLIN)
+        incoming[flow.notes.socket.fileno()] = flow, None
+        events: dict[socket.socket, int] = {}
+        if flow.receives and flow.into is not None:
+            events = dict.fromkeys(flow.into.sockets, select.POLLIN)
+        if flow.sends and flow.out is not None:
+            for sock in flow.out.blocked:
+                events[sock] = events.get(sock, 0) | select.POLLOUT
+        for sock, event in events.items():
+            waiter.register(sock, event)
+            incoming[sock.fileno()] = flow, sock
+    most_s = _WAIT_S if any(flow.sends for flow in flows) else _IDLE_S
+    for number, event in waiter.poll(max(0, math.ceil(1e3 * min(most_s, left_s)))):
+        flow, sock = incoming[number]
+        if event & ~select.POLLOUT:
+            _attempt(flow, lambda flow=flow, sock=sock: _receive(flow, sock))
+
+
+def _receive(flow: Flow, sock: socket.socket | None) -> None:
+    if sock is None:
+        for note in flow.notes.take():
+            flow.take(note)
+    elif flow.into is not None and flow.receives:
+        flow.into.pull(sock)
+    else:
+        raise ConnectionError("it closed the connection")
