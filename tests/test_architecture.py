@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUND = {"choices", "errors", "ranks", "streams", "toml"}
-ALPHABETS = {"network", "schedule", "wire"}
+ALPHABETS = {"machines", "network", "schedule", "wire"}
 SPECIALISTS = {
     "timeline",
     "stage",
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "choices": {"errors"},
     "streams": {"errors"},
     "network": {"errors", "toml"},
+    "machines": {"errors", "network", "toml"},
     "schedule": {"choices", "errors"},
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
@@ -77,6 +78,7 @@ WITHOUT_TORCH = (
     "config/",
     "dataparallel/kinds.py",
     "errors.py",
+    "machines/",
     "memory/",
     "network/",
     "ranks.py",

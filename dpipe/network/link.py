@@ -7,8 +7,9 @@ window a round trip, whatever the bandwidth.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import permutations, product
 
 from dpipe.errors import ProfileError
@@ -87,13 +88,38 @@ LOOPBACK = Link(delay_ms=0.1, bandwidth_gbps=8.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Interface:
+    """What the ranks of one machine send and receive through, all together. Messages between them
+    do not pass it.
+    """
+
+    ranks: tuple[int, ...]
+    egress_gbps: float | None = None  # None: as much as the fastest of its links
+    ingress_gbps: float | None = None  # None: only links bound what comes in
+    machine: str = ""  # its name, for messages
+
+    def __post_init__(self) -> None:
+        for key in ("egress_gbps", "ingress_gbps"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ProfileError(f"{key} must be a positive number, got {value}")
+
+    def scaled(self, by: float) -> "Interface":
+        """The same with `by` times the rates that it states."""
+        egress_gbps = None if self.egress_gbps is None else self.egress_gbps * by
+        ingress_gbps = None if self.ingress_gbps is None else self.ingress_gbps * by
+        return replace(self, egress_gbps=egress_gbps, ingress_gbps=ingress_gbps)
+
+
+@dataclass(frozen=True)
 class Network:
-    """The links of a run."""
+    """The links of a run, and the interfaces that their ends share."""
 
     name: str = "loopback"
     default: Link | None = LOOPBACK  # of pairs that `links` does not have; None: there is no link
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # by (from rank, to rank)
     connections: int = 1  # TCP connections that a run opens for each link
+    interfaces: tuple[Interface, ...] = ()  # a rank that is in none has one to itself
 
     def link(self, source: int, target: int) -> Link:
         """Raises `ProfileError` for a pair that is not listed, if there is no default."""
@@ -106,17 +132,45 @@ class Network:
         """What the link carries over its connections, with nothing beside it."""
         return self.link(source, target).rate_gbps(self.connections)
 
+    def interface(self, rank: int) -> Interface:
+        """What `rank` sends and receives through."""
+        return self._interfaces.get(rank, Interface((rank,)))
+
     def egress_gbps(self, rank: int) -> float:
-        """What `rank` can send in all: as much as its fastest link, like an interface shaped to
-        that rate.
+        """What the interface of `rank` sends in all: where it is not said, as much as its fastest
+        link, like one that is shaped to that rate.
         """
-        rates = []
-        for (source, _), link in self.links.items():
-            if source == rank:
-                rates.append(link.bandwidth_gbps)
+        interface = self.interface(rank)
+        if interface.egress_gbps is not None:
+            return interface.egress_gbps
+        rates = [self._fastest_gbps.get(rank, 0.0) for rank in interface.ranks]
         if self.default is not None:
             rates.append(self.default.bandwidth_gbps)
-        return max(rates, default=0.0)
+        return max(rates)
+
+    def ingress_gbps(self, rank: int) -> float:
+        """What the interface of `rank` takes in from all; infinite where its links alone bound
+        it.
+        """
+        ingress_gbps = self.interface(rank).ingress_gbps
+        return math.inf if ingress_gbps is None else ingress_gbps
+
+    @cached_property
+    def _interfaces(self) -> Mapping[int, Interface]:
+        """By rank."""
+        by_rank: dict[int, Interface] = {}
+        for interface in self.interfaces:
+            by_rank |= dict.fromkeys(interface.ranks, interface)
+        return by_rank
+
+    @cached_property
+    def _fastest_gbps(self) -> Mapping[int, float]:
+        """By rank, the fastest of the links that are listed and leave its interface."""
+        fastest: dict[int, float] = {}
+        for (source, target), link in self.links.items():
+            if target not in self.interface(source).ranks:
+                fastest[source] = max(fastest.get(source, 0.0), link.bandwidth_gbps)
+        return fastest
 
     def over(self, connections: int) -> "Network":
         """The same network for a run that opens `connections` TCP connections a link."""
@@ -139,12 +193,22 @@ class Network:
         """The same network for messages, if its rates are those of interfaces: the headers of
         packets take a share.
         """
-        return self.with_links(
+        network = self.with_links(
             lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
         )
+        interfaces = tuple(interface.scaled(PAYLOAD_SHARE) for interface in self.interfaces)
+        return replace(network, interfaces=interfaces)
 
     def shared_by(self, count: int) -> "Network":
-        """Replace each node by `count` ranks that share its bandwidth equally."""
+        """Replace each node by `count` ranks that share its bandwidth equally.
+
+        Raises `ProfileError` for interfaces that several nodes share, or that say what they carry.
+        """
+        if self.interfaces:
+            raise ProfileError(
+                f"network {self.name!r} has interfaces of their own rate; it cannot be shared out "
+                "over the ranks of tensor-parallel groups"
+            )
 
         def share_of(link: Link) -> Link:
             return replace(link, bandwidth_gbps=link.bandwidth_gbps / count)

@@ -17,7 +17,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from operator import add, le
 
@@ -39,6 +38,7 @@ from dpipe.search.greedy import Greedy, Rule
 from dpipe.search.improve import improve, peak_held
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 from dpipe.timeline.votes import COORDINATOR, delay_us
 
@@ -53,6 +53,8 @@ _MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
 
 HeldBytes = Callable[[Schedule], Sequence[int]]
+# Of a schedule, infinite where it is certain to be above so much, microseconds.
+StepTime = Callable[[Schedule, float], float]
 
 
 def search(
@@ -93,13 +95,11 @@ def search(
         replicas=replicas,
         ballots=ballots,
     )
-    step_us = partial(
-        period,
-        cost=cost,
-        network=network,
-        replicas=replicas,
-        ballots=ballots,
-    )
+
+    def step_us(schedule: Schedule, most_us: float) -> float:
+        scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
+        return period(scenario, most_us)
+
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
     published = [
         candidate
@@ -246,7 +246,7 @@ class _Search:
         pipeline: Pipeline,
         memory: _Memory,
         published: Sequence[Schedule],
-        step_us: Callable[..., float],
+        step_us: StepTime,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
@@ -303,7 +303,7 @@ class _Search:
         best: tuple[float, int, int] = (math.inf, 0, 0)
         schedules = [*schedules]
         for number, schedule in enumerate(schedules):
-            step_us = self._step_us(schedule, most_us=best[0] + 0.5)
+            step_us = self._step_us(schedule, best[0] + 0.5)
             if step_us < math.inf:
                 best = min(
                     best,

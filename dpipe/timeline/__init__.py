@@ -2,6 +2,7 @@
 
 span.py       Span and Timeline
 cost.py       what each stage takes, and what each hop carries
+scenario.py   what a simulation is of: schedule, cost, network, hosts, replicas, ballots
 simulate.py   a steady step of a schedule on a network, a step alone, and the step time
 simulation.py the model behind them, event by event
 machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
@@ -13,5 +14,6 @@ summary.py    bubble, overlap, bytes a link; predicted beside measured
 chrome.py     a trace for Perfetto and chrome://tracing
 
 To change what a prediction knows of: the model is listed in `simulation.py`; each number that it
-needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures.
+needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures; what a
+step runs on is a field of `Scenario`.
 """

@@ -34,10 +34,10 @@ from dataclasses import replace
 
 from dpipe.network.link import Host, Network
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane, Span, Timeline
 
@@ -62,86 +62,44 @@ def simulate(
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
+    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots)
     if not schedule.trains:
-        return simulate_alone(schedule, cost, network, hosts, replicas, ballots)
-    steady = Steady(_lowered(schedule, replicas), cost, network, hosts, replicas, ballots)
-    return steady.steady_step()
+        return simulate_alone(scenario)
+    return Steady(scenario.lowered()).steady_step()
 
 
-def simulate_alone(
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host] = (),
-    replicas: Replicas | None = None,
-    ballots: Network | None = None,
-) -> Timeline:
+def simulate_alone(scenario: Scenario) -> Timeline:
     """A single step, which all ranks begin at once and which nothing follows. It takes at least the
-    step time. Arguments and errors as of `simulate`.
+    step time. Lowers and raises as `simulate` does.
     """
-    lowered = _lowered(schedule, replicas)
-    alone = Simulation(lowered, cost, network, hosts, replicas, ballots)
+    alone = Simulation(scenario.lowered())
     alone.run()
     return alone.timeline(0)
 
 
-def period(
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host] = (),
-    replicas: Replicas | None = None,
-    ballots: Network | None = None,
-    *,
-    most_us: float = math.inf,
-) -> float:
+def period(scenario: Scenario, most_us: float = math.inf) -> float:
     """The step time in microseconds: what `auto` looks for the least of. Infinite as soon as it is
-    certain to be above `most_us`, which saves most of the time of a search. Arguments and errors as
-    of `simulate`.
+    certain to be above `most_us`, which saves most of the time of a search. Lowers and raises as
+    `simulate` does.
 
     Of replicas that are alike one is simulated, also where they vote: then it may be up to one
     delay of a ballot too long, as all ranks have the verdict as late as those of other hosts than
     the coordinator's.
     """
-    lowered = _lowered(schedule, replicas)
-    steady = Steady(lowered, cost, network, hosts, replicas, ballots, most_us, mirrors_votes=True)
+    steady = Steady(scenario.lowered(), most_us, mirrors_votes=True)
     try:
         return steady.period()
     except _LateError:
         return math.inf
 
 
-def _lowered(schedule: Schedule, replicas: Replicas | None) -> Schedule:
-    if schedule.lowered:
-        return schedule
-    return lower(schedule, reduce=replicas is not None)
-
-
 class Steady(Simulation):
     """A simulation of as many steps as it takes until they repeat."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        network: Network,
-        hosts: Sequence[Host] = (),
-        replicas: Replicas | None = None,
-        ballots: Network | None = None,
-        most_us: float = math.inf,
-        *,
-        mirrors_votes: bool = False,
+        self, scenario: Scenario, most_us: float = math.inf, *, mirrors_votes: bool = False
     ) -> None:
-        super().__init__(
-            schedule,
-            cost,
-            network,
-            hosts,
-            replicas,
-            ballots,
-            MOST_STEPS,
-            mirrors_votes=mirrors_votes,
-        )
+        super().__init__(scenario, MOST_STEPS, mirrors_votes=mirrors_votes)
         self.most_us = most_us
         self.steady = MOST_STEPS - 1  # the step that repeats
         self.period_us: float | None = None
@@ -151,7 +109,7 @@ class Steady(Simulation):
         # By rank, what its last exchange takes at least behind its last computation.
         self.tail_us: list[float] = []
         for rank, program in enumerate(self.programs):
-            self.left_us.append(sum(map(cost.duration_us, program)))
+            self.left_us.append(sum(map(self.cost.duration_us, program)))
             self.update_us.append(self._of_updates_us(program))
             self.tail_us.append(self._of_exchange_us(rank))
 
@@ -208,7 +166,8 @@ class Steady(Simulation):
         """Whether more lasts from step to step than when each rank begins."""
         if self.machines.cores:
             return True
-        if self.replicas is not None and self.replicas.servers:
+        replicas = self.scenario.replicas
+        if replicas is not None and replicas.servers:
             return True
         votes = any(action.op is Op.VOTE for action in self.programs[0])
         return not votes
@@ -272,7 +231,7 @@ class Steady(Simulation):
         exchanged = action.op in (Op.VOTE, Op.STEP)
         tail_us = 0.0 if exchanged else self.tail_us[rank]
         end_us = self.clock.now_us + self.left_us[rank] + tail_us
-        if self.ballots is None:
+        if self.scenario.ballots is None:
             return end_us if rank == 0 else 0.0
         ballot_us, _ = self.vote_delays_us[rank]
         return end_us - self.update_us[rank] + ballot_us
@@ -289,7 +248,7 @@ class Steady(Simulation):
         if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
             return 0.0
         sent_bytes = self.exchanges.sent_bytes(rank, *stages)
-        bits_per_us = self.network.egress_gbps(rank) * 1e3
+        bits_per_us = self.scenario.network.egress_gbps(rank) * 1e3
         return sent_bytes * 8 / bits_per_us
 
 

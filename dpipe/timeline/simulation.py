@@ -33,24 +33,14 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import assert_never
 
-from dpipe.errors import ScheduleError
-from dpipe.network.link import Host, Network
 from dpipe.schedule.action import RECVS, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
-from dpipe.schedule.schedule import Schedule
-from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas, StageExchanges
+from dpipe.timeline.exchanges import StageExchanges
 from dpipe.timeline.machine import Clock, Machines
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
-
-
-def _check_stages(schedule: Schedule, cost: Cost) -> None:
-    if schedule.num_stages != cost.num_stages:
-        raise ScheduleError(
-            f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
-        )
 
 
 class Simulation:
@@ -63,28 +53,16 @@ class Simulation:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        network: Network,
-        hosts: Sequence[Host] = (),
-        replicas: Replicas | None = None,
-        ballots: Network | None = None,
-        num_steps: int = 1,
-        *,
-        mirrors_votes: bool = False,
+        self, scenario: Scenario, num_steps: int = 1, *, mirrors_votes: bool = False
     ) -> None:
-        _check_stages(schedule, cost)
-        self.schedule = schedule
-        self.cost = cost
-        self.network = network
-        self.replicas = replicas
-        self.ballots = ballots
-        told_apart = hosts or (ballots is not None and not mirrors_votes)
-        self.mirrored = not told_apart and self._replicas_are_alike
-        self.programs = schedule.programs * self._num_simulated
+        self.scenario = scenario
+        self.schedule = scenario.schedule
+        self.cost = scenario.cost
+        told_apart = scenario.hosts or (scenario.ballots is not None and not mirrors_votes)
+        self.mirrored = not told_apart and scenario.replicas_are_alike
+        self.programs = scenario.schedule.programs * self._num_simulated
         self.num_steps = num_steps
-        self.machines = Machines(network, len(self.programs), hosts)
+        self.machines = Machines(scenario.network, len(self.programs), scenario.hosts)
         # By rank, when it began each step, and in the end when it would have begun one more.
         self.starts_us: list[list[float]] = [[] for _ in self.programs]
         # By step and replica.
@@ -106,40 +84,33 @@ class Simulation:
     @property
     def _num_simulated(self) -> int:
         """Replicas."""
-        if self.replicas is None or self.mirrored:
+        replicas = self.scenario.replicas
+        if replicas is None or self.mirrored:
             return 1
-        return self.replicas.count
-
-    @property
-    def _replicas_are_alike(self) -> bool:
-        """Then one of them is simulated, and stands for all."""
-        if self.replicas is None:
-            return False
-        if self.ballots is not None and self.ballots.links:
-            return False
-        num_ranks = self.schedule.num_ranks
-        return self.replicas.alike(self.network, num_ranks)
+        return replicas.count
 
     @cached_property
     def vote_delays_us(self) -> list[tuple[float, float]]:
         """By rank, of its ballot and of the verdict. A replica that stands for all is one that the
         coordinator is not in.
         """
-        if self.ballots is None:
+        ballots = self.scenario.ballots
+        if ballots is None:
             return []
         if self.mirrored:
             first = self.schedule.num_ranks
-            return [vote_delays_us(self.ballots, first) for _ in self.programs]
-        return [vote_delays_us(self.ballots, rank) for rank in range(len(self.programs))]
+            return [vote_delays_us(ballots, first) for _ in self.programs]
+        return [vote_delays_us(ballots, rank) for rank in range(len(self.programs))]
 
     def _stage_exchanges(self) -> StageExchanges | None:
-        if self.replicas is None:
+        replicas = self.scenario.replicas
+        if replicas is None:
             return None
         return StageExchanges(
             self.machines,
             self.schedule,
             self.cost,
-            self.replicas,
+            replicas,
             self._reduced,
             self._settled,
             mirrored=self.mirrored,
@@ -165,11 +136,12 @@ class Simulation:
         """The spans of one step."""
         per_replica = self.schedule.num_ranks
         spans = self.machines.spans[step]
-        if self.replicas is None:
+        replicas = self.scenario.replicas
+        if replicas is None:
             return Timeline(per_replica, tuple(spans))
         if self.mirrored:
-            spans = self.replicas.everyone(spans, per_replica)
-        num_replicas = self.replicas.count
+            spans = replicas.everyone(spans, per_replica)
+        num_replicas = replicas.count
         return Timeline(per_replica * num_replicas, tuple(spans), num_replicas)
 
     def _begin(self, rank: int) -> None:
@@ -376,7 +348,7 @@ class Simulation:
 
     def _vote(self, rank: int, action: Action) -> None:
         step = self.machines.step[rank]
-        if self.ballots is None:
+        if self.scenario.ballots is None:
             self.complete(rank, action, step)
             return
         if step not in self.votes:

@@ -15,6 +15,7 @@ from itertools import product
 from dpipe.network.link import Link, Network
 from dpipe.schedule.generate import generate
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from tables.measured import Layout
 from tables.megatron import Device, Shape, Strategy, layer_parameters, layer_us
@@ -146,7 +147,7 @@ def pipeline_s(job: Job, cost: Cost, link: Link) -> float:
     plan = generate(
         job.schedule, job.num_stages, job.num_microbatches, stages_per_rank=job.stages_per_rank
     )
-    return simulate_alone(plan, cost, Network("machine", link)).duration_us / 1e6
+    return simulate_alone(Scenario(plan, cost, Network("machine", link))).duration_us / 1e6
 
 
 def parameters(shape: Shape) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from dpipe.network.link import Link, Network
 from dpipe.schedule.generate import generate
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from tables import tcp
 from tables.form import Parameter
@@ -74,7 +75,7 @@ def step_s(link: Link, micro_batch: int) -> float:
     )
     network = Network("published", tcp.after_quiet(link, message_bytes))
     schedule = generate("gpipe", NUM_STAGES, BATCH // micro_batch)
-    return simulate_alone(schedule, cost, network).duration_us / 1e6
+    return simulate_alone(Scenario(schedule, cost, network)).duration_us / 1e6
 
 
 def note(rows: Sequence[Row]) -> str:

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 
 from dpipe.errors import ProfileError
 from dpipe.network.egress import Egress
-from dpipe.network.link import LOOPBACK, Link, Network
+from dpipe.network.link import LOOPBACK, PAYLOAD_SHARE, Interface, Link, Network
 from dpipe.network.profile import load_network
 
 PROFILE = """
@@ -263,3 +265,28 @@ def test_machine_of_several_ranks_shares_its_rate() -> None:
     network = Network("a", Link(1, 8), {(0, 1): Link(5, 4)}).shared_by(2)
     assert network.link(1, 3) == network.link(0, 2) == Link(5, 2)
     assert network.link(2, 0) == Link(1, 4)
+
+
+def test_interface_is_as_fast_as_its_fastest_link_unless_it_says_otherwise():
+    links = {(0, 1): Link(1, 1), (2, 1): Link(1, 3), (0, 2): Link(0, 8), (2, 0): Link(0, 8)}
+    network = Network("n", None, links, interfaces=(Interface((0, 2)),))
+    assert network.egress_gbps(0) == network.egress_gbps(2) == 3
+    assert network.ingress_gbps(0) == math.inf
+    assert network.interface(1) == Interface((1,))
+    stated = Network("n", None, links, interfaces=(Interface((0, 2), 2, 0.5),))
+    assert (stated.egress_gbps(0), stated.ingress_gbps(2)) == (2, 0.5)
+    payload = stated.for_payload()
+    assert payload.egress_gbps(0) == 2 * PAYLOAD_SHARE
+    assert payload.ingress_gbps(0) == 0.5 * PAYLOAD_SHARE
+
+
+@pytest.mark.parametrize("key", ["egress_gbps", "ingress_gbps"])
+def test_interface_carries_something(key):
+    with pytest.raises(ProfileError, match=f"{key} must be a positive number, got 0"):
+        Interface((0,), **{key: 0})
+
+
+def test_interfaces_are_not_shared_out():
+    network = Network(interfaces=(Interface((0, 1)),))
+    with pytest.raises(ProfileError, match="interfaces of their own rate; it cannot be shared out"):
+        network.shared_by(2)

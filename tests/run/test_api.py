@@ -14,10 +14,10 @@ import pytest
 
 import dpipe
 from dpipe.config.load import Config
-from dpipe.config.toml import to_toml
 from dpipe.errors import CheckpointError, ConfigError, InputError, RunError
 from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
+from dpipe.toml import to_toml
 
 Make = Callable[..., Config]
 

@@ -26,6 +26,7 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.stage.replay import ReplayStage
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 from dpipe.transport.base import Transport
@@ -87,7 +88,7 @@ def simulated(name: str, delay_ms: float, gbps: float) -> tuple[Schedule, Networ
     network = Network(default=Link(delay_ms, gbps))
     schedule = lower(generate(name, RANKS, MICROBATCHES))
     cost = Cost.uniform(RANKS, FORWARD_S * 1e6, BACKWARD_S * 1e6, MESSAGE_BYTES)
-    return schedule, network, simulate_alone(schedule, cost, network)
+    return schedule, network, simulate_alone(Scenario(schedule, cost, network))
 
 
 @CASES

@@ -13,6 +13,7 @@ from dpipe.search.auto import first_fit, search
 from dpipe.search.clock import PipelineClock
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
 REPLICAS = [
@@ -37,7 +38,7 @@ def cost(num_stages: int) -> Cost:
 
 
 def step_us(schedule, costs, network, replicas=None, ballots=None):
-    return period(schedule, costs, network, replicas=replicas, ballots=ballots)
+    return period(Scenario(schedule, costs, network, replicas=replicas, ballots=ballots))
 
 
 def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():

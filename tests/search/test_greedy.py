@@ -10,6 +10,7 @@ from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import zero_bubble
 from dpipe.schedule.text import draw
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.wire.format import wire_bytes
 
@@ -21,7 +22,7 @@ def hop_of(delay_us: float) -> Network:
 
 
 def step_us(schedule, network, cost=SLOT):
-    return simulate_alone(schedule, cost, network).duration_us
+    return simulate_alone(Scenario(schedule, cost, network)).duration_us
 
 
 def test_greedy_fills_the_wait_for_a_message_with_weight_gradients():

@@ -41,6 +41,7 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
+from dpipe.machines.file import load_machines
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
@@ -625,6 +626,40 @@ RUN_FOLDER = [
 
 # What people write, and give each other
 
+_MACHINES = """
+[measured]
+at = "2026-11-23T12:00:00Z"
+model = "5f84501"
+[default_link]
+delay_ms = 0.1
+bandwidth_gbps = 10
+[[machine]]
+name = "a"
+host = "10.0.0.1"
+device = "cpu"
+devices = 2
+cores = 2
+memory_gb = 12.3
+gflops = 20
+price_per_hour = 1.2
+egress_gbps = 1
+ingress_gbps = 0.5
+[[machine.layer]]
+kind = "block"
+micro_batch_size = 1
+forward_ms = 1
+backward_ms = 2
+backward_input_ms = 1.1
+backward_weight_ms = 0.9
+[[machine]]
+name = "b"
+[[link]]
+from = "a"
+to = "b"
+delay_ms = 10
+bandwidth_gbps = 1
+loss_percent = 0.1
+"""
 _PROFILE = """
 name = "two sites"
 delay_ms = 0.1
@@ -718,6 +753,13 @@ FILES = [
         (ProfileError,),
         _text(_PROFILE),
         ("dpipe.toml:parse_toml", "dpipe.network.profile:load_network"),
+    ),
+    Decoder(
+        "machines file",
+        of_file("machines.toml", load_machines),
+        (ProfileError,),
+        _text(_MACHINES),
+        ("dpipe.machines.file:load_machines",),
     ),
     Decoder(
         "configuration",

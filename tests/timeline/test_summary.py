@@ -10,6 +10,7 @@ from dpipe.schedule.generate import gpipe
 from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.summary import compare, summarise
@@ -39,7 +40,7 @@ def timeline(*rows: str) -> Timeline:
 
 def test_summary_of_a_predicted_step():
     cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=500, update_us=10)
-    step = simulate_alone(SCHEDULE, cost, Network(default=Link(0.001, 1.0)))
+    step = simulate_alone(Scenario(SCHEDULE, cost, Network(default=Link(0.001, 1.0))))
     summary = summarise(step, SCHEDULE)
     # rank 0: two F to 20, two B from 60 to 100, the update to 110. rank 1: the same work from 15 to
     # 85; its vote waits until what it sent has left, at 79 + 10.
@@ -55,7 +56,7 @@ def test_summary_of_a_predicted_step():
 def test_summary_of_replicas_counts_what_they_exchange():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 600))
     step = simulate_alone(
-        gpipe(2, 2), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2))
+        Scenario(gpipe(2, 2), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
     )
     summary = summarise(step, lower(gpipe(2, 2), reduce=True))
     # ranks 0 and 2 are the first stage of the two replicas, 1 and 3 the second
