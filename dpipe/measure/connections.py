@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from threading import BoundedSemaphore, Event, Lock, Thread
 
 from dpipe.errors import DpipeError, JoinError
@@ -50,6 +49,10 @@ class PeerSockets:
     notes: Notes | None = None
 
     @property
+    def complete(self) -> bool:
+        return _NOTES in self.opened and len(self.opened) > 1
+
+    @property
     def data(self) -> list[socket.socket]:
         return [sock for number, sock in self.opened.items() if number != _NOTES]
 
@@ -70,7 +73,10 @@ class Connections:
         self.peers: dict[int, PeerSockets] = {}
         self._security = security
         self._tls = Tls(security) if security.tls else None
-        self._lock = Lock()  # guards `peers` and `_closed` against the threads that greet
+        self._lock = (
+            Lock()
+        )  # guards `peers`, `_closed` and `_sealed` against the threads that greet
+        self._sealed = False
         self._closed = Event()
         self._expecting = Event()  # from then on it is known who may dial
         self._world_size = 0
@@ -88,28 +94,50 @@ class Connections:
         self._world_size = len(addresses)
         self._expecting.set()
         deadline = time.monotonic() + timeout_s
-        reasons: dict[int, str] = {}
-        counts: dict[int, int] = {}
+        targets, reasons = self._to_dial(addresses)
         with ThreadPoolExecutor(_DIALLERS, f"dpipe-dial-{self.rank}") as pool:
-            dialled = {}
-            for peer, address in addresses.items():
-                if peer == self.rank:
-                    continue
-                try:
-                    if dials(self.rank, peer, addresses):
-                        dialled[peer] = pool.submit(self._first, peer, address or "", deadline)
-                except JoinError as nobody_can_be_dialled:
-                    reasons[peer] = str(nobody_can_be_dialled)
-            for peer, first in dialled.items():
-                counts[peer], reasons[peer] = first.result()
-            more = {}
-            for peer, count in counts.items():
+            first = {}
+            for peer, address in targets.items():
+                first[peer] = pool.submit(self._first, peer, address, deadline)
+            more = []
+            for peer, opened in first.items():
+                count, reasons[peer] = opened.result()
                 for number in range(1, count + 1):
-                    address = addresses[peer] or ""
-                    more[peer, number] = pool.submit(self._dial, peer, number, address, deadline)
-            for (peer, _), one in more.items():
+                    one = pool.submit(self._dial, peer, number, targets[peer], deadline)
+                    more.append((peer, one))
+            for peer, one in more:
                 reasons[peer] = reasons[peer] or one.result()
         return {peer: reason for peer, reason in reasons.items() if reason}
+
+    def _to_dial(
+        self, addresses: Mapping[int, str | None]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Whom this rank dials, and where; and why it cannot meet some others at all."""
+        targets = {}
+        reasons = {}
+        for peer, address in addresses.items():
+            if peer == self.rank:
+                continue
+            try:
+                if dials(self.rank, peer, addresses):
+                    targets[peer] = address or ""
+            except JoinError as neither_has_an_address:
+                reasons[peer] = str(neither_has_an_address)
+        return targets, reasons
+
+    def seal(self) -> None:
+        """All that could be opened has been: take no more connections, and make these ready for
+        use. Half of a pair's connections are none.
+        """
+        with self._lock:
+            self._sealed = True
+        for peer, sockets in list(self.peers.items()):
+            if not sockets.complete:
+                self.drop(peer)
+                continue
+            sockets.notes = Notes(sockets.opened[_NOTES])
+            for sock in sockets.data:
+                sock.setblocking(False)
 
     def drop(self, peer: int) -> None:
         """Close what is open with `peer`."""
@@ -153,7 +181,12 @@ class Connections:
 
     def _dial(self, peer: int, number: int, address: str, deadline: float) -> str:
         """Open one connection; "" or why it could not be."""
-        hello = Hello(protocol=PROTOCOL, from_rank=self.rank, to_rank=peer, connection=number)
+        hello = Hello(
+            protocol=PROTOCOL,
+            from_rank=self.rank,
+            to_rank=peer,
+            connection=number,
+        )
         try:
             raw = dial(address, max(0.001, deadline - time.monotonic()))
             with self._secured(raw, deadline, server=False) as sock:
@@ -191,7 +224,6 @@ class Connections:
                 # Kept before the dialler hears of it: what it counts as open is open here too.
                 self._keep(dialler.hello.from_rank, dialler.hello.connection, sock)
                 greeting.welcome(sock, dialler, deadline)
-                sock.setblocking(False)
         except (OSError, ValueError, DpipeError):
             pass  # a stranger, told so if it greeted
         finally:
@@ -237,6 +269,8 @@ class Connections:
         """Raises `JoinError` for a connection that there is already, or where this end closes."""
         with self._lock:
             sockets = self.peers.setdefault(peer, PeerSockets())
-            if self._closed.is_set() or number in sockets.opened:
-                raise JoinError(f"rank {self.rank} has connection {number} with {peer} already")
+            if self._sealed or self._closed.is_set() or number in sockets.opened:
+                raise JoinError(
+                    f"rank {self.rank} takes no further connection {number} with rank {peer}"
+                )
             sockets.opened[number] = sock

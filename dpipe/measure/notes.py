@@ -21,18 +21,18 @@ _FORMAT = struct.Struct(">BQ")
 _MOST_BYTES = 4096  # that are read at once
 
 
-class Kind(IntEnum):
+class NoteKind(IntEnum):
     PING = 1
     PONG = 2
     DONE = 3
     GOT = 4
 
 
-_KINDS = frozenset(map(int, Kind))
+_KINDS = frozenset(map(int, NoteKind))
 
 
 class Note(NamedTuple):
-    kind: Kind
+    kind: NoteKind
     value: int
 
     def encode(self) -> bytes:
@@ -48,7 +48,7 @@ def decode(data: bytes) -> tuple[list[Note], bytes]:
     for kind, value in _FORMAT.iter_unpack(data[:whole]):
         if kind not in _KINDS:
             raise TransferError(f"a note of kind {kind} came, which dpipe does not send")
-        notes.append(Note(Kind(kind), value))
+        notes.append(Note(NoteKind(kind), value))
     return notes, data[whole:]
 
 
@@ -60,7 +60,7 @@ class Notes:
         self.socket = sock
         self._begun = b""  # of a note that has not come whole
 
-    def send(self, kind: Kind, value: int) -> None:
+    def send(self, kind: NoteKind, value: int) -> None:
         """Raises `OSError` where the other end has not read for long."""
         # A note that does not fit into the buffer is thousands behind those that do.
         if self.socket.send(Note(kind, value).encode()) != _FORMAT.size:

@@ -1,7 +1,7 @@
 """Round trips of small messages to all peers at once: they are too few to be in each other's way.
 
-    lower rank   PING 0 ......... PING 1 ......... PING 2 ...   DONE
-    higher rank     PONG 0 ......... PONG 1 ......... PONG 2
+lower rank   PING 0 ......... PING 1 ......... PING 2 ...   DONE
+higher rank     PONG 0 ......... PONG 1 ......... PONG 2
 """
 
 import heapq
@@ -13,7 +13,7 @@ from statistics import median, quantiles
 
 from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
-from dpipe.measure.notes import Kind, Note, Notes
+from dpipe.measure.notes import Note, NoteKind, Notes
 from dpipe.session.session import reason_of
 
 _PINGS = 24
@@ -59,19 +59,19 @@ class _Pinged:
 
     def ping(self, number: int) -> None:
         self.sent_at[number] = time.perf_counter()
-        self.notes.send(Kind.PING, number)
+        self.notes.send(NoteKind.PING, number)
 
     def take(self, note: Note, now: float) -> None:
         """Raises `TransferError` for a note that does not belong here."""
         number = note.value
-        if note.kind == Kind.PING and not self.leads:
-            self.notes.send(Kind.PONG, number)
-        elif note.kind == Kind.DONE and not self.leads:
+        if note.kind == NoteKind.PING and not self.leads:
+            self.notes.send(NoteKind.PONG, number)
+        elif note.kind == NoteKind.DONE and not self.leads:
             self.over = True
-        elif note.kind == Kind.PONG and number in self.sent_at:
+        elif note.kind == NoteKind.PONG and number in self.sent_at:
             self.round_trips_s[number] = now - self.sent_at.pop(number)
             if len(self.round_trips_s) == _PINGS:
-                self.notes.send(Kind.DONE, 0)
+                self.notes.send(NoteKind.DONE, 0)
                 self.over = True
         else:
             raise TransferError(f"it sent {note.kind.name} where no such note belongs")

@@ -2,7 +2,7 @@
 each value has bounds, so that what one rank claims can be wrong but never absurd.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,18 +10,16 @@ from dpipe.network.link import MAX_DELAY_MS
 from dpipe.wire.schema import Count, Schema, Shape, Text
 
 _MAX_GBPS = 1e5
-_MAX_MS = 3.6e6
 _MAX_LAYERS = 10_000
 
-Milliseconds = Annotated[float, Field(ge=0, le=_MAX_MS, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=MAX_DELAY_MS, allow_inf_nan=False)]
 Gbps = Annotated[float, Field(ge=0, le=_MAX_GBPS, allow_inf_nan=False)]
-Ranks = Annotated[int, Field(ge=0, le=2**20)]
 
 
 class LayerReport(Shape):
     """One layer, at one micro-batch size."""
 
-    kind: Annotated[str, Field(pattern=r"^(embedding|block|head|\d{1,6})$")]
+    kind: Literal["embedding", "block", "head"] | Annotated[int, Field(ge=0, le=_MAX_LAYERS)]
     micro_batch_size: Annotated[int, Field(ge=1, le=2**30)]
     forward_ms: Milliseconds
     backward_ms: Milliseconds
@@ -32,8 +30,8 @@ class LayerReport(Shape):
 class MachineReport(Shape):
     """A machine, as the rank on it sees it."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,200}$")]
-    device: Text
+    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,90}$")]
+    device: Annotated[str, Field(pattern=r"^[\x21-\x7e]([\x20-\x7e]{0,98}[\x21-\x7e])?$")]
     cores: Annotated[int, Field(ge=1, le=2**16)]
     devices: Annotated[int, Field(ge=1, le=2**12)]
     memory_gb: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]  # free, a device

@@ -35,12 +35,12 @@ def tournament(num_ranks: int) -> list[Round]:
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         opposite = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append(tuple(_pair(a, b) for a, b in opposite if a is not None and b is not None))
+        rounds.append(tuple(pair_of(a, b) for a, b in opposite if a is not None and b is not None))
         seats[1:] = [seats[-1], *seats[1:-1]]
     return rounds
 
 
-def _pair(a: int, b: int) -> Pair:
+def pair_of(a: int, b: int) -> Pair:
     return min(a, b), max(a, b)
 
 

@@ -14,11 +14,12 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
-from dpipe.measure.notes import NOT_YET, Kind, Note
+from dpipe.measure.notes import NOT_YET, Note, NoteKind
 from dpipe.measure.tcp_info import counts, queued_bytes
 from dpipe.network.link import PAYLOAD_SHARE
 from dpipe.session.session import reason_of
@@ -58,7 +59,8 @@ class Meter:
         inside = [sample for sample in self.samples if start <= sample[0] <= end]
         if len(inside) < 2:
             return 0.0
-        (began, first), (ended, last) = inside[0], inside[-1]
+        began, first = inside[0]
+        ended, last = inside[-1]
         return (last - first) / max(ended - began, 1e-9)
 
 
@@ -249,18 +251,18 @@ class Flow:
         if self.into is not None and not self._into_over:
             received = self.into.step(now)
             if received is not None:
-                self.notes.send(Kind.GOT, received)
+                self.notes.send(NoteKind.GOT, received)
                 self._into_over = True
         if self.out is not None and self.sends:
             written = self.out.step(now)
             if written is not None:
-                self.notes.send(Kind.DONE, written)
+                self.notes.send(NoteKind.DONE, written)
 
     def take(self, note: Note) -> None:
         """Raises `TransferError` for a note that does not belong here."""
-        if note.kind == Kind.DONE and self.into is not None and self.into.sent is None:
+        if note.kind == NoteKind.DONE and self.into is not None and self.into.sent is None:
             self.into.sent = note.value
-        elif note.kind == Kind.GOT and self.out is not None and self.out.said_done:
+        elif note.kind == NoteKind.GOT and self.out is not None and self.out.said_done:
             self._out_over = True
         else:
             raise TransferError(f"it sent {note.kind.name} where no such note belongs")
@@ -276,13 +278,13 @@ def exchange(flows: Sequence[Flow], deadline: float) -> None:
             if now >= deadline:
                 flow.problem = f"rank {flow.peer} fell silent in the middle"
             else:
-                _attempt(flow, lambda flow=flow, now=now: flow.step(now))
+                _attempt(flow, partial(flow.step, now))
         _poll([flow for flow in going if not flow.over], deadline - now)
 
 
-def _attempt(flow: Flow, do: object) -> None:
+def _attempt(flow: Flow, do: Callable[[], None]) -> None:
     try:
-        do()  # type: ignore[operator]
+        do()
     except (OSError, TransferError) as error:
         flow.problem = f"rank {flow.peer}: {reason_of(error)}"
 
@@ -300,14 +302,14 @@ def _poll(flows: Sequence[Flow], left_s: float) -> None:
         if flow.sends and flow.out is not None:
             for sock in flow.out.blocked:
                 events[sock] = events.get(sock, 0) | select.POLLOUT
-        for sock, event in events.items():
-            waiter.register(sock, event)
-            incoming[sock.fileno()] = flow, sock
+        for data, event in events.items():
+            waiter.register(data, event)
+            incoming[data.fileno()] = flow, data
     most_s = _WAIT_S if any(flow.sends for flow in flows) else _IDLE_S
     for number, event in waiter.poll(max(0, math.ceil(1e3 * min(most_s, left_s)))):
-        flow, sock = incoming[number]
         if event & ~select.POLLOUT:
-            _attempt(flow, lambda flow=flow, sock=sock: _receive(flow, sock))
+            flow, source = incoming[number]
+            _attempt(flow, partial(_receive, flow, source))
 
 
 def _receive(flow: Flow, sock: socket.socket | None) -> None:
