@@ -10,7 +10,7 @@ from dpipe.network.link import MAX_DELAY_MS
 from dpipe.wire.schema import Count, Schema, Shape, Text
 
 _MAX_GBPS = 1e5
-_MAX_LAYERS = 10_000
+_MAX_LAYERS = 4096
 
 Milliseconds = Annotated[float, Field(ge=0, le=MAX_DELAY_MS, allow_inf_nan=False)]
 Gbps = Annotated[float, Field(ge=0, le=_MAX_GBPS, allow_inf_nan=False)]

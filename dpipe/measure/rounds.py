@@ -21,6 +21,8 @@ ROUNDS_S = 85.0
 # Of a pair's stream: to be seen as steady, and round trips in which TCP finds the link's rate.
 _STEADY_S = 0.4
 _ROUND_TRIPS = 12
+# Times that, at most, for a stream that does not become steady: on a busy machine or a lossy link.
+_SPARE = 3.0
 # From so long a round trip on, both directions of a pair are measured at once.
 _LONG_S = 0.04
 _MEETING_S = 0.1  # beside round trips, for the two ends of a pair to be there
@@ -64,14 +66,14 @@ def at_once(round_trip_s: float) -> bool:
 
 
 def durations(rounds: Sequence[Round], round_trips_s: Mapping[Pair, float]) -> list[float]:
-    """The most seconds of each round: as its longest link wants, all shortened alike where that
-    would take more than `ROUNDS_S`. A pair without a round trip is not measured.
+    """The most seconds of each round: as its longest link wants and more, where there is time, but
+    together at most `ROUNDS_S`. A pair without a round trip is not measured.
     """
     wanted = []
     for pairs in rounds:
         lengths = [_wanted_s(round_trips_s[pair]) for pair in pairs if pair in round_trips_s]
         wanted.append(max(lengths, default=0.0))
-    share = min(1.0, ROUNDS_S / max(sum(wanted), 1e-9))
+    share = min(_SPARE, ROUNDS_S / max(sum(wanted), 1e-9))
     return [seconds * share for seconds in wanted]
 
 

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
@@ -25,13 +26,16 @@ from dpipe.network.link import PAYLOAD_SHARE
 from dpipe.session.session import reason_of
 
 _CHUNK = bytes(64 << 10)
+# A record of TLS: of one that is not through when a stream ends, nothing arrives before the next
+# stream writes it again. Of a longer chunk some records would, uncounted.
+_TLS_CHUNK = bytes(16 << 10)
 _SINK = bytearray(1 << 20)
 _READS = 64  # of one connection in a row
 _SLICE_S = 0.05  # at least: shorter ones show how threads are scheduled
 _FEWEST_IN_FLIGHT = 512 << 10  # bytes, while nothing is known of the link
 _ROUND_TRIPS_IN_FLIGHT = 2.5  # 2 let the rate double each round trip
 _LATE_S = 0.02  # by which this thread may be woken late
-_STEADY_SLICES = 3
+_STEADY_SLICES = 4
 _STEADY_SHARE = 0.05  # by which steady slices differ at most
 _RISING = 1.25
 _WAIT_S = 0.001  # until a window is looked at again
@@ -39,7 +43,7 @@ _IDLE_S = 0.05
 
 
 class Meter:
-    """A count of bytes over time."""
+    """A count of bytes over time, in slices that need not be alike in length."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, int]] = []
@@ -48,20 +52,41 @@ class Meter:
         self.samples.append((now, total_bytes))
 
     def rates(self) -> list[float]:
-        """Bytes a second between each two samples."""
-        found = []
-        for (began, first), (ended, last) in zip(self.samples, self.samples[1:], strict=False):
-            found.append((last - first) / max(ended - began, 1e-9))
-        return found
+        """Bytes a second of each slice."""
+        return [_rate(pair) for pair in pairwise(self.samples)]
 
     def rate_between(self, start: float, end: float) -> float:
         """Bytes a second, by the samples from `start` to `end`; 0 where there are not two."""
-        inside = [sample for sample in self.samples if start <= sample[0] <= end]
-        if len(inside) < 2:
-            return 0.0
-        began, first = inside[0]
-        ended, last = inside[-1]
-        return (last - first) / max(ended - began, 1e-9)
+        return _rate([sample for sample in self.samples if start <= sample[0] <= end])
+
+    def steady_rate(self) -> float | None:
+        """Of the last slices where they are alike, and none before was better."""
+        rates = self.rates()
+        last = rates[-_STEADY_SLICES:]
+        if len(rates) <= _STEADY_SLICES or not max(last):
+            return None
+        alike = max(last) - min(last) <= _STEADY_SHARE * max(last)
+        if alike and max(last) >= (1 - _STEADY_SHARE) * max(rates):
+            return _rate(self.samples[-_STEADY_SLICES - 1 :])
+        return None
+
+    def late_rate(self) -> float:
+        """Of the second half: single slices may be late and others early."""
+        return _rate(self.samples[(len(self.samples) - 1) // 2 :])
+
+    def is_rising(self) -> bool:
+        """Whether it ended before its rate was found: it grew all the time."""
+        grew = [later >= _RISING * earlier for earlier, later in pairwise(self.rates())]
+        return all(grew[-_STEADY_SLICES:])
+
+
+def _rate(samples: Sequence[tuple[float, int]]) -> float:
+    """Bytes a second from the first sample to the last."""
+    if len(samples) < 2:
+        return 0.0
+    began, first = samples[0]
+    ended, last = samples[-1]
+    return (last - first) / max(ended - began, 1e-9)
 
 
 def gbps(bytes_per_s: float) -> float:
@@ -69,33 +94,6 @@ def gbps(bytes_per_s: float) -> float:
     profile of a network says.
     """
     return bytes_per_s * 8e-9 / PAYLOAD_SHARE
-
-
-def steady_rate(rates: Sequence[float]) -> float | None:
-    """The mean of the last slices where they are alike, and none before was better."""
-    last = rates[-_STEADY_SLICES:]
-    if len(rates) <= _STEADY_SLICES or not max(last):
-        return None
-    alike = max(last) - min(last) <= _STEADY_SHARE * max(last)
-    if alike and max(last) >= (1 - _STEADY_SHARE) * max(rates):
-        return sum(last) / len(last)
-    return None
-
-
-def best_rate(rates: Sequence[float]) -> float:
-    """Of a stream that has not become steady: its last slice where that was still growing, or else
-    the best slices in a row.
-    """
-    if len(rates) <= _STEADY_SLICES or is_rising(rates):
-        return max(rates, default=0.0)
-    windows = []
-    for start in range(1, len(rates) - _STEADY_SLICES + 1):
-        windows.append(sum(rates[start : start + _STEADY_SLICES]) / _STEADY_SLICES)
-    return max(windows)
-
-
-def is_rising(rates: Sequence[float]) -> bool:
-    return len(rates) >= 2 and rates[-1] == max(rates) and rates[-1] > _RISING * rates[-2]
 
 
 class Outflow:
@@ -124,16 +122,16 @@ class Outflow:
         self._written = 0
         self._before = counts(sockets)
         self._began: float | None = None
+        self._acked_bytes: int | None = None  # when a slice was long enough to end
 
     @property
     def gbps(self) -> float:
-        rates = self.meter.rates()
-        return gbps(steady_rate(rates) or best_rate(rates))
+        return gbps(self.meter.steady_rate() or self.meter.late_rate())
 
     @property
     def rising(self) -> bool:
         """Whether its time was over before its rate was found."""
-        return is_rising(self.meter.rates())
+        return self.meter.steady_rate() is None and self.meter.is_rising()
 
     def step(self, now: float) -> int | None:
         """Write what may be in flight. Returns how many bytes that were, once no more follow."""
@@ -148,22 +146,34 @@ class Outflow:
 
     def _is_over(self, now: float) -> bool:
         assert self._began is not None
-        last_look, _ = self.meter.samples[-1]
-        if now - last_look >= self._slice_s:
-            self.meter.note(now, counts(self._sockets).acked_bytes)
-            rates = self.meter.rates()
+        if self._ends_slice(now):
             in_flight_s = _ROUND_TRIPS_IN_FLIGHT * self._round_trip_s + _LATE_S
-            self._window_bytes = max(_FEWEST_IN_FLIGHT, max(rates) * in_flight_s)
-            if self._until_steady and steady_rate(rates) is not None:
+            self._window_bytes = max(_FEWEST_IN_FLIGHT, max(self.meter.rates()) * in_flight_s)
+            if self._until_steady and self.meter.steady_rate() is not None:
                 return True
         return now - self._began >= self._lasts_s
+
+    def _ends_slice(self, now: float) -> bool:
+        """Whether a slice has ended: with an acknowledgement, since they come in bursts, of which a
+        slice by the clock would have one more or one less.
+        """
+        last_look, _ = self.meter.samples[-1]
+        if now - last_look < self._slice_s:
+            return False
+        acked_bytes = counts(self._sockets).acked_bytes
+        awaited = self._acked_bytes is not None and acked_bytes > self._acked_bytes
+        if awaited:
+            self.meter.note(now, acked_bytes)
+        self._acked_bytes = None if awaited else acked_bytes
+        return awaited
 
     def _fill(self, sock: socket.socket) -> bool:
         """Whether its share of the window is in flight; False where its buffer holds no more."""
         share = self._window_bytes / len(self._sockets)
+        chunk = _TLS_CHUNK if isinstance(sock, ssl.SSLSocket) else _CHUNK
         try:
             while queued_bytes(sock) < share:
-                self._written += sock.send(_CHUNK)
+                self._written += sock.send(chunk)
         except NOT_YET:
             return False
         return True

@@ -65,7 +65,7 @@ def test_round_is_as_long_as_its_longest_link_needs() -> None:
     short, long = durations(rounds, {(0, 1): 0.001, (2, 3): 0.001, (0, 3): 0.001, (1, 2): 0.2})[
         ::-1
     ]
-    assert short < 1.0 < long
+    assert short < 3.0 < long
 
 
 def test_round_of_pairs_that_cannot_talk_takes_no_time() -> None:
