@@ -217,17 +217,23 @@ class Connections:
         try:
             with self._secured(raw, deadline, server=True) as sock:
                 dialler = greeting.answer(sock, lambda hello: tokens, deadline)
-                refusal = self._refusal(dialler.hello)
-                if refusal:
-                    greeting.refuse(sock, refusal, deadline)
-                    raise JoinError(refusal)
-                # Kept before the dialler hears of it: what it counts as open is open here too.
-                self._keep(dialler.hello.from_rank, dialler.hello.connection, sock)
+                try:
+                    # Before the dialler hears of it: what it counts as open is open here too.
+                    self._admit(dialler.hello, sock)
+                except JoinError as refusal:
+                    greeting.refuse(sock, str(refusal), deadline)
+                    raise
                 greeting.welcome(sock, dialler, deadline)
         except (OSError, ValueError, DpipeError):
             pass  # a stranger, told so if it greeted
         finally:
             self._strangers.release()
+
+    def _admit(self, hello: Hello, sock: socket.socket) -> None:
+        refusal = self._refusal(hello)
+        if refusal:
+            raise JoinError(refusal)
+        self._keep(hello.from_rank, hello.connection, sock)
 
     def _refusal(self, hello: Hello) -> str:
         self._expecting.wait(_GREETING_S)

@@ -12,6 +12,7 @@ from dpipe.wire.schema import Count, Schema, Shape, Text
 _MAX_GBPS = 1e5
 _MAX_LAYERS = 4096
 
+NAME = r"^[\w.:-]{1,90}$"  # of a machine
 Milliseconds = Annotated[float, Field(ge=0, le=MAX_DELAY_MS, allow_inf_nan=False)]
 Gbps = Annotated[float, Field(ge=0, le=_MAX_GBPS, allow_inf_nan=False)]
 
@@ -30,7 +31,7 @@ class LayerReport(Shape):
 class MachineReport(Shape):
     """A machine, as the rank on it sees it."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,90}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     device: Annotated[str, Field(pattern=r"^[\x21-\x7e]([\x20-\x7e]{0,98}[\x21-\x7e])?$")]
     cores: Annotated[int, Field(ge=1, le=2**16)]
     devices: Annotated[int, Field(ge=1, le=2**12)]

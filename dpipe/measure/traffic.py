@@ -109,7 +109,6 @@ class Outflow:
     ) -> None:
         """It ends after `lasts_s`, or as soon as its rate is steady."""
         self.meter = Meter()
-        self.arrived = False  # all of it, as the peer has said
         self.said_done = False
         self.loss_percent = 0.0
         self.blocked: list[socket.socket] = []  # whose buffer is full
@@ -139,7 +138,8 @@ class Outflow:
             self._began = now
             self.meter.note(now, self._before.acked_bytes)
         if self._is_over(now):
-            self._end()
+            self.blocked = []
+            self.said_done = True
             return self._written
         self.blocked = [sock for sock in self._sockets if not self._fill(sock)]
         return None
@@ -178,13 +178,12 @@ class Outflow:
             return False
         return True
 
-    def _end(self) -> None:
+    def arrive(self) -> None:
+        """All of it has arrived: only now it is known what was sent again in vain."""
         after = counts(self._sockets)
         segments = after.segments - self._before.segments
         lost = after.lost - self._before.lost
-        self.loss_percent = 100 * lost / max(segments, lost + 1, 1)
-        self.blocked = []
-        self.said_done = True
+        self.loss_percent = 100 * lost / max(segments, lost + 1)
 
 
 class Inflow:
@@ -273,6 +272,7 @@ class Flow:
         if note.kind == NoteKind.DONE and self.into is not None and self.into.sent is None:
             self.into.sent = note.value
         elif note.kind == NoteKind.GOT and self.out is not None and self.out.said_done:
+            self.out.arrive()
             self._out_over = True
         else:
             raise TransferError(f"it sent {note.kind.name} where no such note belongs")

@@ -1,5 +1,6 @@
 """`dpipe measure`: this machine among the others, or alone. Rank 0 writes what they are."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from dpipe.machines.file import save_machines
 from dpipe.measure.connections import Connections
 from dpipe.measure.found import MeasuredCluster, measured_alone
 from dpipe.measure.measure import Measuring
-from dpipe.measure.reports import MachineReport
+from dpipe.measure.reports import NAME, MachineReport
 from dpipe.measure.this_machine import describe_this_machine
 from dpipe.plan.run_plan import check_device, local_device, make_model
 from dpipe.processes.environment import ProcessInfo, environment, process_info
@@ -49,6 +50,11 @@ def measure_to_file(
         raise ConfigError(
             "two processes measure one machine, and each makes the other slower: start one "
             "dpipe measure on each machine"
+        )
+    if name is not None and not re.fullmatch(NAME, name):
+        raise ConfigError(
+            f"--name {name!r:.100}: at most 90 letters, digits, dots, colons, hyphens and "
+            "underscores"
         )
     if process.rank == 0:
         _refuse_file(out)

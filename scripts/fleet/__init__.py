@@ -5,6 +5,7 @@ ssh.py       OpenSSH's client as a function call; the same on all machines at on
 agent.py     runs on each machine, with the standard library alone
 install.py   the project on every machine at one commit
 job.py       a run: checked, started on all machines or on none, and stopped
+measuring.py dpipe measure on all machines, and the file that it writes
 watch.py     every rank's log in one view, through lost connections, until all have ended
 shaping.py   puts a network profile on every machine, and removes it
 collect.py   copies the files of a run to this machine
