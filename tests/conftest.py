@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in ("alone", "lab", "gpu", "stand_in"):
             if item.get_closest_marker(mark) and f"mark.{mark}" not in text(item.path):
                 raise pytest.UsageError(f"{item.path} must say pytest.mark.{mark} itself")
+    # The longest first: at the end of a parallel run nothing else would be left beside it.
+    items.sort(key=lambda item: item.get_closest_marker("lab") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

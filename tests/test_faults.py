@@ -12,38 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.small_job import TEXT, small_toml
 
 from dpipe.processes.launch import free_port
 from dpipe.store import checkpoint
 
-pytestmark = pytest.mark.alone
-
-TEXT = (
-    "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
-    * 60
-)
-CONFIG = """
-[model]
-num_layers = 2
-width = 16
-num_heads = 2
-context = 16
-[data]
-files = ["text.txt"]
-held_out = 0.1
-[train]
-batch_size = 8
-num_microbatches = 4
-steps = {steps}
-[pipeline]
-stages = {stages}
-[run]
-tensorboard = false
-checkpoint_every = 5
-[timeouts]
-join = 60
-transfer = 30
-"""
 DPIPE = (sys.executable, "-m", "dpipe")
 Process = subprocess.Popen[str]
 
@@ -56,7 +29,13 @@ def job(tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "text.txt").write_text(TEXT)
 
     def write(steps: int = 100_000, stages: int = 2) -> Path:
-        (tmp_path / "job.toml").write_text(CONFIG.format(steps=steps, stages=stages))
+        text = small_toml(
+            train={"steps": steps},
+            pipeline={"stages": stages},
+            run={"checkpoint_every": 5},
+            timeouts={"transfer": 30},
+        )
+        (tmp_path / "job.toml").write_text(text)
         return tmp_path / "job.toml"
 
     return write
@@ -122,6 +101,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     )
 
 
+@pytest.mark.alone
 def test_killed_rank_stops_the_others_and_is_named(job, start, tmp_path: Path) -> None:
     launcher = start(*DPIPE, "launch", str(job()), "-n", "3")
     wait_until(lambda: len(checkpoints(tmp_path)) > 0, launcher)
@@ -175,6 +155,7 @@ def assert_stopped_by_the_loss_of(
     return kept.step
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stages"), [("all-reduce", 2), ("sharded", 1)])
 def test_replica_killed_in_an_exchange_stops_the_others_and_is_named(
     kind: str, stages: int, job, start, tmp_path: Path
@@ -205,6 +186,7 @@ main()
 """
 
 
+@pytest.mark.alone
 def test_worker_killed_in_the_middle_of_a_push_stops_the_other_and_is_named(
     job, start, tmp_path: Path
 ) -> None:

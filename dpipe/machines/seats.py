@@ -31,21 +31,21 @@ def check_seats(cluster: Cluster, seats: Seats) -> None:
 
 
 def network_of(cluster: Cluster, seats: Seats) -> Network:
-    """The network between ranks. Where two machines have no link, their ranks have none: see
-    `Cluster.check_links`. Errors as of `check_seats`.
+    """The network between ranks; the default link stays its default. Where two machines have no
+    link, their ranks have none: see `Cluster.check_links`. Errors as of `check_seats`.
     """
     check_seats(cluster, seats)
     links: dict[tuple[int, int], Link] = {}
     for source, here in enumerate(seats):
         for target, there in enumerate(seats):
             link = cluster.link(here, there)
-            if source != target and link is not None:
+            if source != target and link is not None and link != cluster.default_link:
                 links[source, target] = link
     interfaces = []
     for name, ranks in ranks_by_machine(seats).items():
         machine = cluster.machine(name)
         interfaces.append(Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name))
-    return Network(cluster.name, None, links, interfaces=tuple(interfaces))
+    return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
 
 
 def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:

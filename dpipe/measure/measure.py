@@ -38,7 +38,7 @@ from dpipe.measure.rounds import (
     stream_s,
     tournament,
 )
-from dpipe.measure.traffic import Flow, Inflow, Outflow, exchange, gbps
+from dpipe.measure.traffic import Inflow, Outflow, PeerTraffic, exchange, gbps
 
 _TOGETHER = 4  # peers that a rank sends to, and that send to it, when all do
 _TOGETHER_S = 2.0
@@ -183,7 +183,7 @@ class Measuring:
         out = Outflow(sockets.data, round_trip_s, stream_s(length_s, round_trip_s))
         # Of two that take turns the lower rank is first.
         waits = self._rank > peer and not at_once(round_trip_s)
-        flow = Flow(peer, sockets, out, Inflow(sockets.data), into_first=waits)
+        flow = PeerTraffic(peer, sockets, out, Inflow(sockets.data), into_first=waits)
         exchange([flow], time.monotonic() + length_s + _LATE_S)
         if flow.problem:
             self._connections.drop(peer)
@@ -226,7 +226,9 @@ class Measuring:
             "measure/together", mine.model_dump(), self._wait_s, TOGETHER_REPORT
         )
 
-    def _flows_together(self, round_trips_s: Mapping[Pair, float], lasts_s: float) -> list[Flow]:
+    def _flows_together(
+        self, round_trips_s: Mapping[Pair, float], lasts_s: float
+    ) -> list[PeerTraffic]:
         """To the next ranks of a ring, and from those before."""
         offsets = range(1, min(_TOGETHER, self._size - 1) + 1)
         targets = {(self._rank + offset) % self._size for offset in offsets}
@@ -241,5 +243,5 @@ class Measuring:
             if peer in targets:
                 out = Outflow(sockets.data, round_trip_s, lasts_s, until_steady=False)
             into = Inflow(sockets.data) if peer in sources else None
-            flows.append(Flow(peer, sockets, out, into))
+            flows.append(PeerTraffic(peer, sockets, out, into))
         return flows

@@ -220,7 +220,7 @@ class Inflow:
             self._received += received
 
 
-class Flow:
+class PeerTraffic:
     """What goes to one peer, and what comes from it."""
 
     def __init__(
@@ -278,7 +278,7 @@ class Flow:
             raise TransferError(f"it sent {note.kind.name} where no such note belongs")
 
 
-def exchange(flows: Sequence[Flow], deadline: float) -> None:
+def exchange(flows: Sequence[PeerTraffic], deadline: float) -> None:
     """Run all `flows` until they are over. One that fails says why in its `problem`, and the others
     go on.
     """
@@ -292,17 +292,17 @@ def exchange(flows: Sequence[Flow], deadline: float) -> None:
         _poll([flow for flow in going if not flow.over], deadline - now)
 
 
-def _attempt(flow: Flow, do: Callable[[], None]) -> None:
+def _attempt(flow: PeerTraffic, do: Callable[[], None]) -> None:
     try:
         do()
     except (OSError, TransferError) as error:
         flow.problem = f"rank {flow.peer}: {reason_of(error)}"
 
 
-def _poll(flows: Sequence[Flow], left_s: float) -> None:
+def _poll(flows: Sequence[PeerTraffic], left_s: float) -> None:
     """Wait until something can be done, and take what has come."""
     waiter = select.poll()
-    incoming: dict[int, tuple[Flow, socket.socket | None]] = {}
+    incoming: dict[int, tuple[PeerTraffic, socket.socket | None]] = {}
     for flow in flows:
         waiter.register(flow.notes.socket, select.POLLIN)
         incoming[flow.notes.socket.fileno()] = flow, None
@@ -322,7 +322,7 @@ def _poll(flows: Sequence[Flow], left_s: float) -> None:
             _attempt(flow, partial(_receive, flow, source))
 
 
-def _receive(flow: Flow, sock: socket.socket | None) -> None:
+def _receive(flow: PeerTraffic, sock: socket.socket | None) -> None:
     if sock is None:
         for note in flow.notes.take():
             flow.take(note)

@@ -21,6 +21,7 @@ from dpipe.memory.fit import (
     refuse_memory_of_replay,
 )
 from dpipe.memory.layers import Stages
+from dpipe.memory.walk import RankMemory, peak_memory
 from dpipe.network.link import Host, Network
 from dpipe.plan.assumed_network import configured_network
 from dpipe.plan.costs import LayerCosts, on_ranks, replay_cost, stage_cost, transformer_costs
@@ -35,7 +36,6 @@ from dpipe.schedule.size import num_messages
 from dpipe.search.auto import first_fit, search
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
-from dpipe.timeline.memory import RankMemory, peak_memory
 from dpipe.timeline.simulate import simulate
 from dpipe.timeline.span import Timeline
 from dpipe.wire.format import wire_bytes

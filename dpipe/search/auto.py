@@ -14,10 +14,11 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from operator import add, le
 
 from dpipe.network.link import Network
@@ -25,7 +26,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
-from dpipe.search.candidates import bounds, generated, rules
+from dpipe.search.candidates import bounds, generated, patient, rules
 from dpipe.search.clock import (
     Pipeline,
     Programs,
@@ -47,7 +48,9 @@ from dpipe.timeline.votes import COORDINATOR, delay_us
 # a few orders more are cheap, get more of everything. With these counts all 120 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
-_MOST_REPLAYED = 75_000  # computations in all trials of a large step
+_MOST_REPLAYED = 60_000  # computations in all trials of a large step
+_LEAST_PATIENT = 4  # rules of which variants with weight gradients put off are tried
+_MOST_DELAYED = 10_000  # computations in all of them, if that allows more
 _MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
 _MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
@@ -325,23 +328,31 @@ class _Search:
         """What the rules make, until one is as fast as any order can be; and the best of them with
         as little memory as it needs for that.
         """
-        best_us = math.inf
-        best_rule: Rule | None = None
-        for rule in rules(self._pipeline, self._limits):
+        scores: dict[Rule, float] = {}
+        plain = rules(self._pipeline, self._limits)
+        for rule in chain(plain, self._patient(scores)):
             times = self._made_by(rule)
+            scores[rule] = times.score_us
             yield times
-            if times.score_us < best_us:
-                best_us = times.score_us
-                best_rule = rule
-            if best_us <= self._enough_us:
+            if times.score_us <= self._enough_us:
                 break
-        if best_rule is not None:
-            yield self._leaner(best_rule, best_us)
+        best_rule = min(scores, key=scores.__getitem__)
+        yield self._leaner(best_rule, scores[best_rule])
+
+    def _patient(self, scores: Mapping[Rule, float]) -> Iterator[Rule]:
+        """The best of the rules that have been tried, with weight gradients put off."""
+        best = sorted(scores, key=scores.__getitem__)
+        number = max(_LEAST_PATIENT, _MOST_DELAYED // self._size)
+        for rule in best[:number]:
+            if rule.splits:
+                yield from patient(self._pipeline, rule)
 
     def _made_by(self, rule: Rule) -> Times:
         times = Greedy(self._pipeline, rule).run()
         depths = " ".join(map(str, rule.depths))
         order = ", forwards first" if rule.forward_first else ""
+        if any(rule.put_off):
+            order += ", weight gradients put off"
         self._names.setdefault(
             times.programs,
             f"{AUTO}: greedy in_flight={depths}{order}",

@@ -8,9 +8,8 @@ simulation.py the model behind them, event by event
 machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
 exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
 votes.py      the ballots before an optimizer step in a simulation
-memory.py     what a rank holds at the worst moment of a step
 timers.py     where a rank's time goes, by the names of Megatron-LM's timers
-summary.py    bubble, overlap, bytes a link; predicted beside measured
+summary.py    bubble, overlap, bytes a link
 chrome.py     a trace for Perfetto and chrome://tracing
 
 To change what a prediction knows of: the model is listed in `simulation.py`; each number that it

@@ -54,10 +54,11 @@ class Votes:
 
     def cast(self, rank: int) -> None:
         ballot_us, _ = self._delays_us[rank]
-        self._clock.at(self._clock.now_us + ballot_us, self._arrive)
+        self._clock.after(ballot_us, self._arrive)
 
     def _arrive(self) -> None:
         self._missing -= 1
         if self._missing == 0:
             for rank, (_, verdict_us) in enumerate(self._delays_us):
-                self._clock.at(self._clock.now_us + verdict_us, partial(self._over, rank))
+                over = partial(self._over, rank)
+                self._clock.after(verdict_us, over)

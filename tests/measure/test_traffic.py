@@ -9,7 +9,7 @@ from dpipe.errors import TransferError
 from dpipe.measure.connections import PeerSockets
 from dpipe.measure.notes import Note, NoteKind, Notes
 from dpipe.measure.tcp_info import counts, queued_bytes
-from dpipe.measure.traffic import Flow, Inflow, Meter, Outflow, gbps
+from dpipe.measure.traffic import Inflow, Meter, Outflow, PeerTraffic, gbps
 
 
 def meter(*bytes_a_slice: int) -> Meter:
@@ -79,13 +79,13 @@ def test_kernel_counts_what_was_sent_and_what_is_under_way(sockets: PeerSockets)
 def test_note_that_does_not_belong_in_a_stream_is_refused(
     sockets: PeerSockets, kind: NoteKind
 ) -> None:
-    idle = Flow(1, sockets, None, None)
+    idle = PeerTraffic(1, sockets, None, None)
     with pytest.raises(TransferError, match=f"it sent {kind.name} where no such note belongs"):
         idle.take(Note(kind, 1))
 
 
 def test_stream_is_not_done_twice_nor_heard_of_before_its_end(sockets: PeerSockets) -> None:
-    flow = Flow(1, sockets, Outflow(sockets.data, 0.001, 1.0), Inflow(sockets.data))
+    flow = PeerTraffic(1, sockets, Outflow(sockets.data, 0.001, 1.0), Inflow(sockets.data))
     flow.take(Note(NoteKind.DONE, 10))
     for note in (Note(NoteKind.DONE, 10), Note(NoteKind.GOT, 0)):
         with pytest.raises(TransferError, match="where no such note belongs"):

@@ -12,6 +12,7 @@ from support.tracked import tracked_peak
 
 from dpipe.memory.formulas import stage_memory, transformer_memory
 from dpipe.memory.sizes import TransformerSizes
+from dpipe.memory.walk import RankMemory, peak_memory
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import generate
 from dpipe.schedule.schedule import Schedule
@@ -19,7 +20,6 @@ from dpipe.stage.bert import bert
 from dpipe.stage.gpt import gpt
 from dpipe.stage.stage import Stage, Tensors
 from dpipe.stage.tensor_parallel import Split
-from dpipe.timeline.memory import RankMemory, peak_memory
 
 # batch, context, width, heads, blocks, vocabulary: the words weigh, the blocks weigh, long text,
 # short text

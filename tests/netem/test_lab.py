@@ -22,7 +22,7 @@ from netem.lab import Lab
 from netem.probe import TOLERANCE
 from netem.shell import NetemError
 
-pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("possible")]
+pytestmark = [pytest.mark.alone, pytest.mark.lab, pytest.mark.usefixtures("possible")]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAME, OTHER = f"t{os.getpid()}", f"u{os.getpid()}"

@@ -29,11 +29,6 @@ def load(tmp_path):
     return write_and_load
 
 
-def test_message_takes_bytes_over_bandwidth():
-    assert Link(delay_ms=50, bandwidth_gbps=1).serialisation_us(125_000) == pytest.approx(1_000)
-    assert Link(delay_ms=50, bandwidth_gbps=1).delay_us == 50_000
-
-
 def test_profile_lists_a_link_for_both_directions(load):
     network = load(PROFILE)
     assert network.name == "two sites"
@@ -112,39 +107,39 @@ def sent(egress):
 def test_egress_sends_the_messages_of_a_link_one_after_another():
     egress = Egress(Network(default=Link(50, 1)), 0)
     for item in "ab":
-        egress.offer(1, item, 125 * 10, 0)
+        egress.offer(0, 1, item, 125 * 10, 0)
     assert list(sent(egress)) == ["a to 1 0-10", "b to 1 10-20"]
 
 
 def test_egress_serves_the_links_of_a_network_in_order_of_arrival():
     """As the lab's links do: a message is in the queue as a whole before the next one comes."""
     egress = Egress(Network(default=Link(50, 1)), 0)
-    egress.offer(1, "a", 125 * 20, 0)
-    egress.offer(2, "b", 125 * 10, 10)
-    egress.offer(1, "c", 125 * 10, 11)
-    egress.offer(2, "d", 125 * 10, 12)
+    egress.offer(0, 1, "a", 125 * 20, 0)
+    egress.offer(0, 2, "b", 125 * 10, 10)
+    egress.offer(0, 1, "c", 125 * 10, 11)
+    egress.offer(0, 2, "d", 125 * 10, 12)
     assert list(sent(egress)) == ["a to 1 0-20", "b to 2 20-30", "c to 1 30-40", "d to 2 40-50"]
 
 
 def test_egress_is_shared_fairly_by_links_that_are_shaped_apart():
     egress = Egress(Network(default=None, links={(0, 1): Link(50, 1), (0, 2): Link(40, 1)}), 0)
-    egress.offer(1, "a", 125 * 20, 0)
-    egress.offer(2, "b", 125 * 10, 10)
+    egress.offer(0, 1, "a", 125 * 20, 0)
+    egress.offer(0, 2, "b", 125 * 10, 10)
     # From 10 on each has half: both have 10 us' worth left.
     assert list(sent(egress)) == ["a to 1 0-30", "b to 2 10-30"]
 
 
 def test_egress_gives_what_a_slow_link_leaves_to_the_others():
     egress = Egress(Network(default=Link(0, 1), links={(0, 2): Link(0, 0.25)}), 0)
-    egress.offer(1, "fast", 125 * 30, 0)
-    egress.offer(2, "slow", 125 * 30, 0)
+    egress.offer(0, 1, "fast", 125 * 30, 0)
+    egress.offer(0, 2, "slow", 125 * 30, 0)
     assert list(sent(egress)) == ["fast to 1 0-40", "slow to 2 0-120"]
 
 
 def test_egress_leaves_capacity_that_a_window_does_not_use():
     egress = Egress(Network(default=Link(10, 1, window_bytes=0.5e6)), 0)  # 0.2 Gbit/s a connection
     for target in (1, 2, 3):
-        egress.offer(target, target, 125 * 10, 0)
+        egress.offer(0, target, target, 125 * 10, 0)
     assert [line.split()[-1] for line in sent(egress)] == ["0-50"] * 3
 
 

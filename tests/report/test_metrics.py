@@ -1,11 +1,12 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpipe.errors import RunError
-from dpipe.report.metrics import Metrics, read_rows
+from dpipe.report.metrics import Metrics, keep_rows_before, read_rows
 
 
 def some_metrics(folder: Path, first_step: int = 0, tensorboard: bool = False) -> Metrics:
@@ -43,6 +44,30 @@ def test_line_that_is_no_row_is_dropped(tmp_path: Path, torn: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
     some_metrics(tmp_path, first_step=3).close()
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1]
+
+
+def test_rows_that_are_kept_are_on_the_disk_before_they_replace_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a machine that lost its power came back with an empty metrics.jsonl."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    synced: dict[int, bytes] = {}
+    sync = os.fsync
+    replace = os.replace
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = path.with_suffix(".tmp").read_bytes()
+
+    def replace_synced(source: Path, target: Path) -> None:
+        assert synced.get(source.stat().st_ino) == source.read_bytes()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_synced)
+    keep_rows_before(path, 1)
+    assert path.read_text() == '{"step": 0}\n'
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -6,10 +7,12 @@ from hypothesis import strategies as st
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, least_in_flight
-from dpipe.search.auto import first_fit, search
+from dpipe.search.auto import first_fit, pipeline_on, search
+from dpipe.search.bound import lower_bound_us
 from dpipe.search.clock import PipelineClock
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
@@ -22,6 +25,7 @@ REPLICAS = [
     Replicas(exchange("all-reduce", 2, 2), delayed=True),
     Replicas(exchange("parameter-server", 2, 2), servers=(0, 1, 0, 1)),
 ]
+PROFILES = Path(__file__).parents[2] / "netem" / "profiles"
 FAST = Network(default=Link(0.01, 100))
 SLOW = Network(default=Link(50, 1))
 PUBLISHED = [
@@ -75,6 +79,24 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
         published = generate(name, 4, 6, **parameters)
         # It compares whole microseconds.
         assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
+
+
+def test_search_knows_published_schedules_that_are_deeper_than_a_step_has_micro_batches():
+    """ZB-H2 with fewer micro-batches than its warm-up is long: middle ranks do all forwards."""
+    costs = cost(12)
+    found_us = step_us(search(12, 12, costs, FAST, ballots=FAST), costs, FAST, ballots=FAST)
+    zb_h2 = generate("zero-bubble", 12, 12, in_flight=23)
+    assert found_us <= step_us(zb_h2, costs, FAST, ballots=FAST) + 0.5
+
+
+@pytest.mark.parametrize("profile", ["regional", "two-sites"])
+def test_search_is_near_the_bound_where_one_link_is_slower_than_a_micro_batch_of_work(profile):
+    """There a weight gradient that begins just before a message comes holds up all that follow."""
+    network = load_network(PROFILES / f"{profile}.toml")
+    costs = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 << 20)
+    found = search(12, 16, costs, network, ballots=network)
+    bound_us = lower_bound_us(pipeline_on(network, costs, 16, 12, ballots=network))
+    assert step_us(found, costs, network, ballots=network) <= 1.05 * bound_us
 
 
 @settings(deadline=None, max_examples=20)

@@ -61,17 +61,16 @@ from dpipe.schedule.exchange import direct
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
 from dpipe.schedule.text import from_csv, to_csv
-from dpipe.session import greeting
+from dpipe.session import greeting, grpc_stream
 from dpipe.session.frames import Frames
 from dpipe.session.session import LinkSession
-from dpipe.session.stream import Stream
+from dpipe.session.stream import SocketStream
 from dpipe.store import checkpoint, identity
 from dpipe.store.checkpoint_part import PART
 from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
-from dpipe.transport import grpc as grpc_transport
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -278,9 +277,15 @@ def _from_coordinator() -> list[bytes]:
 
 def _hello(data: bytes) -> object:
     """What a dialler says of itself in the metadata of a call."""
-    metadata = [(grpc_transport._HELLO_KEY, data)]
+    metadata = [(grpc_stream._HELLO_KEY, data)]
     context: Any = SimpleNamespace(invocation_metadata=lambda: metadata)
-    return grpc_transport._hello_of(context)
+    return grpc_stream.hello_of(context)
+
+
+def _grpc_greeting(data: bytes) -> object:
+    """What somebody answers who was dialled over gRPC."""
+    hello = Hello(protocol=1, from_rank=1)
+    return grpc_stream._greeted(hello, data, b"")
 
 
 def _joins(data: bytes) -> object:
@@ -314,7 +319,7 @@ def _resumable(data: bytes) -> object:
     """What the other end of a link writes."""
     ours, theirs = socket.socketpair()
     session = LinkSession(8.0, may_resume=lambda: False)
-    session.attach(Frames(Stream(ours)), 0, 0)
+    session.attach(Frames(SocketStream(ours)), 0, 0)
     into = bytearray(64)
     with ours, theirs:
         theirs.sendall(data[:60_000])
@@ -449,7 +454,14 @@ WIRE = [
         _hello,
         (),
         lambda: [Hello(protocol=1, from_rank=1).SerializeToString()],
-        ("dpipe.transport.grpc:_hello_of",),
+        ("dpipe.session.grpc_stream:hello_of",),
+    ),
+    Decoder(
+        "greeting of a gRPC transport",
+        _grpc_greeting,
+        (TransferError,),
+        lambda: [Greeting(hello=Hello(protocol=1, from_rank=1), secret=b"x").SerializeToString()],
+        ("dpipe.session.grpc_stream:_greeted",),
     ),
     Decoder(
         "configuration of a rank that joins",
@@ -737,7 +749,7 @@ forward_ms = [1, 2]
 """
 _HOSTS = """
 user = "ubuntu"
-meeting_port = 7001
+coordinator_port = 7001
 [[host]]
 address = "18.185.3.4"
 advertise = "10.0.0.4"

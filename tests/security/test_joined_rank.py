@@ -33,9 +33,8 @@ from dpipe.errors import JoinError, RunAborted, TransferError
 from dpipe.plan.run_plan import draft
 from dpipe.run.build import adopt_plan_of_rank_0
 from dpipe.run.parameter_servers import _beside
-from dpipe.session import greeting
+from dpipe.session import greeting, grpc_stream
 from dpipe.store.run_folder import keep_upload
-from dpipe.transport import grpc as transport_grpc
 from dpipe.wire.message import Header
 from dpipe.wire.rpc import Security, open_channel, token_metadata
 from dpipe.wire.spec import TensorSpec
@@ -203,7 +202,7 @@ def test_details_of_a_broken_stream_command_no_terminal() -> None:
         details = staticmethod(lambda: ESCAPES)
 
     Broken.__abstractmethods__ = frozenset()
-    assert transport_grpc._reason(Broken(), opened=True) == SHOWN
+    assert grpc_stream.why_ended(Broken()) == SHOWN
 
 
 # Sizes and counts

@@ -108,7 +108,7 @@ def test_run_of_a_stranger_is_not_used_without_trust(
     stranger: Callable[..., Path], mark: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    dpipe.launch(stranger(pipeline__stages=2), trust_code=True)
+    dpipe.train(stranger(), trust_code=True)
     mark.unlink()
     generate = ("generate", run, "--prompt", "The ", "--tokens", 2)
     resume = (run / "config.json", "-o", "train.steps=4", "--resume", run)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from dpipe.session.stream import Stream, tune
+from dpipe.session.stream import SocketStream, tune
 
-Streams = tuple[Stream, Stream]
+Streams = tuple[SocketStream, SocketStream]
 
 
-def read(stream: Stream, view: memoryview) -> None:
+def read(stream: SocketStream, view: memoryview) -> None:
     """Fill `view`, and let each `receive` fill what is behind its first half."""
     filled = 0
     while filled < len(view):
@@ -22,7 +22,7 @@ def read(stream: Stream, view: memoryview) -> None:
 
 @pytest.fixture
 def streams() -> Iterator[Streams]:
-    here, there = map(Stream, socket.socketpair())
+    here, there = map(SocketStream, socket.socketpair())
     yield here, there
     here.close()
     there.close()
@@ -48,8 +48,8 @@ def test_read_beyond_the_end_raises(streams: Streams) -> None:
 @pytest.fixture
 def over_tcp() -> Iterator[Streams]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = Stream(socket.create_connection(listener.getsockname()))
-        there = Stream(listener.accept()[0])
+        here = SocketStream(socket.create_connection(listener.getsockname()))
+        there = SocketStream(listener.accept()[0])
     yield here, there
     here.close()
     there.close()

@@ -186,7 +186,8 @@ def critical_path_us(schedule: Schedule, cost: Cost, net: Network) -> float:
     def took_us(action: Action) -> float:
         rank = schedule.rank_of_stage[action.stage]
         if action.op in SENDS:
-            return net.link(rank, peer(schedule, action)).serialisation_us(cost.num_bytes(action))
+            link = net.link(rank, peer(schedule, action))
+            return cost.num_bytes(action) * 8 / (link.bandwidth_gbps * 1e3)
         if action.op in RECVS:
             return net.link(peer(schedule, action), rank).delay_us
         return cost.duration_us(action)

@@ -53,7 +53,7 @@ def soon() -> float:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (hello(protocol=9), "speaks dpipe transport 3, not 9"),
+        (hello(protocol=9), "speaks dpipe transport 4, not 9"),
         (hello(to_rank=3), "rank 1 listens here, not rank 3"),
         (hello(from_rank=5), "expects no link from rank 5"),
         (hello(connection=7), r"transport.connections = 1"),
@@ -127,7 +127,7 @@ def test_listener_who_cannot_prove_the_token_is_not_trusted(make: Make) -> None:
 def test_silent_strangers_are_let_go_and_others_still_come_in(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    monkeypatch.setattr("dpipe.transport.tcp.GREETING_S", 0.3)
     monkeypatch.setattr("dpipe.transport.tcp.MAX_LINKS", 2)
     ends = make(0), make(1)
     silent = [socket.create_connection(("127.0.0.1", ends[1].port), timeout=5) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_silent_strangers_are_let_go_and_others_still_come_in(
 def test_stranger_who_drips_bytes_gains_no_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpipe.transport.tcp._GREETING_S", 0.3)
+    monkeypatch.setattr("dpipe.transport.tcp.GREETING_S", 0.3)
     start = time.monotonic()
     with dialled(make(1).port) as stranger, suppress(ConnectionError):
         stranger.sendall((1000).to_bytes(4, "big"))

@@ -30,7 +30,7 @@ def test_key_said_once_holds_for_hosts_that_do_not_say_otherwise(hosts):
 
 
 def test_ranks_meet_where_the_first_host_is_reached(hosts):
-    text = 'meeting_port = 7100\n[[host]]\naddress = "cloud-1"\nadvertise = "10.0.0.1"\n'
+    text = 'coordinator_port = 7100\n[[host]]\naddress = "cloud-1"\nadvertise = "10.0.0.1"\n'
     assert hosts(text).coordinator == "10.0.0.1:7100"
 
 
@@ -57,7 +57,14 @@ def test_fewer_slots_than_ranks_are_refused(hosts):
         ("host = ", "is not TOML"),
         ("[[host]]\nslots = 1", "host 0: 'address' is missing"),
         (f"{TWO}slot = 2", "host 1: unknown key 'slot'; did you mean 'slots'?"),
-        (f"meetingport = 1\n{TWO}", "unknown key 'meetingport'; did you mean 'meeting_port'?"),
+        (
+            f"coordinatorport = 1\n{TWO}",
+            "unknown key 'coordinatorport'; did you mean 'coordinator_port'?",
+        ),
+        (
+            f"meeting_port = 1\n{TWO}",
+            "'meeting_port' is now called 'coordinator_port'; rename it",
+        ),
         (f"{TWO}xyz = 2", "host 1: unknown key 'xyz'; known: address, advertise, user"),
         (f"slots = 0\n{TWO}", "host 0: slots: Input should be greater than or equal to 1, got 0"),
         (

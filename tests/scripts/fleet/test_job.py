@@ -9,7 +9,7 @@ from fleet.job import Job
 from dpipe.errors import ConfigError
 
 HOSTS = """
-meeting_port = 7100
+coordinator_port = 7100
 [[host]]
 address = "cloud-1"
 advertise = "10.0.0.1"

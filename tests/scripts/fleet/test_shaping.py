@@ -52,7 +52,7 @@ def test_host_that_refuses_leaves_none_shaped(cloud, profile):
 
 
 def test_machine_that_is_not_reached_again_takes_its_profile_off(cloud, profile, monkeypatch):
-    monkeypatch.setattr(shaping, "DOUBT_S", 0.5)
+    monkeypatch.setattr(shaping, "REVERT_S", 0.5)
     told = Machine.agent
 
     def cut_off(machine, verb, **spec):
