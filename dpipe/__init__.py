@@ -23,7 +23,8 @@ The rooms, from the ground up; imports point down only (`tests/test_architecture
                   paramserver    that server
                   coordinator    who is there
     configuration config         every setting, from TOML
-    alphabets     schedule       what runs where in which order
+    alphabets     machines       what each machine is, and the links between them
+                  schedule       what runs where in which order
                   wire           bytes: formats, messages
                   network        links and their delays and bandwidths
     ground        choices  errors  ranks  streams  toml

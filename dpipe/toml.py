@@ -1,7 +1,11 @@
-"""Small text files that people write, or get from others: read whole, within bounds."""
+"""Small text files that people write, or get from others: read whole, within bounds. And values as
+TOML writes them: Python reads TOML, and does not write it.
+"""
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +41,27 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def to_toml(value: Any) -> str:
+    """A string, number, truth value, list or table on one line. Raises `TypeError` for another."""
+    match value:
+        case Mapping():
+            items = [f"{_string(key)} = {to_toml(each)}" for key, each in value.items()]
+            return "{" + ", ".join(items) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(to_toml(each) for each in value) + "]"
+        case str():
+            return _string(value)
+        # Before numbers: True is an int as well.
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)  # of inf and nan too
+        case _:
+            raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's, but JSON leaves DEL as it is
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -26,6 +26,7 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.search.auto import pipeline_on, search
 from dpipe.search.bound import lower_bound_us
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,13 +72,15 @@ def _beside_bound(
     schedule = search(NUM_STAGES, count, cost, network, ballots=ballots)
     searched_s = time.process_time() - began_s
     pipeline = pipeline_on(network, cost, count, NUM_STAGES, ballots=ballots)
-    best_us = min(period(plan, cost, network, ballots=ballots) for plan in published(count))
+    best_us = min(
+        period(Scenario(plan, cost, network, ballots=ballots)) for plan in published(count)
+    )
     return {
         "network": name,
         "message_mib": mib,
         "votes": ballots is not None,
         "micro_batches": count,
-        "auto_s": round(period(schedule, cost, network, ballots=ballots) / 1e6, 4),
+        "auto_s": round(period(Scenario(schedule, cost, network, ballots=ballots)) / 1e6, 4),
         "bound_s": round(lower_bound_us(pipeline) / 1e6, 4),
         "published_s": round(best_us / 1e6, 4),
         "searched_s": round(searched_s, 1),
@@ -94,7 +97,7 @@ def memory_rows() -> Iterator[Row]:
                     NUM_STAGES, count, cost, network, memory_limit=NUM_STAGES, ballots=network
                 )
                 whole, auto = (
-                    round(period(each, cost, network, ballots=network) / 1e6, 4)
+                    round(period(Scenario(each, cost, network, ballots=network)) / 1e6, 4)
                     for each in (plan, schedule)
                 )
                 yield {

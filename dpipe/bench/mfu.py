@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
+from dpipe.bench.gpt_size import GptSize
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.optimizer import AdamSettings, whole
 from dpipe.dataparallel.single import Single
@@ -32,9 +33,7 @@ from dpipe.report.pace import Pace, silent
 from dpipe.schedule.action import Action, Op
 from dpipe.schedule.generate import one_f_one_b
 from dpipe.schedule.lower import lower
-from dpipe.stage.gpt import gpt
 from dpipe.stage.master_weights import MasterWeights
-from dpipe.stage.model import LayeredModel
 from dpipe.stage.seeding import seeded
 from dpipe.stage.stage import Stage
 from dpipe.streams import Streams, streams_of, upload
@@ -51,17 +50,13 @@ _WAIT_S = 300.0  # for the other stages, which draw their layers first
 _WARM_UP = 2  # steps that are not timed: they take memory, and load kernels
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(GptSize):
     """A model, a batch, and how it is run. GPT-3 XL and GPT-2 345M have 24 layers; the vocabulary
     is padded to 128s.
     """
 
     name: str
-    num_layers: int
-    width: int
-    num_heads: int
-    context: int
     vocab_size: int = 50_304
     microbatch_size: int = 4
     num_microbatches: int = 8
@@ -72,17 +67,6 @@ class Case:
     compiled: bool = False
     device: str = "cuda"
     num_steps: int = 8
-
-    def model(self) -> LayeredModel:
-        return gpt(
-            vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            width=self.width,
-            num_heads=self.num_heads,
-            context=self.context,
-            dropout=0.0,
-            tied=False,
-        )
 
     def layers(self, indices: Sequence[int]) -> dict[int, nn.Module]:
         return {index: self._layer(index) for index in indices}
@@ -438,14 +422,14 @@ def _warmed_up(
 
 
 XL = Case(
-    "GPT-3 XL 1.3B",
+    name="GPT-3 XL 1.3B",
     num_layers=24,
     width=2048,
     num_heads=16,
     context=2048,
 )
 MEDIUM = Case(
-    "GPT-2 345M",
+    name="GPT-2 345M",
     num_layers=24,
     width=1024,
     num_heads=16,
@@ -453,7 +437,7 @@ MEDIUM = Case(
     microbatch_size=8,
 )
 TINY = Case(
-    "tiny",
+    name="tiny",
     num_layers=2,
     width=64,
     num_heads=2,

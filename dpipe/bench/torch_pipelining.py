@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dpipe.baselines.torch_schedule import torch_schedule
 from dpipe.bench.gloo import connect
+from dpipe.bench.gpt_size import GptSize
 from dpipe.data.batch import Batch
 from dpipe.dataparallel.single import Single
 from dpipe.engine.executor import Executor, Parts
@@ -30,8 +31,7 @@ from dpipe.processes.launch import free_port
 from dpipe.report.pace import Pace, agreed_rounds, silent
 from dpipe.schedule.generate import generate
 from dpipe.schedule.lower import lower
-from dpipe.stage.gpt import gpt
-from dpipe.stage.model import LayeredModel, materialise
+from dpipe.stage.model import materialise
 from dpipe.stage.stage import Stage
 from dpipe.transport.base import Transport
 from dpipe.wire.codec import codec
@@ -41,8 +41,8 @@ NUM_RANKS = 2
 _WARM_UP = 2  # steps of each engine that are not timed: they open links and allocate
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(GptSize):
     """Of the model and the batch that are compared."""
 
     num_layers: int = 4
@@ -53,17 +53,6 @@ class Size:
     microbatch_size: int = 4
     num_microbatches: int = 8
     num_steps: int = 42  # of each engine; the first two are not timed
-
-    def model(self) -> LayeredModel:
-        return gpt(
-            vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            width=self.width,
-            num_heads=self.num_heads,
-            context=self.context,
-            dropout=0.0,
-            tied=False,
-        )
 
     def layers_of(self, rank: int) -> range:
         num_layers = self.num_layers + 2  # and the embedding and the head

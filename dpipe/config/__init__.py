@@ -10,7 +10,6 @@ trust.py      whose code a configuration may run
 load.py       Config: all sections together; load, build
 reference.py  every key with type, default, allowed values and meaning, for people and programs
 effective.py  what a file comes to: the value of every key, and from where it is
-toml.py       values as TOML writes them
 
 To add a key: add a field with a default to its section, and its meaning as a string below it, in a
 sentence or two with the unit and what leaving it out means. What it may be together with keys of

@@ -19,7 +19,7 @@ from typing import Any
 
 from dpipe.config.load import build, override, read_table
 from dpipe.config.presets import PRESETS
-from dpipe.config.toml import to_toml
+from dpipe.toml import to_toml
 
 _SECRETS = ("node.token",)  # shown as set, not as they are
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpipe.config.load import Config
-from dpipe.config.toml import to_toml
+from dpipe.toml import to_toml
 
 _WIDTH = 100
 _COLUMN = 38  # where types begin

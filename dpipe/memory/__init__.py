@@ -6,10 +6,10 @@ ends.py      the formulas of their embedding and head
 block.py     the formulas of their blocks
 sizes.py     how large a transformer's tensors are: what the formulas count with
 exchange.py  what keeping replicas in agreement holds
+walk.py      what a rank holds at the worst moment of a step: through its schedule, action by action
 fit.py       the stages of a run, whether they fit, and what would
 
-`timeline/memory.py` walks through a schedule with what is counted here. `plan/measured.py` measures
-a user's own layers, and takes torch.
+`plan/measured.py` measures a user's own layers, and takes torch.
 
 To change a layer of a GPT or a BERT: change its formula with it. tests/memory/test_memory.py says
 where a formula is off, and `plan.measured.measured` says by how many bytes.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dpipe.memory.layers import Peaks, of_parameters
 from dpipe.memory.sizes import TransformerSizes
-from dpipe.timeline.memory import LayerMemory
+from dpipe.memory.walk import LayerMemory
 
 _FLOAT = 4
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dpipe.memory.layers import Peaks, of_parameters
 from dpipe.memory.sizes import TransformerSizes
-from dpipe.timeline.memory import LayerMemory
+from dpipe.memory.walk import LayerMemory
 
 _FLOAT = 4
 _INT64 = 8

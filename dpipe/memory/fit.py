@@ -9,9 +9,9 @@ from dpipe.config.load import Config
 from dpipe.errors import ConfigError, ScheduleError
 from dpipe.memory.exchange import exchange_bytes, has_moments
 from dpipe.memory.layers import Stages
+from dpipe.memory.walk import LayerMemory, RankMemory, peak_memory
 from dpipe.schedule.generate import ONE_F_ONE_B
 from dpipe.schedule.schedule import Schedule
-from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
 _SUGGESTIONS = 3  # of changes that would fit, the mildest
 

@@ -27,7 +27,7 @@ from dpipe.memory.block import block_memory
 from dpipe.memory.ends import bert_head_memory, embedding_memory, head_memory
 from dpipe.memory.layers import with_ends, with_masters
 from dpipe.memory.sizes import TransformerSizes, sizes_of
-from dpipe.timeline.memory import LayerMemory, StageMemory
+from dpipe.memory.walk import LayerMemory, StageMemory
 
 _Formula = Callable[[TransformerSizes, str, int], LayerMemory]
 

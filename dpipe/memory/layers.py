@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dpipe.timeline.memory import LayerMemory, StageMemory
+from dpipe.memory.walk import LayerMemory, StageMemory
 
 Stages = Sequence[StageMemory]  # what the layers of each stage hold; none for replay
 

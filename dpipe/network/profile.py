@@ -2,6 +2,7 @@
 tables read.
 """
 
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from dpipe.errors import ProfileError
 from dpipe.network.link import Link, Network
 from dpipe.toml import parse_toml, read_text
 
-_SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
-_TOP = {"name", "link"} | _SHAPE
-_LINK = {"from", "to"} | _SHAPE
+SHAPE = {"delay_ms", "bandwidth_gbps", "jitter_ms", "loss_percent", "window_bytes"}
+_TOP = {"name", "link"} | SHAPE
+_LINK = {"from", "to"} | SHAPE
 
 
 def load_network(path: str | Path) -> Network:
@@ -44,18 +45,18 @@ def load_network(path: str | Path) -> Network:
 
 def parse_network(table: dict[str, Any], default_name: str) -> Network:
     """The network of a profile's table. Raises `ProfileError` naming the key."""
-    _only(table, _TOP, "the profile")
+    refuse_unknown(table, _TOP, "the profile")
     # A window alone is no link: it is the default of those that are listed.
-    describes_others = bool(_SHAPE & set(table) - {"window_bytes"})
+    describes_others = bool(SHAPE & set(table) - {"window_bytes"})
     default = None
     if describes_others or "link" not in table:
-        default = _link(table, "the profile")
+        default = parse_link(table, "the profile")
     links: dict[tuple[int, int], Link] = {}
     name = table.get("name", default_name)
     if not isinstance(name, str):
         raise ProfileError(f"name must be a text, got {name!r:.100}")
-    for row in _rows(table.get("link", [])):
-        _only(row, _LINK, "[[link]]")
+    for row in parse_rows(table, "link"):
+        refuse_unknown(row, _LINK, "[[link]]")
         source = _rank(row, "from")
         target = _rank(row, "to")
         where = f"[[link]] from {source} to {target}"
@@ -64,35 +65,39 @@ def parse_network(table: dict[str, Any], default_name: str) -> Network:
         if (source, target) in links:
             raise ProfileError(f"{where} is listed twice")
         inherited = {"window_bytes": table.get("window_bytes")}
-        links[source, target] = _link(inherited | row, where)
+        links[source, target] = parse_link(inherited | row, where)
     # After all rows: the opposite pair may be listed further down.
     for (source, target), link in list(links.items()):
         links.setdefault((target, source), link)
     return Network(name, default, links)
 
 
-def _only(table: dict[str, Any], known: set[str], where: str) -> None:
+def refuse_unknown(table: Mapping[str, Any], known: Set[str], where: str) -> None:
+    """Raises `ProfileError` for a key that is not known, with those that are."""
     unknown = sorted(set(table) - known)
     if unknown:
         raise ProfileError(
-            f"unknown key {unknown[0]!r} in {where}; known keys: {', '.join(sorted(known))}"
+            f"unknown key {unknown[0]!r:.100} in {where}; known keys: {', '.join(sorted(known))}"
         )
 
 
-def _rows(value: Any) -> list[dict[str, Any]]:
+def parse_rows(table: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The blocks `[[key]]` of a table; none where it has no such key."""
+    value = table.get(key, [])
     tables = isinstance(value, list) and all(isinstance(row, dict) for row in value)
     if not tables:
-        raise ProfileError("links are written as [[link]] in double brackets, one block a link")
+        raise ProfileError(f"{key}s are written as [[{key}]] in double brackets, one block a {key}")
     rows: list[dict[str, Any]] = value
     return rows
 
 
-def _number(
-    table: dict[str, Any],
+def parse_number(
+    table: Mapping[str, Any],
     key: str,
     where: str,
     default: float | None = None,
 ) -> float:
+    """The number under `key`; without a default it must be there."""
     value = table.get(key, default)
     # TOML's true is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -103,15 +108,16 @@ def _number(
         raise ProfileError(f"{where}: {key} is too large for any network") from None
 
 
-def _link(table: dict[str, Any], where: str) -> Link:
+def parse_link(table: Mapping[str, Any], where: str) -> Link:
+    """The link that the keys SHAPE describe."""
     window = None
     if table.get("window_bytes") is not None:
-        window = _number(table, "window_bytes", where)
+        window = parse_number(table, "window_bytes", where)
     return Link(
-        delay_ms=_number(table, "delay_ms", where),
-        bandwidth_gbps=_number(table, "bandwidth_gbps", where),
-        jitter_ms=_number(table, "jitter_ms", where, default=0.0),
-        loss_percent=_number(table, "loss_percent", where, default=0.0),
+        delay_ms=parse_number(table, "delay_ms", where),
+        bandwidth_gbps=parse_number(table, "bandwidth_gbps", where),
+        jitter_ms=parse_number(table, "jitter_ms", where, default=0.0),
+        loss_percent=parse_number(table, "loss_percent", where, default=0.0),
         window_bytes=window,
     )
 

@@ -22,13 +22,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpipe.memory.layers import Peaks, of_parameters, with_ends, with_masters
+from dpipe.memory.walk import LayerMemory, StageMemory
 from dpipe.plan.allocations import AllocatedBytes
 from dpipe.plan.probe import LayerCost, on_meta
 from dpipe.stage.base import Tensors
 from dpipe.stage.master_weights import in_precision
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.stage import Stage
-from dpipe.timeline.memory import LayerMemory, StageMemory
 from dpipe.wire.spec import TensorSpec
 
 Specs = tuple[TensorSpec, ...]
@@ -261,7 +261,7 @@ def _estimated(
                 held_bytes=input_bytes if again else input_bytes + layer.kept_bytes,
                 deferred_bytes=input_bytes + layer.kept_bytes,
                 peaks=Peaks(layer.kept_bytes, working, working, working),
-                weight_bytes=layer.largest_parameter_bytes,
+                weight_bytes=largest,
             )
         )
         inputs = layer.outputs

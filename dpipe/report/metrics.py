@@ -127,9 +127,13 @@ def keep_rows_before(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < step]
-    # Renamed into place: a crash leaves the old rows or the new ones.
+    # Synced, then renamed into place: a crash leaves the old rows or the new ones. A rename can
+    # reach the disk before the content of a file that is not synced, which is then empty.
     rewritten = path.with_suffix(".tmp")
-    rewritten.write_bytes(b"".join(line + b"\n" for line in kept))
+    with rewritten.open("wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(rewritten, path)
 
 

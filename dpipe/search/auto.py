@@ -14,11 +14,11 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from dataclasses import replace
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import add, le
 
 from dpipe.network.link import Network
@@ -26,7 +26,7 @@ from dpipe.schedule.check import peak_in_flight
 from dpipe.schedule.generate import AUTO, leanest
 from dpipe.schedule.schedule import Schedule
 from dpipe.search.bound import lower_bound_us
-from dpipe.search.candidates import bounds, generated, rules
+from dpipe.search.candidates import bounds, generated, patient, rules
 from dpipe.search.clock import (
     Pipeline,
     Programs,
@@ -39,6 +39,7 @@ from dpipe.search.greedy import Greedy, Rule
 from dpipe.search.improve import improve, peak_held
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 from dpipe.timeline.votes import COORDINATOR, delay_us
 
@@ -47,12 +48,16 @@ from dpipe.timeline.votes import COORDINATOR, delay_us
 # a few orders more are cheap, get more of everything. With these counts all 120 steps of
 # tests/golden/optima.json are within the bounds that tests/search/test_optimum.py sets.
 _MOST_TRIALS = 500  # of `improve`: beyond them it found nothing in steps small enough to enumerate
-_MOST_REPLAYED = 75_000  # computations in all trials of a large step
+_MOST_REPLAYED = 60_000  # computations in all trials of a large step
+_LEAST_PATIENT = 4  # rules of which variants with weight gradients put off are tried
+_MOST_DELAYED = 10_000  # computations in all of them, if that allows more
 _MOST_SIMULATED = 8  # orders, and as many that a generator made; at least two of each
 _MOST_COMPUTED = 5_000  # computations in either of them
 _CLOSE = 1e-4  # of the bound: an order as close as this is as good as the bound
 
 HeldBytes = Callable[[Schedule], Sequence[int]]
+# Of a schedule, infinite where it is certain to be above so much, microseconds.
+StepTime = Callable[[Schedule, float], float]
 
 
 def search(
@@ -93,13 +98,11 @@ def search(
         replicas=replicas,
         ballots=ballots,
     )
-    step_us = partial(
-        period,
-        cost=cost,
-        network=network,
-        replicas=replicas,
-        ballots=ballots,
-    )
+
+    def step_us(schedule: Schedule, most_us: float) -> float:
+        scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
+        return period(scenario, most_us)
+
     shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
     published = [
         candidate
@@ -246,7 +249,7 @@ class _Search:
         pipeline: Pipeline,
         memory: _Memory,
         published: Sequence[Schedule],
-        step_us: Callable[..., float],
+        step_us: StepTime,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
@@ -303,7 +306,7 @@ class _Search:
         best: tuple[float, int, int] = (math.inf, 0, 0)
         schedules = [*schedules]
         for number, schedule in enumerate(schedules):
-            step_us = self._step_us(schedule, most_us=best[0] + 0.5)
+            step_us = self._step_us(schedule, best[0] + 0.5)
             if step_us < math.inf:
                 best = min(
                     best,
@@ -325,23 +328,31 @@ class _Search:
         """What the rules make, until one is as fast as any order can be; and the best of them with
         as little memory as it needs for that.
         """
-        best_us = math.inf
-        best_rule: Rule | None = None
-        for rule in rules(self._pipeline, self._limits):
+        scores: dict[Rule, float] = {}
+        plain = rules(self._pipeline, self._limits)
+        for rule in chain(plain, self._patient(scores)):
             times = self._made_by(rule)
+            scores[rule] = times.score_us
             yield times
-            if times.score_us < best_us:
-                best_us = times.score_us
-                best_rule = rule
-            if best_us <= self._enough_us:
+            if times.score_us <= self._enough_us:
                 break
-        if best_rule is not None:
-            yield self._leaner(best_rule, best_us)
+        best_rule = min(scores, key=scores.__getitem__)
+        yield self._leaner(best_rule, scores[best_rule])
+
+    def _patient(self, scores: Mapping[Rule, float]) -> Iterator[Rule]:
+        """The best of the rules that have been tried, with weight gradients put off."""
+        best = sorted(scores, key=scores.__getitem__)
+        number = max(_LEAST_PATIENT, _MOST_DELAYED // self._size)
+        for rule in best[:number]:
+            if rule.splits:
+                yield from patient(self._pipeline, rule)
 
     def _made_by(self, rule: Rule) -> Times:
         times = Greedy(self._pipeline, rule).run()
         depths = " ".join(map(str, rule.depths))
         order = ", forwards first" if rule.forward_first else ""
+        if any(rule.put_off):
+            order += ", weight gradients put off"
         self._names.setdefault(
             times.programs,
             f"{AUTO}: greedy in_flight={depths}{order}",

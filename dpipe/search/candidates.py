@@ -26,7 +26,7 @@ from dpipe.schedule.generate import (
     least_in_flight,
 )
 from dpipe.schedule.schedule import Schedule
-from dpipe.search.clock import FORWARD, INPUT, Pipeline
+from dpipe.search.clock import FORWARD, INPUT, WEIGHT, Pipeline
 from dpipe.search.greedy import Rule
 
 _GROWTH = 1.5  # from one candidate depth to the next; finer steps change the time by little
@@ -53,6 +53,7 @@ def bounds(
     return least, limit
 
 
+# What was published has the depth that its generator has by default, or that of ZB-H2.
 def generated(
     num_stages: int,
     num_microbatches: int,
@@ -60,7 +61,9 @@ def generated(
     shallowest: int,
     limit: int,
 ) -> Iterator[Schedule]:
-    """What every generator makes for so many stages a rank, from `shallowest` up to what fits."""
+    """What every generator makes for so many stages a rank: as published, and from `shallowest` up
+    to what fits.
+    """
 
     def made_by(generator: Generator, **parameters: int) -> Schedule:
         several = {"stages_per_rank": stages_per_rank} if generator.takes_several_stages else {}
@@ -81,9 +84,9 @@ def generated(
         or (stages_per_rank == 1 and not generator.needs_several_stages)
     ]
     for generator in usable:
-        if "in_flight" not in generator.takes:
-            yield made_by(generator)
-    for depth in _growing(shallowest, limit):
+        yield made_by(generator)
+    zb_h2 = 2 * num_stages - 1
+    for depth in sorted({zb_h2, *_growing(shallowest, limit)}):
         for generator in usable:
             if "in_flight" not in generator.takes:
                 continue
@@ -144,6 +147,27 @@ def rules(pipeline: Pipeline, limits: tuple[int, ...]) -> Iterator[Rule]:
             if rule not in seen:
                 seen.add(rule)
                 yield rule
+
+
+def patient(pipeline: Pipeline, rule: Rule) -> Iterator[Rule]:
+    """`rule` with weight gradients put off: as many as there is time for behind a stage's last
+    gradient, and twice as many.
+    """
+    for times in (1, 2):
+        put_off = tuple(times * number for number in _weights_at_the_end(pipeline))
+        yield replace(rule, put_off=put_off)
+
+
+def _weights_at_the_end(pipeline: Pipeline) -> Iterator[int]:
+    """By stage, how many weight gradients it can make while its gradient goes to the first one."""
+    left_us = 0.0
+    for stage in range(pipeline.num_stages):
+        weight_us = max(pipeline.duration_us[WEIGHT][stage], _ROUNDING)
+        yield min(pipeline.num_microbatches, int(left_us / weight_us))
+        left_us += pipeline.duration_us[INPUT][stage]
+        hop = pipeline.hops[INPUT][min(stage + 1, pipeline.num_stages - 1)]
+        if hop is not None:
+            left_us += hop.alone_us + hop.delay_us
 
 
 # Where hops are long, ranks before a slow one have to hold more than their distance says, and

@@ -47,6 +47,7 @@ class Hop:
     num_bytes: int
     alone_us: float  # on the wire, with nothing beside it
     delay_us: float
+    inside: bool = False  # one machine, so that it passes no interface
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,24 @@ class Pipeline:
     ) -> Hop | None:
         if not 0 <= target < self.num_stages or self.rank_of[stage] == self.rank_of[target]:
             return None
+        network = self.network
         ends = self.rank_of[stage], self.rank_of[target]
-        rate = (
-            min(
-                self.network.rate_gbps(*ends),
-                self.network.egress_gbps(ends[0]),
-            )
-            * 1e3
-        )
+        inside = network.share_machine(*ends)
         size = num_bytes[stage]
-        return Hop(
-            ends[1],
-            size,
-            size * 8 / rate,
-            self.network.link(*ends).delay_us,
-        )
+        delay_us = network.delay_us(*ends, size)
+        rate_gbps = network.rate_gbps(*ends)
+        if not inside:
+            rate_gbps = min(rate_gbps, network.egress_gbps(ends[0]))
+            ingress_gbps = network.ingress_gbps(ends[1])
+            # What one message waits for; those of several machines at once are the simulator's.
+            if ingress_gbps < rate_gbps:
+                delay_us += size * 8 / (ingress_gbps * 1e3) - size * 8 / (rate_gbps * 1e3)
+        alone_us = size * 8 / (rate_gbps * 1e3)
+        return Hop(ends[1], size, alone_us, delay_us, inside)
+
+    def owner(self, rank: int) -> int:
+        """Of the ranks that share an interface the one whose egress it is."""
+        return min(self.network.interface(rank).ranks)
 
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
@@ -131,6 +135,8 @@ class Pipeline:
         hops = (hops[stage] for hops in self.hops for stage in self.stages_of[rank])
         targets = {hop.target for hop in hops if hop is not None}
         network = self.network
+        if len(network.interface(rank).ranks) > 1:
+            return False
         return len(targets) < 2 or all(
             network.link(rank, target) == network.default
             and network.rate_gbps(rank, target) >= network.egress_gbps(rank)
@@ -164,14 +170,18 @@ class PipelineClock(ABC):
         self.programs: list[list[Step]] = [[] for _ in range(pipeline.num_ranks)]
         self.start_us: dict[Step, float] = {}
         self.end_us = [0.0 for _ in self.programs]
+        self.now_us = 0.0
         self._held_up: set[Step] = set()
         self._busy = [False for _ in self.programs]
         self._events: list[tuple[float, int, int, int, int]] = []
         self._numbers = count()
         self._free_us = [0.0 for _ in self.programs]  # from when on its egress is idle
         self._plans = [0 for _ in self.programs]
+        # By two ranks of one machine, from when on the link between them is idle.
+        self._inside_free_us: dict[tuple[int, int], float] = {}
+        self._owner = [pipeline.owner(rank) for rank in range(pipeline.num_ranks)]
         self._egress = [
-            None if in_turn else Egress[tuple[int, Step, float]](pipeline.network, rank)
+            None if in_turn else Egress[tuple[Step, float]](pipeline.network, rank)
             for rank, in_turn in enumerate(pipeline.sends_in_turn)
         ]
 
@@ -184,6 +194,7 @@ class PipelineClock(ABC):
             self._go_on(rank, 0.0)
         while self._events:
             now_us, _, kind, place, number = heapq.heappop(self._events)
+            self.now_us = now_us
             if kind < _CAME_FORWARD:
                 self._computed(now_us, (kind, place, number))
             elif kind == _CAME_FORWARD:
@@ -282,7 +293,11 @@ class PipelineClock(ABC):
         self._go_on(rank, now_us)
 
     def _send(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
-        egress = self._egress[rank]
+        if hop.inside:
+            self._send_inside(now_us, rank, step, hop)
+            return
+        owner = self._owner[rank]
+        egress = self._egress[owner]
         if egress is None:
             free_us = self._free_us[rank]
             if free_us > now_us:
@@ -294,12 +309,19 @@ class PipelineClock(ABC):
         else:
             unhindered_us = now_us + hop.alone_us
             egress.offer(
+                rank,
                 hop.target,
-                (hop.target, step, unhindered_us),
+                (step, unhindered_us),
                 hop.num_bytes,
                 now_us,
             )
-            self._plan(rank, egress.due_us)
+            self._plan(owner, egress.due_us)
+
+    def _send_inside(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
+        ends = rank, hop.target
+        start_us = max(now_us, self._inside_free_us.get(ends, 0.0))
+        self._inside_free_us[ends] = start_us + hop.alone_us
+        self._arrive(start_us + hop.alone_us + hop.delay_us, step)
 
     def _arrive(self, time_us: float, step: Step) -> None:
         kind, stage, microbatch = step
@@ -321,10 +343,12 @@ class PipelineClock(ABC):
         egress = self._egress[rank]
         assert egress is not None
         sent = egress.complete()
-        target, step, unhindered_us = sent.item
+        step, unhindered_us = sent.item
         if sent.end_us > unhindered_us + _ROUNDING_US:
             self._held_up.add(step)
-        delay_us = self.pipeline.network.link(rank, target).delay_us
+        hop = self.pipeline.hops[step[0]][step[1]]
+        assert hop is not None
+        delay_us = hop.delay_us
         self._arrive(sent.end_us + delay_us, step)
         self._plan(rank, egress.due_us)
 

@@ -33,12 +33,16 @@ class Rule:
     Input gradients come first, because the rank before waits for them; then forwards; then weight
     gradients, for which nobody waits. On slow networks it may be better to have many forwards under
     way before the first backward.
+
+    A weight gradient that has begun holds up what comes meanwhile. So a stage may put off some, as
+    many as it will have time for while the last gradients go on from it to the first stage.
     """
 
     depths: tuple[int, ...]  # by stage: most forwards whose input gradient is not made
     limits: tuple[int, ...]  # by rank: most activations that it holds, until the weight gradient
     forward_first: bool = False
     splits: bool = True  # the backward pass, into input gradients and weight gradients
+    put_off: tuple[int, ...] = ()  # by stage: most weight gradients that wait for what will come
 
 
 class Greedy(PipelineClock):
@@ -48,8 +52,18 @@ class Greedy(PipelineClock):
         super().__init__(pipeline)
         self._rule = rule
         self._backward = INPUT if rule.splits else WHOLE
+        # By stage, when its inputs and its gradients will come, of those that are being made.
+        stages = range(pipeline.num_stages)
+        self._inputs_due_us: list[list[float]] = [[] for _ in stages]
+        self._gradients_due_us: list[list[float]] = [[] for _ in stages]
 
     def next_step(self, rank: int) -> Step | None:
+        step = self._first_choice(rank)
+        if step is not None and self._rule.put_off:
+            self._expect(step)
+        return step
+
+    def _first_choice(self, rank: int) -> Step | None:
         stages = self.pipeline.stages_of[rank]
         if self._rule.forward_first:
             step = self._forward(rank, stages) or self._gradient(stages)
@@ -93,5 +107,41 @@ class Greedy(PipelineClock):
         for stage in stages:
             begun = self.begun[WEIGHT][stage]
             if begun < self.begun[INPUT][stage]:
-                return WEIGHT, stage, begun
+                return None if self._puts_off(stage, stages) else (WEIGHT, stage, begun)
         return None
+
+    def _puts_off(self, stage: int, stages: Sequence[int]) -> bool:
+        """Whether the rank rather waits for a message than begins a weight gradient of `stage`."""
+        if not self._rule.put_off:
+            return False
+        waiting = self.begun[INPUT][stage] - self.begun[WEIGHT][stage]
+        if waiting > self._rule.put_off[stage]:
+            return False
+        patience_us = self.pipeline.duration_us[WEIGHT][stage] * _PATIENCE
+        until_us = self.now_us + patience_us
+        return any(self._comes_before(until_us, each) for each in stages)
+
+    def _comes_before(self, until_us: float, stage: int) -> bool:
+        for number, due_us in (
+            (self.inputs[stage], self._inputs_due_us[stage]),
+            (self.gradients[stage], self._gradients_due_us[stage]),
+        ):
+            if number < len(due_us) and due_us[number] < until_us:
+                return True
+        return False
+
+    def _expect(self, step: Step) -> None:
+        """Remember when the message that `step` will send arrives, if nothing holds it up."""
+        kind, stage, _ = step
+        hop = self.pipeline.hops[kind][stage]
+        if hop is None:
+            return
+        made_us = self.now_us + self.pipeline.duration_us[kind][stage]
+        due_us = made_us + hop.alone_us + hop.delay_us
+        if kind == FORWARD:
+            self._inputs_due_us[stage + 1].append(due_us)
+        else:
+            self._gradients_due_us[stage - 1].append(due_us)
+
+
+_PATIENCE = 0.5  # of a weight gradient's time: so long a rank waits for a message at most

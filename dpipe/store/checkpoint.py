@@ -36,7 +36,6 @@ from dpipe.store.storage import INDEX, Storage, digest_of, parsed_json
 
 LOG = logging.getLogger("dpipe")
 
-# Some elements of a flattened tensor of which several ranks hold parts.
 _SLICE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 _KINDS = ("model", "optimizer")  # in files of their own: to generate text needs no moments
 _PLAIN = re.compile(r"\w[\w.-]{0,254}", re.ASCII)  # a file's name: no folder, nothing hidden
@@ -56,6 +55,16 @@ class Tensors(dict[str, torch.Tensor]):
         raise CheckpointError(
             f"{self._where} holds no {name}: it is of a model with other layers; check [model]"
         )
+
+
+def parse_slice(name: str) -> tuple[str, int, int] | None:
+    """Tensor, start and stop of "TENSOR[start:stop]", a range of elements of a flattened tensor of
+    which several ranks hold parts; None if `name` is that of a whole tensor.
+    """
+    match = _SLICE.fullmatch(name)
+    if match is None:
+        return None
+    return match[1], int(match[2]), int(match[3])
 
 
 @dataclass(frozen=True)
@@ -289,11 +298,12 @@ def _with_slices_joined(tensors: Tensors, where: str) -> Tensors:
     joined = Tensors(f"the checkpoint {where}")
     parts = dict[str, dict[int, torch.Tensor]]()  # by name: the elements from each start on
     for name, tensor in tensors.items():
-        match = _SLICE.fullmatch(name)
-        if match is None:
+        part = parse_slice(name)
+        if part is None:
             joined[name] = tensor
-        else:
-            parts.setdefault(match[1], {})[int(match[2])] = tensor.reshape(-1)
+            continue
+        whole, start, _ = part
+        parts.setdefault(whole, {})[start] = tensor.reshape(-1)
     for name, by_start in parts.items():
         starts = sorted(by_start)
         pieces = [by_start[start] for start in starts]

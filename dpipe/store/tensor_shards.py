@@ -8,7 +8,6 @@
 What is read is whole in either case, and each rank takes its part of it.
 """
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -16,11 +15,9 @@ import torch
 from dpipe.ranks import ParallelRanks
 from dpipe.stage.base import PipelineStage
 from dpipe.stage.tensor_parallel import Shard
-from dpipe.store.checkpoint import Tensors
+from dpipe.store.checkpoint import Tensors, parse_slice
 
 Stages = Mapping[int, PipelineStage]
-
-_RANGE = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
 
 def whole_parameters(stages: Stages, here: ParallelRanks) -> dict[str, torch.Tensor]:
@@ -69,13 +66,8 @@ def as_slices(
             if here.tp_rank == 0:
                 slices[name] = moment
             continue
-        plain = name
-        start = 0
-        stop = shard.num_values
-        if match := _RANGE.fullmatch(name):  # a sharded optimizer has a part of it
-            plain = match[1]
-            start = int(match[2])
-            stop = int(match[3])
+        # A sharded optimizer has only a range of it.
+        plain, start, stop = parse_slice(name) or (name, 0, shard.num_values)
         first = here.tp_rank * shard.num_values  # behind the parts of the ranks before
         slices[f"{plain}[{first + start}:{first + stop}]"] = moment
         layouts[plain] = shard

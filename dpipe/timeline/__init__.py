@@ -2,16 +2,17 @@
 
 span.py       Span and Timeline
 cost.py       what each stage takes, and what each hop carries
+scenario.py   what a simulation is of: schedule, cost, network, hosts, replicas, ballots
 simulate.py   a steady step of a schedule on a network, a step alone, and the step time
 simulation.py the model behind them, event by event
 machine.py    the clock, the cores of a host and the egress of a rank, in a simulation
 exchanges.py  the replicas of a pipeline in a simulation, and what their stages exchange
 votes.py      the ballots before an optimizer step in a simulation
-memory.py     what a rank holds at the worst moment of a step
 timers.py     where a rank's time goes, by the names of Megatron-LM's timers
-summary.py    bubble, overlap, bytes a link; predicted beside measured
+summary.py    bubble, overlap, bytes a link
 chrome.py     a trace for Perfetto and chrome://tracing
 
 To change what a prediction knows of: the model is listed in `simulation.py`; each number that it
-needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures.
+needs is a field of `Cost`, which `plan/costs.py` estimates and `report/trace.py` measures; what a
+step runs on is a field of `Scenario`.
 """

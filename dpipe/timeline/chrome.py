@@ -1,7 +1,7 @@
 """Timelines as a trace that Perfetto and chrome://tracing open: measured, and the prediction beside
 it.
 
-    process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor
+    process  rank 0              lanes compute, send, recv, reduce, update, wait, tensor, ...
              rank 0, predicted   the same lanes; drawn at the first measured step
              rank 1              ...
     arrow    from each send to the receive of the same message
@@ -32,23 +32,22 @@ def chrome_trace(
     """
     tracks = []
     for number, (start_us, timeline) in enumerate(steps):
-        tracks.append(_Track(number, start_us, timeline))
+        track = _Track(number, start_us, timeline)
+        tracks.append(track)
     if predicted is not None:
         start_us = steps[0][0] if steps else 0.0
-        tracks.append(
-            _Track(
-                len(tracks),
-                start_us,
-                predicted,
-                predicted=True,
-            )
-        )
+        track = _Track(len(steps), start_us, predicted, predicted=True)
+        tracks.append(track)
     events: list[Event] = []
+    rows = set()
     for track in tracks:
-        events += track.events()
-    rows = sorted({(event["pid"], event["tid"]) for event in events})
+        for event in track.events():
+            row = (event["pid"], event["tid"])
+            rows.add(row)
+            events.append(event)
+    names = list(_names(sorted(rows)))
     return {
-        "traceEvents": [*_names(rows), *events],
+        "traceEvents": names + events,
         "displayTimeUnit": "ms",
     }
 
@@ -59,40 +58,36 @@ def _names(
     """What the viewer calls each process and lane, and where it puts them: a prediction under its
     measurement.
     """
-    for pid in sorted({pid for pid, _ in rows}):
+    processes = {pid for pid, _ in rows}
+    for pid in sorted(processes):
         # Even numbers are measured, the odd ones behind them predicted: see `_event`.
         name = f"rank {pid // 2}"
         if pid % 2:
             name += ", predicted"
-        yield _named("process_name", {"name": name}, pid=pid)
-        yield _named(
-            "process_sort_index",
-            {"sort_index": pid},
-            pid=pid,
-        )
+        yield from _named("process", name, pid, pid=pid)
     for pid, tid in rows:
         name = _LANES[tid].value
-        yield _named(
-            "thread_name",
-            {"name": name},
-            pid=pid,
-            tid=tid,
-        )
-        yield _named(
-            "thread_sort_index",
-            {"sort_index": tid},
-            pid=pid,
-            tid=tid,
-        )
+        yield from _named("thread", name, tid, pid=pid, tid=tid)
 
 
-def _named(what: str, args: Event, **track: int) -> Event:
-    """A metadata event, "M" in the format."""
-    return {
+def _named(
+    what: str,
+    name: str,
+    sort_index: int,
+    **track: int,
+) -> Iterator[Event]:
+    """The metadata events, "M" in the format, of a process or of a thread."""
+    yield {
         "ph": "M",
-        "name": what,
+        "name": f"{what}_name",
         **track,
-        "args": args,
+        "args": {"name": name},
+    }
+    yield {
+        "ph": "M",
+        "name": f"{what}_sort_index",
+        **track,
+        "args": {"sort_index": sort_index},
     }
 
 
@@ -111,12 +106,14 @@ class _Track:
         for span in self.timeline.spans:
             last_stage = max(last_stage, span.action.stage)
             if span.lane == Lane.RECV:
-                receives[self._row(span), span.action] = span
+                row = self._row(span)
+                receives[row, span.action] = span
         for span in self.timeline.spans:
             yield self._slice(span)
             if span.lane == Lane.SEND and span.action.op in SENDS:
                 other_end = counterpart(span.action, last_stage + 1)
-                receive = receives.get((self._row(span), other_end))
+                row = self._row(span)
+                receive = receives.get((row, other_end))
                 # The trace of a run that was cut short may hold one end of a message alone.
                 if receive is not None:
                     yield from self._arrow(span, receive)
@@ -127,7 +124,8 @@ class _Track:
         """
         timeline = self.timeline
         replica = span.rank * timeline.num_replicas // timeline.num_ranks
-        return replica * timeline.tensor_size + span.rank % timeline.tensor_size
+        tensor_rank = span.rank % timeline.tensor_size
+        return replica * timeline.tensor_size + tensor_rank
 
     def _slice(self, span: Span) -> Event:
         args: Event = {
@@ -138,18 +136,21 @@ class _Track:
         if span.peer is not None:
             args["to rank"] = span.peer
         event = self._event("X", span, span.start_us)
-        return event | {
-            "dur": span.duration_us,
-            "args": args,
-        }
+        event["dur"] = span.duration_us
+        event["args"] = args
+        return event
 
     def _arrow(self, send: Span, receive: Span) -> Iterator[Event]:
         name = f"{self.number}:{self._row(send)}:{send.action}"
         # "s" and "f" are the two ends of an arrow; "bp": "e" ends it in the slice that lies there,
         # not in the next one.
-        yield self._event("s", send, send.start_us) | {"id": name}
-        end = self._event("f", receive, receive.start_us)
-        yield end | {"id": name, "bp": "e"}
+        tail = self._event("s", send, send.start_us)
+        tail["id"] = name
+        yield tail
+        head = self._event("f", receive, receive.start_us)
+        head["id"] = name
+        head["bp"] = "e"
+        yield head
 
     def _event(
         self,
@@ -157,10 +158,12 @@ class _Track:
         span: Span,
         at_us: float,
     ) -> Event:
-        waiting = "wait for " if span.lane == Lane.WAIT else ""
+        name = str(span.action)
+        if span.lane == Lane.WAIT:
+            name = f"wait for {name}"
         return {
             "ph": phase,
-            "name": f"{waiting}{span.action}",
+            "name": name,
             "cat": span.action.op.value,
             "pid": 2 * span.rank + self.predicted,
             "tid": _LANES.index(span.lane),

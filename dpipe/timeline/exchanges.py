@@ -12,11 +12,12 @@ to the replica k further on it gets, at the same moment, from the one k before.
 `tests/timeline/test_replicas.py` holds it against the simulation of all.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Network
@@ -24,7 +25,7 @@ from dpipe.schedule.action import Action, Op
 from dpipe.schedule.exchange import Exchange, Message, Role
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.machine import Machines, Since
+from dpipe.timeline.machine import Machines
 from dpipe.timeline.span import Lane, Span
 
 
@@ -43,10 +44,11 @@ class Replicas:
     delayed: bool = False
 
     def __post_init__(self) -> None:
-        if self.exchange.has_server != bool(self.servers):
-            needs = "needs" if self.exchange.has_server else "has no"
+        exchange = self.exchange
+        if exchange.has_server != bool(self.servers):
+            needs = "needs" if exchange.has_server else "has no"
             raise ScheduleError(
-                f"the exchange {self.exchange.name!r} {needs} servers, got ranks {self.servers}"
+                f"the exchange {exchange.name!r} {needs} servers, got ranks {self.servers}"
             )
 
     @property
@@ -59,19 +61,21 @@ class Replicas:
         """
         if not self.exchange.symmetric:
             return False
+        if not self._interfaces_alike(network, per_replica):
+            return False
         if not network.links:
             return True
         ranks = range(per_replica)
         others = range(1, self.count)
         # Replica 0's own links, and those from it to each other replica; the rest is these, moved.
-        pipeline = [(a, b) for a, b in product(ranks, ranks) if a != b]
-        across = []
+        pairs = list(permutations(ranks, 2))
         for rank, hop in product(ranks, others):
-            across.append((rank, rank + hop * per_replica))
-        return all(
-            self._same(network, per_replica, pair, replica)
-            for pair, replica in product(pipeline + across, others)
-        )
+            peer = rank + hop * per_replica
+            pairs.append((rank, peer))
+        for pair, replica in product(pairs, others):
+            if not self._same(network, per_replica, pair, replica):
+                return False
+        return True
 
     def _same(
         self,
@@ -83,9 +87,24 @@ class Replicas:
         first, second = pair
         source = self.rotated(first, replica, per_replica)
         target = self.rotated(second, replica, per_replica)
-        if network.link(source, target) != network.link(first, second):
-            return False
-        return network.egress_gbps(source) == network.egress_gbps(first)
+        return network.link(source, target) == network.link(first, second)
+
+    def _interfaces_alike(self, network: Network, per_replica: int) -> bool:
+        """Whether no replica shares an interface with another, and all share theirs alike."""
+        for rank, by in product(range(per_replica), range(self.count)):
+            own = network.interface(rank).ranks
+            # What comes in from other replicas is seen only where these are simulated as well.
+            if max(own) >= per_replica or not math.isinf(network.ingress_gbps(rank)):
+                return False
+            other = self.rotated(rank, by, per_replica)
+            theirs = tuple(self.rotated(each, by, per_replica) for each in own)
+            if network.interface(other).ranks != theirs:
+                return False
+            if not math.isinf(network.ingress_gbps(other)):
+                return False
+            if network.egress_gbps(other) != network.egress_gbps(rank):
+                return False
+        return True
 
     def rotated(
         self,
@@ -108,12 +127,22 @@ class Replicas:
                 if isinstance(peer, int):
                     peer = self.rotated(peer, by, per_replica)
                 rank = span.rank + by * per_replica
-                everyone.append(span._replace(rank=rank, peer=peer))
+                moved = span._replace(rank=rank, peer=peer)
+                everyone.append(moved)
         return everyone
 
 
 _StageEnd = tuple[int, int, int]  # step, stage, and which end of its exchange
-_Held = tuple[set[tuple[int, Action]], int, int]  # messages under way, rank, stage
+_StageOver = Callable[[int, int], None]  # is told the rank and the stage
+
+
+@dataclass
+class _Held:
+    """A stage's exchange that has not begun: messages to neighbours have to leave first."""
+
+    rank: int
+    stage: int
+    sending: set[tuple[int, Action]]
 
 
 @dataclass
@@ -130,6 +159,17 @@ class _Leg:
     missing: set[Message] = field(default_factory=set)  # still to come, once it has started
     position: int = 0  # of the next message to be sent
     leaving: int = 0  # messages queued at the rank's egress
+
+    @property
+    def key(self) -> _StageEnd:
+        return self.step, self.stage, self.end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has left and come."""
+        if self.leaving or self.missing:
+            return False
+        return self.position == len(self.messages)
 
 
 class StageExchanges:
@@ -148,8 +188,8 @@ class StageExchanges:
         schedule: Schedule,
         cost: Cost,
         replicas: Replicas,
-        over: Callable[[int, int], None],
-        settled: Callable[[int, int], None],
+        over: _StageOver,
+        settled: _StageOver,
         *,
         mirrored: bool,
     ) -> None:
@@ -165,7 +205,6 @@ class StageExchanges:
         # By step, stage and end. A message may come before its receiver has begun the exchange.
         self._arrived: defaultdict[_StageEnd, set[Message]] = defaultdict(set)
         self._queues: defaultdict[int, deque[_Leg]] = defaultdict(deque)
-        # What must have left, then which rank's stage may begin.
         self._held: list[_Held] = []
         self._serving: dict[tuple[int, int], _Leg] = {}  # by step and stage
         self._reduced: Counter[_StageEnd] = Counter()  # by step, stage and rank
@@ -183,19 +222,22 @@ class StageExchanges:
     def begin_step(self, rank: int) -> None:
         """`rank` begins a step. The gradients of the step before may go, with a delay."""
         step = self._machines.step[rank]
-        if self._replicas.servers and (step, 0) not in self._serving:
+        serves = (step, 0) in self._serving
+        if self._replicas.servers and not serves:
             self._serve(step)
         if not self._replicas.delayed:
             return
-        pipeline_rank = rank % self._schedule.num_ranks
-        for action in self._schedule.programs[pipeline_rank]:
+        schedule = self._schedule
+        pipeline_rank = rank % schedule.num_ranks
+        for action in schedule.programs[pipeline_rank]:
             if action.op is Op.REDUCE_GRAD:
                 self._begin(rank, action.stage)
 
     def _serve(self, step: int) -> None:
         server = self._exchange.num_replicas
+        roles = set(Role)
         for stage, rank in enumerate(self._replicas.servers):
-            leg = self._leg(step, stage, server, rank, set(Role))
+            leg = self._leg(step, stage, server, rank, roles)
             self._serving[step, stage] = leg
             self._start(leg)
 
@@ -206,8 +248,9 @@ class StageExchanges:
             self._half_done(step, rank, stage)
             return
         # Only what it sends now: its later messages do not hold this exchange up.
-        sending = set(self._machines.sending[rank])
-        self._held.append((sending, rank, stage))
+        sending = self._machines.sending[rank]
+        held = _Held(rank, stage, set(sending))
+        self._held.append(held)
         self._final[step] += 1
         self._release()
 
@@ -218,9 +261,10 @@ class StageExchanges:
         action: Action,
     ) -> None:
         """A message to a neighbour in the pipeline has left."""
-        for sending, holder, _ in self._held:
-            if holder == rank:
-                sending.discard((step, action))
+        message = (step, action)
+        for held in self._held:
+            if held.rank == rank:
+                held.sending.discard(message)
         self._release()
 
     def stepped(self, rank: int, stage: int) -> None:
@@ -235,23 +279,25 @@ class StageExchanges:
         self._enqueue(leg)
 
     def _release(self) -> None:
-        held = []
+        waiting = []
         free = []
-        for sending, rank, stage in self._held:
-            step = self._machines.step[rank]
-            if sending or not self._may_begin(step):
-                held.append((sending, rank, stage))
+        for held in self._held:
+            if self._may_begin(held):
+                free.append(held)
             else:
-                free.append((rank, stage))
+                waiting.append(held)
         # Set before any begins, which may release others.
-        self._held = held
-        for rank, stage in free:
-            self._begin(rank, stage)
+        self._held = waiting
+        for held in free:
+            self._begin(held.rank, held.stage)
 
-    def _may_begin(self, step: int) -> bool:
+    def _may_begin(self, held: _Held) -> bool:
         """Where nothing is overlapped, all pipelines run dry first."""
+        if held.sending:
+            return False
         if self._exchange.overlapped:
             return True
+        step = self._machines.step[held.rank]
         num_gradients = self._schedule.num_stages * self._simulated
         return self._final[step] == num_gradients
 
@@ -274,9 +320,9 @@ class StageExchanges:
         """With a delay a step waits for this gradient to be made and for the one before to be
         exchanged.
         """
-        halves = self._reduced[step, stage, rank] + 1
-        self._reduced[step, stage, rank] = halves
-        if halves == 2:
+        key = (step, stage, rank)
+        self._reduced[key] += 1
+        if self._reduced[key] == 2:
             self._over(rank, stage)
 
     def _end(self, rank: int) -> int:
@@ -310,9 +356,10 @@ class StageExchanges:
             self._start(leg)
 
     def _start(self, leg: _Leg) -> None:
-        arrived = self._arrived[leg.step, leg.stage, leg.end]
-        comes = [m for m in self._exchange.arrivals[leg.end] if m.role in leg.roles]
-        leg.missing = {message for message in comes if message not in arrived}
+        arrived = self._arrived[leg.key]
+        for message in self._exchange.arrivals[leg.end]:
+            if message.role in leg.roles and message not in arrived:
+                leg.missing.add(message)
         self._advance(leg)
 
     def _advance(self, leg: _Leg) -> None:
@@ -322,15 +369,14 @@ class StageExchanges:
             leg.messages.insert(leg.position, message)
             leg.position += 1
             self._send(leg, message)
-        if leg.position < len(leg.messages) or leg.leaving or leg.missing:
-            return
-        self._close(leg)
+        if leg.is_over:
+            self._close(leg)
 
     def _next(self, leg: _Leg) -> int | None:
         """Which message goes next: they keep their order, but a stale server answers each replica
         by itself.
         """
-        arrived = self._arrived[leg.step, leg.stage, leg.end]
+        arrived = self._arrived[leg.key]
         waits = self._exchange.waits
         end = len(leg.messages)
         if not self._exchange.stale:
@@ -353,9 +399,9 @@ class StageExchanges:
 
     def _send(self, leg: _Leg, message: Message) -> None:
         target = self._rank_of(leg.stage, message.target)
+        arrive = partial(self._arrive, leg, message)
         if target == leg.rank:  # a server within the rank
-            clock = self._machines.clock
-            clock.at(clock.now_us, lambda: self._arrive(leg, message))
+            self._machines.clock.after(0.0, arrive)
             return
         leg.leaving += 1
         size = self._num_bytes(leg.stage, message)
@@ -376,22 +422,25 @@ class StageExchanges:
             leg.leaving -= 1
             self._advance(leg)
 
-        arrived: Since = lambda _: self._arrive(leg, message)  # noqa: E731
-        sender = self._machines.sender(leg.rank)
-        sender.send(target, size, left, arrived)
+        wires = self._machines.wires
+        wires.send(leg.rank, target, size, left, lambda _: arrive())
 
     def _note(self, leg: _Leg, span: Span) -> None:
         """As a run does, which reads at the end of a step what has been exchanged in it."""
-        at = self._machines.step
+        steps = self._machines.step
         # A server behind the last rank runs no program: it is at no step of its own.
-        step = at[leg.rank] if leg.rank < len(at) else leg.step
+        step = leg.step
+        if leg.rank < len(steps):
+            step = steps[leg.rank]
         self._machines.note(span, step)
 
     def sent_bytes(self, rank: int, stage: int) -> int:
         """What the exchange of `stage` puts on the egress of `rank`."""
+        end = self._end(rank)
         sent_bytes = 0
-        for message in self._exchange.programs[self._end(rank)]:
-            if self._rank_of(stage, message.target) != rank:
+        for message in self._exchange.programs[end]:
+            target = self._rank_of(stage, message.target)
+            if target != rank:
                 sent_bytes += self._num_bytes(stage, message)
         return sent_bytes
 
@@ -409,8 +458,9 @@ class StageExchanges:
         if self._mirrored:
             # What would come from the replica before, which replica 0 sends to the one after.
             message = self._exchange.rotated(message, -message.target)
-        self._arrived[sender.step, sender.stage, message.target].add(message)
-        leg = self._leg_of(sender.step, sender.stage, message.target)
+        key = (sender.step, sender.stage, message.target)
+        self._arrived[key].add(message)
+        leg = self._leg_of(*key)
         if leg is not None:
             leg.missing.discard(message)
             self._advance(leg)
@@ -424,7 +474,8 @@ class StageExchanges:
         """What the end is at; None where its rank is at another stage, or has not begun."""
         if end == self._exchange.num_replicas:
             return self._serving.get((step, stage))
-        queue = self._queues[self._rank_of(stage, end)]
+        rank = self._rank_of(stage, end)
+        queue = self._queues[rank]
         if not queue:
             return None
         leg = queue[0]

@@ -34,10 +34,10 @@ from dataclasses import replace
 
 from dpipe.network.link import Host, Network
 from dpipe.schedule.action import Action, Op
-from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulation import Simulation
 from dpipe.timeline.span import Lane, Span, Timeline
 
@@ -52,6 +52,7 @@ def simulate(
     hosts: Sequence[Host] = (),
     replicas: Replicas | None = None,
     ballots: Network | None = None,
+    costs: Sequence[Cost] = (),
 ) -> Timeline:
     """A steady step of `schedule`, and as `step_us` the step time; one that is not lowered is
     lowered first, and one without a backward pass is simulated alone.
@@ -59,89 +60,48 @@ def simulate(
     `hosts` are machines that have fewer cores than ranks; costs are then those of a core to
     oneself. With `replicas` every one of them runs the schedule, and their stages agree at
     REDUCE_GRAD. `ballots` is the network that VOTE crosses; by default no rank waits for a vote.
+    `costs` are what actions take by replica, where their machines differ.
 
     Raises `ScheduleError` for a schedule that does not fit `cost` or cannot make progress.
     """
+    scenario = Scenario(schedule, cost, network, hosts, replicas, ballots, costs)
     if not schedule.trains:
-        return simulate_alone(schedule, cost, network, hosts, replicas, ballots)
-    steady = Steady(_lowered(schedule, replicas), cost, network, hosts, replicas, ballots)
-    return steady.steady_step()
+        return simulate_alone(scenario)
+    return Steady(scenario.lowered()).steady_step()
 
 
-def simulate_alone(
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host] = (),
-    replicas: Replicas | None = None,
-    ballots: Network | None = None,
-) -> Timeline:
+def simulate_alone(scenario: Scenario) -> Timeline:
     """A single step, which all ranks begin at once and which nothing follows. It takes at least the
-    step time. Arguments and errors as of `simulate`.
+    step time. Lowers and raises as `simulate` does.
     """
-    lowered = _lowered(schedule, replicas)
-    alone = Simulation(lowered, cost, network, hosts, replicas, ballots)
+    alone = Simulation(scenario.lowered())
     alone.run()
     return alone.timeline(0)
 
 
-def period(
-    schedule: Schedule,
-    cost: Cost,
-    network: Network,
-    hosts: Sequence[Host] = (),
-    replicas: Replicas | None = None,
-    ballots: Network | None = None,
-    *,
-    most_us: float = math.inf,
-) -> float:
+def period(scenario: Scenario, most_us: float = math.inf) -> float:
     """The step time in microseconds: what `auto` looks for the least of. Infinite as soon as it is
-    certain to be above `most_us`, which saves most of the time of a search. Arguments and errors as
-    of `simulate`.
+    certain to be above `most_us`, which saves most of the time of a search. Lowers and raises as
+    `simulate` does.
 
     Of replicas that are alike one is simulated, also where they vote: then it may be up to one
     delay of a ballot too long, as all ranks have the verdict as late as those of other hosts than
     the coordinator's.
     """
-    lowered = _lowered(schedule, replicas)
-    steady = Steady(lowered, cost, network, hosts, replicas, ballots, most_us, mirrors_votes=True)
+    steady = Steady(scenario.lowered(), most_us, mirrors_votes=True)
     try:
         return steady.period()
     except _LateError:
         return math.inf
 
 
-def _lowered(schedule: Schedule, replicas: Replicas | None) -> Schedule:
-    if schedule.lowered:
-        return schedule
-    return lower(schedule, reduce=replicas is not None)
-
-
 class Steady(Simulation):
     """A simulation of as many steps as it takes until they repeat."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        network: Network,
-        hosts: Sequence[Host] = (),
-        replicas: Replicas | None = None,
-        ballots: Network | None = None,
-        most_us: float = math.inf,
-        *,
-        mirrors_votes: bool = False,
+        self, scenario: Scenario, most_us: float = math.inf, *, mirrors_votes: bool = False
     ) -> None:
-        super().__init__(
-            schedule,
-            cost,
-            network,
-            hosts,
-            replicas,
-            ballots,
-            MOST_STEPS,
-            mirrors_votes=mirrors_votes,
-        )
+        super().__init__(scenario, MOST_STEPS, mirrors_votes=mirrors_votes)
         self.most_us = most_us
         self.steady = MOST_STEPS - 1  # the step that repeats
         self.period_us: float | None = None
@@ -151,8 +111,9 @@ class Steady(Simulation):
         # By rank, what its last exchange takes at least behind its last computation.
         self.tail_us: list[float] = []
         for rank, program in enumerate(self.programs):
-            self.left_us.append(sum(map(cost.duration_us, program)))
-            self.update_us.append(self._of_updates_us(program))
+            updates = [action for action in program if action.op is Op.STEP]
+            self.left_us.append(self._work_us(rank, program))
+            self.update_us.append(self._work_us(rank, updates))
             self.tail_us.append(self._of_exchange_us(rank))
 
     def steady_step(self) -> Timeline:
@@ -175,22 +136,26 @@ class Steady(Simulation):
     def _mean_us(self) -> float:
         """The slowest rank's step time, of those that never repeated."""
         half = MOST_STEPS // 2
+        num_steps = MOST_STEPS - half
         means_us = []
         for starts_us in self.starts_us:
             took_us = starts_us[-1] - starts_us[half]
-            means_us.append(took_us / (MOST_STEPS - half))
+            means_us.append(took_us / num_steps)
         return max(means_us)
 
     def _verdicts_us(self) -> list[float]:
         """When each rank begins a step, after the moment when a vote is counted."""
-        pairs = zip(self.vote_delays_us, self.update_us, strict=False)
-        return [verdict_us + update_us for (_, verdict_us), update_us in pairs]
+        verdicts_us = []
+        for rank, (_, verdict_us) in enumerate(self.vote_delays_us):
+            update_us = self.update_us[rank]
+            verdicts_us.append(verdict_us + update_us)
+        return verdicts_us
 
     def ended(self, step: int) -> None:
         if self._carries_more:
             # The spans of `step` itself may not all be over.
-            steady = step > 2 and self._same_spans(step - 2, step - 1)
             step -= 1
+            steady = step > 1 and self._same_spans(step - 1, step)
         else:
             steady = self._begins_alike(step)
         if steady:
@@ -208,26 +173,31 @@ class Steady(Simulation):
         """Whether more lasts from step to step than when each rank begins."""
         if self.machines.cores:
             return True
-        if self.replicas is not None and self.replicas.servers:
+        replicas = self.scenario.replicas
+        if replicas is not None and replicas.servers:
             return True
-        votes = any(action.op is Op.VOTE for action in self.programs[0])
-        return not votes
+        ops = {action.op for action in self.programs[0]}
+        return Op.VOTE not in ops
 
     def _begins_alike(self, step: int) -> bool:
         """Whether each rank begins the step after `step` as it began `step`, equally much later."""
         exchanges = self.exchanges
-        if exchanges is not None and exchanges.after_step and step == 0:
+        after_step = exchanges is not None and exchanges.after_step
+        if after_step and step == 0:
             return False  # nothing came before it
         # What is exchanged from the beginning of a step begins with it.
-        waits = exchanges is None or not (exchanges.after_step or exchanges.delayed)
-        first_us = self._first_us(step) if waits else {}
+        delayed = exchanges is not None and exchanges.delayed
+        first_us: dict[int, float] = {}
+        if not after_step and not delayed:
+            first_us = self._first_us(step)
         later_us = self._later_us(step, step + 1)
         for rank, starts_us in enumerate(self.starts_us):
             began_us = starts_us[step]
             begins_us = starts_us[step + 1] - later_us
             if math.isclose(begins_us, began_us, rel_tol=_SAME, abs_tol=_SAME):
                 continue
-            if not begins_us <= first_us.get(rank, -math.inf):
+            latest_us = first_us.get(rank, -math.inf)
+            if not begins_us <= latest_us:
                 return False
         return True
 
@@ -235,26 +205,31 @@ class Steady(Simulation):
         """By rank that began `step` with a wait, until when it waited."""
         first_us = {}
         for span in self.machines.spans[step]:
-            began_us = self.starts_us[span.rank][step]
-            if span.lane is Lane.WAIT and span.start_us == began_us:
+            if span.lane is not Lane.WAIT:
+                continue
+            starts_us = self.starts_us[span.rank]
+            if span.start_us == starts_us[step]:
                 first_us[span.rank] = span.end_us
         return first_us
 
     def _same_spans(self, step: int, other: int) -> bool:
         """Whether all that happened in `step` happened in `other`, equally much later."""
         later_us = self._later_us(step, other)
-        before = sorted(self.machines.spans[step], key=_place)
-        after = sorted(self.machines.spans[other], key=_place)
+        spans = self.machines.spans
+        before = sorted(spans[step], key=_place)
+        after = sorted(spans[other], key=_place)
         if len(before) != len(after):
             return False
         moved = [span.later(later_us) for span in before]
         return all(map(_same, moved, after))
 
     def compute(self, rank: int, action: Action) -> None:
-        first = self.machines.step[rank] == 0
-        if first and self._least_us(rank, action) > self._certain_us:
-            raise _LateError
-        self.left_us[rank] -= self.cost.duration_us(action)
+        if self.machines.step[rank] == 0:
+            least_us = self._least_us(rank, action)
+            if least_us > self._certain_us:
+                raise _LateError
+        takes_us = self.cost_at(rank).duration_us(action)
+        self.left_us[rank] -= takes_us
         super().compute(rank, action)
 
     @property
@@ -269,27 +244,34 @@ class Steady(Simulation):
         wait.
         """
         # At the vote and the optimizer's step the exchange is behind the rank.
-        exchanged = action.op in (Op.VOTE, Op.STEP)
-        tail_us = 0.0 if exchanged else self.tail_us[rank]
-        end_us = self.clock.now_us + self.left_us[rank] + tail_us
-        if self.ballots is None:
+        tail_us = self.tail_us[rank]
+        if action.op in (Op.VOTE, Op.STEP):
+            tail_us = 0.0
+        left_us = self.left_us[rank]
+        end_us = self.clock.now_us + left_us + tail_us
+        if self.scenario.ballots is None:
             return end_us if rank == 0 else 0.0
         ballot_us, _ = self.vote_delays_us[rank]
-        return end_us - self.update_us[rank] + ballot_us
+        update_us = self.update_us[rank]
+        return end_us - update_us + ballot_us
 
-    def _of_updates_us(self, program: Sequence[Action]) -> float:
-        updates = [action for action in program if action.op is Op.STEP]
-        return sum(map(self.cost.duration_us, updates))
+    def _work_us(self, rank: int, actions: Sequence[Action]) -> float:
+        cost = self.cost_at(rank)
+        return sum(map(cost.duration_us, actions))
 
     def _of_exchange_us(self, rank: int) -> float:
         """How long the gradient of a rank's stage is on its way at least. Several stages hide each
         other's exchange.
         """
-        stages = {action.stage for action in self.programs[rank]}
-        if self.exchanges is None or self.exchanges.delayed or len(stages) > 1:
+        exchanges = self.exchanges
+        if exchanges is None or exchanges.delayed:
             return 0.0
-        sent_bytes = self.exchanges.sent_bytes(rank, *stages)
-        bits_per_us = self.network.egress_gbps(rank) * 1e3
+        stages = {action.stage for action in self.programs[rank]}
+        if len(stages) > 1:
+            return 0.0
+        sent_bytes = exchanges.sent_bytes(rank, *stages)
+        network = self.scenario.network
+        bits_per_us = network.egress_gbps(rank) * 1e3
         return sent_bytes * 8 / bits_per_us
 
 
@@ -297,14 +279,21 @@ class _LateError(Exception):
     pass
 
 
-def _place(span: Span) -> tuple[int, str, str, str, float]:
-    return span.rank, span.lane, str(span.action), str(span.peer), span.start_us
+_Place = tuple[int, str, str, str, float]
+
+
+def _place(span: Span) -> _Place:
+    action = str(span.action)
+    peer = str(span.peer)
+    return span.rank, span.lane, action, peer, span.start_us
 
 
 def _same(span: Span, other: Span) -> bool:
-    if (span.rank, span.lane, span.action) != (other.rank, other.lane, other.action):
+    what = (span.rank, span.lane, span.action)
+    if what != (other.rank, other.lane, other.action):
         return False
-    return _at_once(span.start_us, other.start_us) and _at_once(span.end_us, other.end_us)
+    begin_at_once = _at_once(span.start_us, other.start_us)
+    return begin_at_once and _at_once(span.end_us, other.end_us)
 
 
 def _at_once(time_us: float, other_us: float) -> bool:

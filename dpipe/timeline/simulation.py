@@ -8,8 +8,10 @@ The model, event by event:
   program order.
 - A message takes bytes / bandwidth to put on the wire, then the link's delay to arrive. Links are
   full duplex.
-- A rank's egress sends one message after another, whoever they are for: `tc` shapes an interface
-  (`Egress`).
+- A machine's egress sends one message after another, whoever they are for: `tc` shapes an
+  interface (`Egress`). Its ranks share it. So they do the ingress, where one is known: machines
+  that send to it at once share that (`Ingress`). What its ranks send each other passes neither.
+- Where packets are lost, a connection is slower and a message later (`Link`).
 - A message does not wait for its receive to be posted. It costs neither end anything, unless their
   host says so.
 - Ranks have a processor each, unless they share a host's cores; then they share them fairly, and
@@ -31,26 +33,20 @@ The model, event by event:
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property, partial
+from operator import lt
 from typing import assert_never
 
-from dpipe.errors import ScheduleError
-from dpipe.network.link import Host, Network
 from dpipe.schedule.action import RECVS, Action, Op
 from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
-from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
-from dpipe.timeline.exchanges import Replicas, StageExchanges
-from dpipe.timeline.machine import Clock, Machines
+from dpipe.timeline.exchanges import StageExchanges
+from dpipe.timeline.machine import Call, Clock, Machines
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
 
-
-def _check_stages(schedule: Schedule, cost: Cost) -> None:
-    if schedule.num_stages != cost.num_stages:
-        raise ScheduleError(
-            f"the schedule has {schedule.num_stages} stages, the cost {cost.num_stages}"
-        )
+_StepOfReplica = tuple[int, int]
 
 
 class Simulation:
@@ -63,35 +59,25 @@ class Simulation:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        network: Network,
-        hosts: Sequence[Host] = (),
-        replicas: Replicas | None = None,
-        ballots: Network | None = None,
-        num_steps: int = 1,
-        *,
-        mirrors_votes: bool = False,
+        self, scenario: Scenario, num_steps: int = 1, *, mirrors_votes: bool = False
     ) -> None:
-        _check_stages(schedule, cost)
-        self.schedule = schedule
-        self.cost = cost
-        self.network = network
-        self.replicas = replicas
-        self.ballots = ballots
-        told_apart = hosts or (ballots is not None and not mirrors_votes)
-        self.mirrored = not told_apart and self._replicas_are_alike
-        self.programs = schedule.programs * self._num_simulated
+        self.scenario = scenario
+        self.schedule = scenario.schedule
+        self.cost = scenario.cost  # for bytes; how long something takes differs by replica
+        votes_differ = scenario.ballots is not None and not mirrors_votes
+        told_apart = scenario.hosts or votes_differ
+        self.mirrored = not told_apart and scenario.replicas_are_alike
+        self.programs = self.schedule.programs * self._num_simulated
         self.num_steps = num_steps
-        self.machines = Machines(network, len(self.programs), hosts)
+        num_ranks = len(self.programs)
+        self.machines = Machines(scenario.network, num_ranks, scenario.hosts)
         # By rank, when it began each step, and in the end when it would have begun one more.
         self.starts_us: list[list[float]] = [[] for _ in self.programs]
         # By step and replica.
-        self.done: defaultdict[tuple[int, int], set[Action]] = defaultdict(set)
-        self.position = [0] * len(self.programs)
+        self.done: defaultdict[_StepOfReplica, set[Action]] = defaultdict(set)
+        self.position = [0] * num_ranks
         # When the rank ran out of work; None while it computes.
-        self.idle_since: list[float | None] = [None for _ in self.programs]
+        self.idle_since: list[float | None] = [None] * num_ranks
         # What the rank's next action still lacks.
         self.awaited: list[set[Action]] = [set() for _ in self.programs]
         # By rank, the STEPs after which parameters are still exchanged.
@@ -106,40 +92,38 @@ class Simulation:
     @property
     def _num_simulated(self) -> int:
         """Replicas."""
-        if self.replicas is None or self.mirrored:
+        replicas = self.scenario.replicas
+        if replicas is None or self.mirrored:
             return 1
-        return self.replicas.count
+        return replicas.count
 
-    @property
-    def _replicas_are_alike(self) -> bool:
-        """Then one of them is simulated, and stands for all."""
-        if self.replicas is None:
-            return False
-        if self.ballots is not None and self.ballots.links:
-            return False
-        num_ranks = self.schedule.num_ranks
-        return self.replicas.alike(self.network, num_ranks)
+    def cost_at(self, rank: int) -> Cost:
+        """What actions take on `rank`."""
+        return self.scenario.cost_of(rank // self.schedule.num_ranks)
 
     @cached_property
     def vote_delays_us(self) -> list[tuple[float, float]]:
         """By rank, of its ballot and of the verdict. A replica that stands for all is one that the
         coordinator is not in.
         """
-        if self.ballots is None:
+        ballots = self.scenario.ballots
+        if ballots is None:
             return []
+        ranks = range(len(self.programs))
         if self.mirrored:
-            first = self.schedule.num_ranks
-            return [vote_delays_us(self.ballots, first) for _ in self.programs]
-        return [vote_delays_us(self.ballots, rank) for rank in range(len(self.programs))]
+            elsewhere = self.schedule.num_ranks
+            return [vote_delays_us(ballots, elsewhere)] * len(ranks)
+        return [vote_delays_us(ballots, rank) for rank in ranks]
 
     def _stage_exchanges(self) -> StageExchanges | None:
-        if self.replicas is None:
+        replicas = self.scenario.replicas
+        if replicas is None:
             return None
         return StageExchanges(
             self.machines,
             self.schedule,
             self.cost,
-            self.replicas,
+            replicas,
             self._reduced,
             self._settled,
             mirrored=self.mirrored,
@@ -150,7 +134,8 @@ class Simulation:
         if not starts_us:
             starts_us = [0.0 for _ in self.programs]
         for rank, start_us in enumerate(starts_us):
-            self.clock.at(start_us, partial(self._begin, rank))
+            begin = partial(self._begin, rank)
+            self.clock.at(start_us, begin)
         self.clock.run()
         if not self.clock.stopped and self._is_stuck:
             check(self.schedule)  # says which action on which rank waits for what
@@ -158,24 +143,57 @@ class Simulation:
     @property
     def _is_stuck(self) -> bool:
         """Nothing is due any more: whether a rank still has something to do."""
-        places = zip(self.position, self.programs, strict=True)
-        return any(position < len(program) for position, program in places)
+        lengths = map(len, self.programs)
+        return any(map(lt, self.position, lengths))
 
     def timeline(self, step: int) -> Timeline:
         """The spans of one step."""
         per_replica = self.schedule.num_ranks
         spans = self.machines.spans[step]
-        if self.replicas is None:
+        replicas = self.scenario.replicas
+        if replicas is None:
             return Timeline(per_replica, tuple(spans))
         if self.mirrored:
-            spans = self.replicas.everyone(spans, per_replica)
-        num_replicas = self.replicas.count
-        return Timeline(per_replica * num_replicas, tuple(spans), num_replicas)
+            spans = replicas.everyone(spans, per_replica)
+        num_replicas = replicas.count
+        num_ranks = per_replica * num_replicas
+        return Timeline(num_ranks, tuple(spans), num_replicas)
 
     def _begin(self, rank: int) -> None:
         self.idle_since[rank] = self.clock.now_us
         self.begin_step(rank)
+        self._prepare(rank)
         self.advance(rank)
+
+    def _prepare(self, rank: int) -> None:
+        """Keep an idle rank for what it does between two steps."""
+        pipeline_rank = rank % self.schedule.num_ranks
+        first = self.schedule.of_rank(pipeline_rank, Op.VOTE)
+        takes_us = self.cost_at(rank).between_us[first.stage]
+        if not takes_us:
+            return
+        start_us = self.clock.now_us
+        self.idle_since[rank] = None
+
+        def over() -> None:
+            self.idle_since[rank] = self.clock.now_us
+            self._note(rank, Lane.BETWEEN, first, start_us)
+            self.advance(rank)
+
+        self._occupy(rank, takes_us, over)
+
+    def _occupy(
+        self,
+        rank: int,
+        takes_us: float,
+        over: Call,
+    ) -> None:
+        """Keep the thread of `rank` that computes for so long; longer where it shares cores."""
+        cores = self.machines.cores.get(rank)
+        if cores is not None and cores.host.computes:
+            cores.run(rank, takes_us, over, cores.host.threads)
+        else:
+            self.clock.after(takes_us, over)
 
     def begin_step(self, rank: int) -> None:
         """`rank` begins the step that it is at."""
@@ -185,7 +203,8 @@ class Simulation:
 
     def _is_over(self, step: int) -> bool:
         """Whether all ranks have ended it."""
-        return all(len(starts_us) > step + 1 for starts_us in self.starts_us)
+        num_begun = min(map(len, self.starts_us))
+        return num_begun > step + 1
 
     def _end_step(self, rank: int) -> None:
         """The program of `rank` has ended: it begins the next step, if there is one."""
@@ -194,6 +213,7 @@ class Simulation:
             self.machines.step[rank] += 1
             self.position[rank] = 0
             self.begin_step(rank)
+            self._prepare(rank)
         else:
             self.starts_us[rank].append(self.clock.now_us)
             self.idle_since[rank] = None
@@ -216,8 +236,9 @@ class Simulation:
         """
         if step is None:
             step = self.machines.step[rank]
+        end_us = self.clock.now_us
         num_bytes = self.cost.num_bytes(action)
-        span = Span(rank, lane, action, start_us, self.clock.now_us, num_bytes)
+        span = Span(rank, lane, action, start_us, end_us, num_bytes)
         self.machines.note(span, step)
         self.complete(rank, action, step)
 
@@ -233,26 +254,35 @@ class Simulation:
         if step == self.machines.step[rank]:
             self._arrived(rank, action)
 
+    def _complete_now(self, rank: int, action: Action) -> None:
+        """Complete an action of the step that `rank` is at."""
+        step = self.machines.step[rank]
+        self.complete(rank, action, step)
+
     def _arrived(self, rank: int, action: Action) -> None:
         """What an idle rank may have waited for."""
-        self.awaited[rank].discard(action)
-        if self.idle_since[rank] is not None and not self.awaited[rank]:
+        awaited = self.awaited[rank]
+        awaited.discard(action)
+        idle = self.idle_since[rank] is not None
+        if idle and not awaited:
             self.advance(rank)
 
     def advance(self, rank: int) -> None:
         """Go on with the programs of an idle rank until it computes or has to wait."""
         program = self.programs[rank]
         while self.idle_since[rank] is not None:
-            if self.position[rank] == len(program):
+            position = self.position[rank]
+            if position == len(program):
                 self._end_step(rank)
                 continue
-            action = program[self.position[rank]]
+            action = program[position]
             # A receive is posted, and what needs its message waits, not the rank.
             if action.op not in RECVS:
-                self.awaited[rank] = self._lacking(rank, action)
-                if self.awaited[rank]:
+                lacking = self._lacking(rank, action)
+                self.awaited[rank] = lacking
+                if lacking:
                     return
-            self.position[rank] += 1
+            self.position[rank] = position + 1
             self.start(rank, action)
 
     def _lacking(self, rank: int, action: Action) -> set[Action]:
@@ -261,10 +291,11 @@ class Simulation:
         done = self.done[step, replica]
         requires = self.schedule.requires(action)
         lacking = {need for need in requires if need not in done}
-        if action.op is Op.F and self.unsettled[rank]:
+        unsettled = self.unsettled[rank]
+        if action.op is Op.F and unsettled:
             # The STEP of the step before, whose parameters this forward computes with.
             update = Action(action.stage, Op.STEP)
-            lacking |= self.unsettled[rank] & {update}
+            lacking |= unsettled & {update}
         if action.op is Op.VOTE:
             sending = self.machines.sending[rank]
             lacking |= {sent for _, sent in sending}
@@ -280,7 +311,7 @@ class Simulation:
                 self.compute(rank, action)
             case Op.COMPLETE | Op.AGREE:
                 self._waited(rank, action)
-                self.complete(rank, action, self.machines.step[rank])
+                self._complete_now(rank, action)
             case Op.REDUCE_GRAD:
                 if self.exchanges is None:
                     self.finish(rank, Lane.REDUCE, action, self.clock.now_us)
@@ -288,7 +319,7 @@ class Simulation:
                     self.exchanges.reduce(rank, action.stage)
             case Op.VOTE:
                 self._waited(rank, action)
-                if self.cost.duration_us(action):
+                if self.cost_at(rank).duration_us(action):
                     self.compute(rank, action)
                 else:
                     self._vote(rank, action)
@@ -300,13 +331,8 @@ class Simulation:
         start_us = self.clock.now_us
         self._waited(rank, action)
         self.idle_since[rank] = None
-        cores = self.machines.cores.get(rank)
-        takes_us = self.cost.duration_us(action)
         over = partial(self._computed, rank, action, start_us)
-        if cores is not None and cores.host.computes:
-            cores.run(rank, takes_us, over)
-        else:
-            self.clock.at(start_us + takes_us, over)
+        self._occupy(rank, self.cost_at(rank).duration_us(action), over)
 
     def _computed(
         self,
@@ -335,37 +361,44 @@ class Simulation:
         start_us: float,
     ) -> None:
         """A span that is over, though `action` may not be."""
-        span = Span(rank, lane, action, start_us, self.clock.now_us)
-        self.machines.note(span, self.machines.step[rank])
+        end_us = self.clock.now_us
+        span = Span(rank, lane, action, start_us, end_us)
+        step = self.machines.step[rank]
+        self.machines.note(span, step)
 
     def _waited(self, rank: int, action: Action) -> None:
         """An idle rank goes on with `action`."""
         since = self.idle_since[rank]
-        if since is not None and since < self.clock.now_us:
+        now_us = self.clock.now_us
+        if since is not None and since < now_us:
             self._note(rank, Lane.WAIT, action, since)
-            self.idle_since[rank] = self.clock.now_us
+            self.idle_since[rank] = now_us
 
     def _send(self, rank: int, action: Action) -> None:
-        receive = counterpart(action, self.schedule.num_stages)
-        first_of_replica = rank - rank % self.schedule.num_ranks
-        target = first_of_replica + self.schedule.rank_of_stage[receive.stage]
+        schedule = self.schedule
+        receive = counterpart(action, schedule.num_stages)
+        pipeline_rank = rank % schedule.num_ranks
+        first_of_replica = rank - pipeline_rank
+        receiver = schedule.rank_of_stage[receive.stage]
+        target = first_of_replica + receiver
         step = self.machines.step[rank]
         message = (step, action)
-        self.machines.sending[rank].add(message)
+        sending = self.machines.sending[rank]
+        sending.add(message)
 
         def left(start_us: float) -> None:
-            self.machines.sending[rank].remove(message)
+            sending.remove(message)
             if self.exchanges is not None:
                 self.exchanges.sent(rank, step, action)
             self.finish(rank, Lane.SEND, action, start_us, step)
 
         arrived = partial(self.finish, target, Lane.RECV, receive, step=step)
-        sender = self.machines.sender(rank)
-        sender.send(target, self.cost.num_bytes(action), left, arrived)
+        num_bytes = self.cost.num_bytes(action)
+        self.machines.wires.send(rank, target, num_bytes, left, arrived)
 
     def _reduced(self, rank: int, stage: int) -> None:
         reduce = Action(stage, Op.REDUCE_GRAD)
-        self.complete(rank, reduce, self.machines.step[rank])
+        self._complete_now(rank, reduce)
 
     def _settled(self, rank: int, stage: int) -> None:
         """The parameters of the step before are there."""
@@ -376,15 +409,15 @@ class Simulation:
 
     def _vote(self, rank: int, action: Action) -> None:
         step = self.machines.step[rank]
-        if self.ballots is None:
+        if self.scenario.ballots is None:
             self.complete(rank, action, step)
             return
         if step not in self.votes:
-            self.votes[step] = Votes(self.clock, self.vote_delays_us, self._voted)
+            self.votes[step] = Votes(self.machines, self.vote_delays_us, self._voted)
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:
         pipeline_rank = rank % self.schedule.num_ranks
         vote = self.schedule.of_rank(pipeline_rank, Op.VOTE)
         self._waited(rank, vote)
-        self.complete(rank, vote, self.machines.step[rank])
+        self._complete_now(rank, vote)

@@ -1,4 +1,4 @@
-"""A timeline in numbers, and a prediction beside a measurement."""
+"""A timeline in numbers."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -55,25 +55,6 @@ class Summary:
         }
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A prediction beside what was measured; `ratio` is measured over predicted step time."""
-
-    predicted: Summary
-    measured: Summary
-
-    @property
-    def ratio(self) -> float:
-        return self.measured.step_us / self.predicted.step_us
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "predicted": self.predicted.as_dict(),
-            "measured": self.measured.as_dict(),
-            "ratio": self.ratio,
-        }
-
-
 def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     """Numbers of one step that ran, or would run, `schedule`; raises `ValueError` where no time
     passes.
@@ -91,13 +72,15 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
     for rank in range(timeline.num_ranks):
         lanes = _lanes(timeline, rank)
         busy_us = _length(_busy(lanes))
-        waiting_us = _length(_union(lanes[Lane.WAIT]))
-        exchanged = _sent(lanes[Lane.REDUCE])
+        waits = _union(lanes[Lane.WAIT])
+        waiting_us = _length(waits)
         bubble.append(1 - busy_us / step_us)
         waiting.append(waiting_us / step_us)
         overlap.append(_overlap(lanes))
-        sent_bytes.append(_num_bytes(lanes[Lane.SEND] + exchanged))
-        reduce_bytes.append(_num_bytes(exchanged))
+        exchanged_bytes = _num_bytes(_sent(lanes[Lane.REDUCE]))
+        neighbour_bytes = _num_bytes(lanes[Lane.SEND])
+        sent_bytes.append(neighbour_bytes + exchanged_bytes)
+        reduce_bytes.append(exchanged_bytes)
     return Summary(
         step_us=step_us,
         bubble=tuple(bubble),
@@ -107,18 +90,6 @@ def summarise(timeline: Timeline, schedule: Schedule) -> Summary:
         reduce_bytes=tuple(reduce_bytes),
         link_bytes=_link_bytes(timeline, schedule),
         peak_in_flight=peak_in_flight(schedule) * timeline.num_replicas,
-    )
-
-
-def compare(
-    predicted: Timeline,
-    measured: Timeline,
-    schedule: Schedule,
-) -> Comparison:
-    """Both timelines are of one step of `schedule`."""
-    return Comparison(
-        summarise(predicted, schedule),
-        summarise(measured, schedule),
     )
 
 
@@ -159,7 +130,8 @@ def _link_bytes(timeline: Timeline, schedule: Schedule) -> dict[Ends, int]:
             moved[span.rank, span.peer] += span.num_bytes
         elif span.lane == Lane.SEND and span.action.op in SENDS:
             # A schedule knows the ranks of one pipeline; the peer is in the sender's own.
-            first = span.rank - span.rank % schedule.num_ranks
+            pipeline_rank = span.rank % schedule.num_ranks
+            first = span.rank - pipeline_rank
             target = first + peer(schedule, span.action)
             moved[span.rank, target] += span.num_bytes
     return {ends: moved[ends] for ends in sorted(moved, key=_by_ends)}
@@ -174,9 +146,10 @@ def _by_ends(ends: Ends) -> tuple[int, bool, int | str]:
 def _union(spans: list[Span]) -> list[Interval]:
     """The spans as intervals that do not touch, in order."""
     merged: list[Interval] = []
-    for start, end in sorted((span.start_us, span.end_us) for span in spans):
-        if merged and start <= merged[-1][1]:
-            first, last = merged[-1]
+    intervals = [(span.start_us, span.end_us) for span in spans]
+    for start, end in sorted(intervals):
+        first, last = merged[-1] if merged else (start, start)
+        if merged and start <= last:
             merged[-1] = (first, max(end, last))
         else:
             merged.append((start, end))
@@ -189,12 +162,14 @@ def _intersection(ours: list[Interval], theirs: list[Interval]) -> list[Interval
     i = 0
     j = 0
     while i < len(ours) and j < len(theirs):
-        start = max(ours[i][0], theirs[j][0])
-        end = min(ours[i][1], theirs[j][1])
+        our_start, our_end = ours[i]
+        their_start, their_end = theirs[j]
+        start = max(our_start, their_start)
+        end = min(our_end, their_end)
         if start < end:
             shared.append((start, end))
         # The one that ends first can share nothing with what follows in the other list.
-        if ours[i][1] < theirs[j][1]:
+        if our_end < their_end:
             i += 1
         else:
             j += 1

@@ -1,9 +1,9 @@
-"""GPT-3 XL on p3.16xlarge machines, eight V100 of 16 GB each: Megatron by cut and micro-batch, and
-PyTorch's Pipe.
+"""GPT-3 XL on p3.16xlarge machines with eight V100 of 16 GB: Megatron by layout and micro-batch,
+and PyTorch's Pipe.
 
-What was trained is a classifier of pairs of questions: two classes, no logits over the words, SGD.
-Seventeen figures of these tables are of one machine and thirty of six; five numbers are fitted, on
-as many rows.
+The source trained a classifier of question pairs with SGD: it has two classes, and no logits over
+the vocabulary. Seventeen figures of these tables are for one machine and thirty for six. Five
+numbers are fitted, each to one row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tables.devices import (
+    V100_FP16_TERAFLOPS,
+    V100_FP32_TERAFLOPS,
+    V100_LINK_RATE,
+    V100_MEMORY_GIB,
+    V100_MEMORY_RATE,
+)
 from tables.form import Parameter
 from tables.iteration import Job, Machine
 from tables.megatron import Device, Shape, Strategy, rank_memory
@@ -35,11 +42,6 @@ FP16_EFFICIENCY = Parameter(
     f"{_ON_SIX}fp16, recomputed, micro-batch 1, 1 x 8",
 )
 MEMORY_EFFICIENCY = Parameter("share of the memory's rate", 0.8, "", "assumed")
-V100_FP32_TERAFLOPS = Parameter("V100 in fp32", 15.7, "TFLOP/s", "nominal")
-V100_FP16_TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
-V100_MEMORY = Parameter("rate of V100's memory", 900, "GB/s", "nominal")
-V100_LINK = Parameter("V100's NVLink, each way", 150, "GB/s", "nominal")
-V100_MEMORY_GIB = Parameter("V100's memory", 15.78, "GiB", "nominal: 16,160 MiB")
 LIBRARIES_GIB = Parameter("context of CUDA and buffers of NCCL", 1.5, "GiB", "assumed")
 WORDS = Parameter("words of the classifier", 28_996, "", "nominal: BERT's cased vocabulary")
 MEGATRON_PARAMETERS = (
@@ -51,8 +53,8 @@ MEGATRON_PARAMETERS = (
     MEMORY_EFFICIENCY,
     V100_FP32_TERAFLOPS,
     V100_FP16_TERAFLOPS,
-    V100_MEMORY,
-    V100_LINK,
+    V100_MEMORY_RATE,
+    V100_LINK_RATE,
     V100_MEMORY_GIB,
     LIBRARIES_GIB,
     WORDS,
@@ -63,8 +65,8 @@ def p3_machine(precision: str) -> Machine:
     half = precision == "fp16"
     device = Device(
         (V100_FP16_TERAFLOPS if half else V100_FP32_TERAFLOPS).value,
-        V100_MEMORY.value,
-        V100_LINK.value,
+        V100_MEMORY_RATE.value,
+        V100_LINK_RATE.value,
         (FP16_EFFICIENCY if half else FP32_EFFICIENCY).value,
         MEMORY_EFFICIENCY.value,
         collective_latency_us=LATENCY_US.value,
@@ -74,8 +76,8 @@ def p3_machine(precision: str) -> Machine:
 
 @dataclass(frozen=True)
 class FittingRow(Row):
-    """`contradicts` marks rows that no smooth model can meet (`contradicting`). `fits` says whether
-    `memory_gib` of the fullest rank and what the libraries take are less than a GPU has.
+    """`contradicts` marks rows that no smooth model can explain (`contradicting`). `fits` says
+    whether `memory_gib` of the fullest rank and the libraries' share fit into a GPU.
     """
 
     contradicts: bool
@@ -103,7 +105,7 @@ def gpt3xl(
     precision: str,
     **kind: Any,
 ) -> Job:
-    """As the source trained it: to tell pairs of questions apart, by SGD."""
+    """The model that the source trained: a classifier of question pairs, with SGD."""
     words = int(WORDS.value)
     value_bytes = 2 if precision == "fp16" else 4
     shape = Shape(
@@ -136,8 +138,8 @@ def megatron_cases(source: Path) -> Iterator[Case]:
 
 
 def pipe_cases(source: Path, *, machines: int) -> Iterator[Case]:
-    """PyTorch's Pipe: GPipe, every micro-batch but the last run again in backward; with FSDP over
-    several machines.
+    """PyTorch's Pipe: GPipe with recomputation of every micro-batch but the last; on several
+    machines with FSDP.
     """
     for line in lines_of(source):
         batch = 64 if machines == 1 else 252
@@ -174,9 +176,9 @@ def _with_memory(case: Case, contradicts: bool) -> FittingRow:
 
 
 def contradicting(cases: Sequence[Case]) -> set[int]:
-    """By index: pairs of rows of which recomputation takes more than 1.5 times as long as none,
-    where it adds a third to the arithmetic; and a row that takes over 1.2 times as long as both
-    rows with half and with twice its micro-batch.
+    """Indices of two kinds of rows: pairs in which recomputation takes more than 1.5 times as long,
+    although it adds only a third to the arithmetic; and rows that take over 1.2 times as long as
+    both the row with half and the row with twice their micro-batch.
     """
     seconds = {case.layout: case.published_s for case in cases}
     marked = set()
@@ -205,11 +207,11 @@ def megatron_note(rows: Sequence[FittingRow]) -> str:
         "of them on six": [row for row in smooth if row.gpus > 8],
         "With all rows": unseen,
     }
-    said = "; ".join(f"{name}, {errors_of(group)}" for name, group in groups.items())
+    errors = "; ".join(f"{name}, {errors_of(group)}" for name, group in groups.items())
     right = sum(row.fits == (row.published_s is not None) for row in rows)
     return (
         f"{sum(row.fitted for row in rows)} rows fitted, {sum(row.contradicts for row in rows)} "
-        f"contradict their neighbours. {said}. Whether it fits in 16 GB is right in {right} of "
+        f"contradict their neighbours. {errors}. Whether it fits in 16 GB is right in {right} of "
         f"{len(rows)} rows."
     )
 
@@ -218,8 +220,8 @@ PIPE_PARAMETERS = (
     FP32_EFFICIENCY,
     MEMORY_EFFICIENCY,
     V100_FP32_TERAFLOPS,
-    V100_MEMORY,
-    V100_LINK,
+    V100_MEMORY_RATE,
+    V100_LINK_RATE,
     WORDS,
 )
 TABLES = {

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tables.devices import V100_FP16_TERAFLOPS, V100_MEMORY_RATE, DeviceParameters
 from tables.form import Parameter
 from tables.iteration import Job, Machine, iteration_s
-from tables.megatron import Device, Shape, Strategy, layer_us, rank_memory
+from tables.megatron import Shape, Strategy, layer_us, rank_memory
 
-# Not published; with other sizes no formula comes near.
+# Not published. Only these sizes agree with the published memory.
 BERT_MICRO_BATCH = Parameter("micro-batch of BERT", 2, "", "deduced from the memory of all rows")
 GPT2_MICRO_BATCH = Parameter("micro-batch of GPT-2", 4, "", "deduced from the memory of all rows")
 MICRO_BATCH = {
@@ -22,36 +23,18 @@ MICRO_BATCH = {
 }
 BATCH = Parameter("sequences of an iteration", 16, "", "deduced from the times of all rows")
 _ON = "fitted on the four marked rows of BERT on 2 x 2, their time over the baseline"
-TERAFLOPS = Parameter("V100 in fp16", 125, "TFLOP/s", "nominal")
-MEMORY_RATE = Parameter("rate of V100's memory", 900, "GB/s", "nominal")
-LINK_RATE = Parameter("all-reduce in the machine", 60, "GB/s", "assumed")
-EFFICIENCY = Parameter("share of both that kernels reach", 0.6, "", "assumed")
-HOST_US = Parameter("host, for an operation", 104, "us", _ON)
-COLLECTIVE_US = Parameter("host, for a collective", 155, "us", _ON)
-CHECKPOINT_US = Parameter("host, for what is recomputed", 350, "us", _ON)
-PARAMETERS = (
-    BERT_MICRO_BATCH,
-    GPT2_MICRO_BATCH,
-    BATCH,
-    TERAFLOPS,
-    MEMORY_RATE,
-    LINK_RATE,
-    EFFICIENCY,
-    HOST_US,
-    COLLECTIVE_US,
-    CHECKPOINT_US,
+DEVICE = DeviceParameters(
+    V100_FP16_TERAFLOPS,
+    V100_MEMORY_RATE,
+    Parameter("all-reduce in the machine", 60, "GB/s", "assumed"),
+    Parameter("share of both that kernels reach", 0.6, "", "assumed"),
+    host_us=Parameter("host, for an operation", 104, "us", _ON),
+    collective_us=Parameter("host, for a collective", 155, "us", _ON),
+    checkpoint_us=Parameter("host, for what is recomputed", 350, "us", _ON),
 )
-V100 = Device(
-    teraflops=TERAFLOPS.value,
-    gigabytes_per_s=MEMORY_RATE.value,
-    link_gigabytes_per_s=LINK_RATE.value,
-    efficiency=EFFICIENCY.value,
-    memory_efficiency=EFFICIENCY.value,
-    host_us=HOST_US.value,
-    host_collective_us=COLLECTIVE_US.value,
-    host_checkpoint_us=CHECKPOINT_US.value,
-)
-MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # all is inside one
+PARAMETERS = (BERT_MICRO_BATCH, GPT2_MICRO_BATCH, BATCH, *DEVICE.all)
+V100 = DEVICE.device()
+MACHINE = Machine(V100, network_gigabytes_per_s=math.inf)  # one machine: no network
 VOCABULARY = {"bert-345m": 30522, "gpt2-345m": 50257}
 STRATEGIES = (
     "baseline",
@@ -60,7 +43,7 @@ STRATEGIES = (
     "sequence-parallel+selective-recompute",
     "full-recompute",
 )
-# Rows whose time the host's three figures are fitted to: BERT on tensor x pipeline = 2 x 2.
+# The rows that the host's three times are fitted to: BERT on tensor x pipeline = 2 x 2.
 FITTED = {
     (512, "baseline"),
     (2048, "baseline"),
@@ -74,11 +57,11 @@ MODES = ("sim",)
 
 @dataclass(frozen=True)
 class Row:
-    """MiB of the fullest GPU, milliseconds an iteration, and time over the baseline of the same
-    model, cut and length, in percent.
+    """MiB of the fullest GPU, milliseconds per iteration, and the overhead over the baseline of the
+    same model, layout and length in percent.
 
-    `fitted` marks rows whose overhead was used. Errors: percent of the memory and of the time,
-    points of the overhead.
+    `fitted` marks rows whose overhead was fitted to. Errors are in percent for memory and time, in
+    percentage points for the overhead.
     """
 
     model: str
@@ -107,7 +90,7 @@ def simulated(source: Path) -> list[Row]:
 
 
 def note(rows: Sequence[Row]) -> str:
-    """What the errors come to; overheads of the fitted rows are left out of theirs."""
+    """The errors in words; the overheads of fitted rows are left out."""
     memory = [abs(row.memory_error) for row in rows]
     time = [abs(row.time_error) for row in rows]
     overhead = [
@@ -126,35 +109,36 @@ def _errors(values: Sequence[float], unit: str) -> str:
 
 
 def draw(rows: Sequence[Row], figure: Any) -> None:
-    """A column of plots for each model and cut: time above, memory below, over the sequence
+    """A column of plots for each model and layout: time above, memory below, over the sequence
     length.
     """
-    groups = list(
-        dict.fromkeys((row.model, row.tensor_parallel, row.pipeline_parallel) for row in rows)
-    )
-    figure.set_size_inches(4 * len(groups), 8)
-    axes = figure.subplots(2, len(groups), sharex=True)
-    for column, group in enumerate(groups):
-        ours = [
-            row for row in rows if (row.model, row.tensor_parallel, row.pipeline_parallel) == group
-        ]
+    columns: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        layout = (row.model, row.tensor_parallel, row.pipeline_parallel)
+        columns.setdefault(layout, []).append(row)
+    figure.set_size_inches(4 * len(columns), 8)
+    axes = figure.subplots(2, len(columns), sharex=True)
+    for column, (layout, inside) in enumerate(columns.items()):
+        time, memory = axes[:, column]
         for number, strategy in enumerate(STRATEGIES):
-            line = [row for row in ours if row.strategy == strategy]
-            lengths, colour = [row.sequence for row in line], f"C{number}"
-            times = [row.predicted_ms for row in line]
-            axes[0, column].plot(lengths, [row.published_ms for row in line], "o", color=colour)
-            axes[0, column].plot(lengths, times, "-", color=colour, label=strategy)
-            axes[1, column].plot(lengths, [row.published_mib for row in line], "o", color=colour)
-            axes[1, column].plot(
-                lengths, [row.predicted_mib for row in line], "-", color=colour, label=strategy
-            )
-        axes[0, column].set_title(
-            f"{group[0]}, tensor {group[1]} x pipeline {group[2]}", fontsize="small"
-        )
-        axes[1, column].set_xlabel("sequence length")
+            of_strategy = [row for row in inside if row.strategy == strategy]
+            _draw_strategy(of_strategy, time, memory, f"C{number}")
+        model, t, p = layout
+        time.set_title(f"{model}, tensor {t} x pipeline {p}", fontsize="small")
+        memory.set_xlabel("sequence length")
     axes[0, 0].set_ylabel("ms an iteration (points: published)")
     axes[1, 0].set_ylabel("MiB of the fullest GPU (points: published)")
     axes[1, 0].legend(fontsize="x-small")
+
+
+def _draw_strategy(rows: Sequence[Row], time: Any, memory: Any, colour: str) -> None:
+    """Published values as points, predictions as a line."""
+    lengths = [row.sequence for row in rows]
+    label = rows[0].strategy
+    time.plot(lengths, [row.published_ms for row in rows], "o", color=colour)
+    time.plot(lengths, [row.predicted_ms for row in rows], "-", color=colour, label=label)
+    memory.plot(lengths, [row.published_mib for row in rows], "o", color=colour)
+    memory.plot(lengths, [row.predicted_mib for row in rows], "-", color=colour, label=label)
 
 
 def _group(line: dict[str, str]) -> tuple[str, ...]:
@@ -164,38 +148,65 @@ def _group(line: dict[str, str]) -> tuple[str, ...]:
 
 
 def _row(line: dict[str, str], baseline: dict[str, str]) -> Row:
-    model, strategy = line["model"], cast(Strategy, line["strategy"])
-    t, p = int(line["tensor_parallel"]), int(line["pipeline_parallel"])
-    sequence = int(line["sequence_length"])
-    shape = Shape(
-        24, 1024, 16, sequence, VOCABULARY[model], MICRO_BATCH[model], bert=model.startswith("bert")
-    )
-    published = float(line["peak_memory_mb"])
-    predicted = rank_memory(shape, t, p, strategy).total / MIB
+    job = _job_of(line)
+    published_mib = float(line["peak_memory_mb"])
     published_ms = float(line["time_ms"])
-    predicted_ms = iteration_s(_job(shape, t, p, strategy), MACHINE) * 1e3
-    overhead = (published_ms / float(baseline["time_ms"]) - 1) * 100
-    base, ours = (sum(layer_us(shape, t, kind, V100)) for kind in ("baseline", strategy))
-    foreseen = (ours / base - 1) * 100
+    published_overhead = _over(published_ms, float(baseline["time_ms"]))
+    predicted_mib = _memory_mib(job)
+    predicted_ms = iteration_s(job, MACHINE) * 1e3
+    predicted_overhead = _over(_layer_us(job, job.strategy), _layer_us(job, "baseline"))
     return Row(
-        model=model,
-        tensor_parallel=t,
-        pipeline_parallel=p,
-        sequence=sequence,
-        strategy=strategy,
-        published_mib=published,
-        predicted_mib=round(predicted, 1),
-        memory_error=round((predicted / published - 1) * 100, 2),
+        model=line["model"],
+        tensor_parallel=job.tensor_parallel,
+        pipeline_parallel=job.pipeline_parallel,
+        sequence=job.shape.sequence,
+        strategy=job.strategy,
+        published_mib=published_mib,
+        predicted_mib=round(predicted_mib, 1),
+        memory_error=round(_over(predicted_mib, published_mib), 2),
         published_ms=published_ms,
         predicted_ms=round(predicted_ms, 1),
-        time_error=round((predicted_ms / published_ms - 1) * 100, 1),
-        published_overhead=round(overhead, 1),
-        predicted_overhead=round(foreseen, 1),
-        overhead_error=round(foreseen - overhead, 1),
-        fitted=(model, t, p) == ("bert-345m", 2, 2) and (sequence, strategy) in FITTED,
+        time_error=round(_over(predicted_ms, published_ms), 1),
+        published_overhead=round(published_overhead, 1),
+        predicted_overhead=round(predicted_overhead, 1),
+        overhead_error=round(predicted_overhead - published_overhead, 1),
+        fitted=_is_fitted(line["model"], job),
     )
 
 
-def _job(shape: Shape, t: int, p: int, strategy: Strategy) -> Job:
+def _job_of(line: dict[str, str]) -> Job:
     """On eight GPUs, which the replicas fill."""
+    model = line["model"]
+    t = int(line["tensor_parallel"])
+    p = int(line["pipeline_parallel"])
+    shape = Shape(
+        24,
+        1024,
+        16,
+        int(line["sequence_length"]),
+        VOCABULARY[model],
+        MICRO_BATCH[model],
+        bert=model.startswith("bert"),
+    )
+    strategy = cast(Strategy, line["strategy"])
     return Job(shape, t, p, 8 // (t * p), int(BATCH.value), strategy)
+
+
+def _memory_mib(job: Job) -> float:
+    held = rank_memory(job.shape, job.tensor_parallel, job.pipeline_parallel, job.strategy)
+    return held.total / MIB
+
+
+def _layer_us(job: Job, strategy: Strategy) -> float:
+    """Forward and backward of a layer."""
+    return sum(layer_us(job.shape, job.tensor_parallel, strategy, V100))
+
+
+def _is_fitted(model: str, job: Job) -> bool:
+    layout = (model, job.tensor_parallel, job.pipeline_parallel)
+    return layout == ("bert-345m", 2, 2) and (job.shape.sequence, job.strategy) in FITTED
+
+
+def _over(value: float, base: float) -> float:
+    """By how many percent `value` is above `base`."""
+    return (value / base - 1) * 100

@@ -1,4 +1,4 @@
-"""What a user's own layers are measured to hold, beside torch's memory tracker."""
+"""The measured memory of a user's own layers, beside torch's memory tracker."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,9 @@ from torch import nn
 
 from dpipe.config.load import Config
 from dpipe.errors import ConfigError
+from dpipe.memory.walk import LayerMemory, peak_memory
 from dpipe.plan.allocations import AllocatedBytes
-from dpipe.plan.measured import StageRunner, measured_stages
+from dpipe.plan.measured import StageRunner, _estimated, measured_stages
 from dpipe.plan.probe import probe
 from dpipe.plan.run_plan import draft
 from dpipe.schedule.action import Action, Op
@@ -21,7 +22,6 @@ from dpipe.schedule.schedule import Schedule
 from dpipe.stage.gpt import gpt
 from dpipe.stage.model import LayeredModel
 from dpipe.stage.stage import Stage, Tensors
-from dpipe.timeline.memory import peak_memory
 from dpipe.wire.spec import TensorSpec
 
 BATCH, CONTEXT, VOCABULARY, WIDTH = 4, 128, 512, 64
@@ -70,7 +70,7 @@ def perceptron() -> nn.Module:
 
 
 def between(*layers: Callable[[], nn.Module]) -> LayeredModel:
-    """An embedding in front, and logits behind."""
+    """Layers between an embedding and logits."""
     return LayeredModel(
         (
             lambda: nn.Embedding(VOCABULARY, WIDTH),
@@ -103,7 +103,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
-# Each model, beside each way and schedule with some of the others.
+# Each model, and each way and schedule with some of the models.
 CASES = """
     convolutions   fp32        1f1b
     convolutions   autocast    zero-bubble
@@ -176,7 +176,7 @@ def layers():
 """
 
 
-def test_layers_that_look_at_values_are_estimated_and_said_to_be(
+def test_layers_that_depend_on_values_are_estimated_with_a_warning(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "masked_layers.py").write_text(LOOKS_AT_VALUES)
@@ -186,6 +186,20 @@ def test_layers_that_look_at_values_are_estimated_and_said_to_be(
         first, last = draft(tiny(**own)).forecast.memory
     assert last.working > 0
     assert first.total > 4 * first.parameters
+
+
+def test_estimate_counts_weights_as_they_are_stored() -> None:
+    model = LayeredModel((lambda: nn.Embedding(VOCABULARY, WIDTH),), cross_entropy)
+    stored_as: dict[torch.dtype, LayerMemory] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        runner = StageRunner(model, (TOKENS,), TOKENS, stored=dtype)
+        layers = probe(model, (TOKENS,), 0, dtype)
+        [stored_as[dtype]] = _estimated(runner, layers, (TOKENS,))
+    whole = stored_as[torch.float32]
+    half = stored_as[torch.bfloat16]
+    assert whole.weight_bytes == 4 * VOCABULARY * WIDTH
+    for key in ("parameter_bytes", "gradient_bytes", "update_bytes", "weight_bytes"):
+        assert getattr(half, key) == getattr(whole, key) / 2, key
 
 
 def test_users_model_that_does_not_fit_is_refused(

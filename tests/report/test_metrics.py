@@ -1,11 +1,12 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpipe.errors import RunError
-from dpipe.report.metrics import Metrics, read_rows
+from dpipe.report.metrics import Metrics, keep_rows_before, read_rows
 
 
 def some_metrics(folder: Path, first_step: int = 0, tensorboard: bool = False) -> Metrics:
@@ -45,6 +46,30 @@ def test_line_that_is_no_row_is_dropped(tmp_path: Path, torn: bytes) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [0, 1]
 
 
+def test_rows_that_are_kept_are_on_the_disk_before_they_replace_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a machine that loses its power may come back with an empty metrics.jsonl."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    synced: dict[int, bytes] = {}
+    sync = os.fsync
+    replace = os.replace
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = path.with_suffix(".tmp").read_bytes()
+
+    def replace_synced(source: Path, target: Path) -> None:
+        assert synced.get(source.stat().st_ino) == source.read_bytes()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_synced)
+    keep_rows_before(path, 1)
+    assert path.read_text() == '{"step": 0}\n'
+
+
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -60,7 +85,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 def test_row_that_finds_no_room_ends_the_run_with_one_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing tried to write it once more, and raised in the place of the reason."""
+    """Closing tried to write the row again, and its error replaced the first one."""
     metrics = some_metrics(tmp_path)
     metrics.close()
     with open("/dev/full", "a") as full:
@@ -75,7 +100,7 @@ def test_row_that_finds_no_room_ends_the_run_with_one_reason(
 def test_tensorboard_without_room_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its numbers are in the rows."""
+    """Its numbers are also in the rows."""
     metrics = some_metrics(tmp_path, tensorboard=True)
     assert metrics._board is not None
     metrics._board.close()

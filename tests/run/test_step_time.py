@@ -14,10 +14,11 @@ from support.settled import settled
 from dpipe.config.load import Config, build
 from dpipe.plan.forecast import forecast
 from dpipe.report.metrics import read_rows
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 
 SLOW = "delay_ms = 5\nbandwidth_gbps = 0.1\n"
-LATE = 1.04  # a quiet machine wakes threads a little late
+LATE = 1.04  # even an idle machine wakes threads a little late
 # The last ranks end a step with weight gradients while rank 0 begins the next.
 DEEP = {"schedule": "zero-bubble", "in_flight": 7, "memory_limit": 12}
 PIPELINES = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, DEEP]
@@ -67,7 +68,7 @@ def measured_s(config: Config, run_ranks: Run) -> float:
 def test_steps_overlap_where_no_rank_waits_for_a_vote(replayed: Make) -> None:
     config = replayed(DEEP, 0)
     found = forecast(config)
-    alone = simulate_alone(found.schedule, found.cost, found.network)
+    alone = simulate_alone(Scenario(found.schedule, found.cost, found.network))
     assert found.step_us < 0.95 * alone.duration_us
     assert predicted_s(replayed(DEEP, 1)) == pytest.approx(alone.duration_us / 1e6, rel=0.01)
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -6,13 +7,16 @@ from hypothesis import strategies as st
 
 from dpipe.errors import ScheduleError
 from dpipe.network.link import Link, Network
+from dpipe.network.profile import load_network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.exchange import exchange
 from dpipe.schedule.generate import generate, least_in_flight
-from dpipe.search.auto import first_fit, search
+from dpipe.search.auto import first_fit, pipeline_on, search
+from dpipe.search.bound import lower_bound_us
 from dpipe.search.clock import PipelineClock
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
 REPLICAS = [
@@ -21,6 +25,7 @@ REPLICAS = [
     Replicas(exchange("all-reduce", 2, 2), delayed=True),
     Replicas(exchange("parameter-server", 2, 2), servers=(0, 1, 0, 1)),
 ]
+PROFILES = Path(__file__).parents[2] / "netem" / "profiles"
 FAST = Network(default=Link(0.01, 100))
 SLOW = Network(default=Link(50, 1))
 PUBLISHED = [
@@ -37,7 +42,7 @@ def cost(num_stages: int) -> Cost:
 
 
 def step_us(schedule, costs, network, replicas=None, ballots=None):
-    return period(schedule, costs, network, replicas=replicas, ballots=ballots)
+    return period(Scenario(schedule, costs, network, replicas=replicas, ballots=ballots))
 
 
 def test_search_holds_no_more_than_zero_bubble_where_that_is_as_fast():
@@ -57,7 +62,7 @@ def test_search_needs_memory_on_a_slow_network(network, slower):
 
 
 def test_search_keeps_the_middle_of_the_pipeline_as_full_as_its_start():
-    """Twelve stages need all of twelve micro-batches on ranks far behind the first one."""
+    """With twelve stages, later ranks also need all of their twelve micro-batches."""
     held = peak_in_flight(search(12, 12, cost(12), SLOW, ballots=SLOW))
     assert min(held[:6]) == 12
 
@@ -76,6 +81,24 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
         assert found_us <= step_us(published, costs, network, replicas, ballots) + 0.5
 
 
+def test_search_knows_published_schedules_that_are_deeper_than_a_step_has_micro_batches():
+    """ZB-H2 with fewer micro-batches than its warm-up is long: middle ranks do all forwards."""
+    costs = cost(12)
+    found_us = step_us(search(12, 12, costs, FAST, ballots=FAST), costs, FAST, ballots=FAST)
+    zb_h2 = generate("zero-bubble", 12, 12, in_flight=23)
+    assert found_us <= step_us(zb_h2, costs, FAST, ballots=FAST) + 0.5
+
+
+@pytest.mark.parametrize("profile", ["regional", "two-sites"])
+def test_search_is_near_the_bound_where_one_link_is_slower_than_a_micro_batch_of_work(profile):
+    """There a weight gradient that begins just before a message comes holds up all that follow."""
+    network = load_network(PROFILES / f"{profile}.toml")
+    costs = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 << 20)
+    found = search(12, 16, costs, network, ballots=network)
+    bound_us = lower_bound_us(pipeline_on(network, costs, 16, 12, ballots=network))
+    assert step_us(found, costs, network, ballots=network) <= 1.05 * bound_us
+
+
 @settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(1, 30), min_size=4, max_size=4),
@@ -83,7 +106,7 @@ def test_search_is_never_slower_than_a_published_schedule(network, replicas, vot
     st.sampled_from([FAST, SLOW]),
 )
 def test_several_stages_a_rank_beat_the_interleaved_schedule(forward_ms, microbatches, network):
-    """Those have whole backward passes; the search splits them."""
+    """Interleaved schedules have whole backward passes; the search splits them."""
     forward = tuple(1e3 * ms for ms in forward_ms)
     costs = replace(cost(4), forward_us=forward)
     found = search(4, microbatches, costs, network, stages_per_rank=2)
@@ -133,7 +156,7 @@ def test_search_keeps_the_memory_limit(ranks, per_rank, microbatches, more):
 
 
 def held_bytes(schedule):
-    """The first ranks have more to hold besides activations."""
+    """The first ranks hold more besides activations."""
     return [10 * held + 20 // (rank + 1) for rank, held in enumerate(peak_in_flight(schedule))]
 
 
@@ -164,6 +187,6 @@ def test_search_says_what_would_fit(stages, per_rank, limit, message):
         first_fit(stages, 8, memory_limit=limit, stages_per_rank=per_rank)
 
 
-def test_search_refuses_sizes_that_make_no_sense():
+def test_search_refuses_invalid_sizes():
     with pytest.raises(ScheduleError, match="5 stages cannot be dealt out by 2 a rank"):
         search(5, 8, cost(5), FAST, stages_per_rank=2)

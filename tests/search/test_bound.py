@@ -10,6 +10,7 @@ from dpipe.search.bound import lower_bound_us
 from dpipe.search.clock import Pipeline, Replay, programs_of
 from dpipe.search.greedy import Greedy, Rule
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import period
 
 SLOT = Cost.uniform(3, forward_us=10, backward_us=20, message_bytes=0)
@@ -63,7 +64,7 @@ def test_no_order_is_below_the_bound(forward, microbatches, delay_us, size, over
         schedule = generate(name, 3, microbatches)
         orders.append(Replay(small, programs_of(schedule)).run())
         ballots = None if overlap else AT_ONCE
-        assert period(schedule, cost, network, ballots=ballots) >= bound_us
+        assert period(Scenario(schedule, cost, network, ballots=ballots)) >= bound_us
     assert min(times.score_us for times in orders) >= bound_us
 
 

@@ -9,7 +9,10 @@ from dpipe.network.link import Link, Network
 from dpipe.schedule.check import check, peak_in_flight
 from dpipe.schedule.generate import zero_bubble
 from dpipe.schedule.text import draw
+from dpipe.search.clock import INPUT, Pipeline
+from dpipe.search.greedy import Greedy, Rule
 from dpipe.timeline.cost import Cost
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.wire.format import wire_bytes
 
@@ -21,7 +24,7 @@ def hop_of(delay_us: float) -> Network:
 
 
 def step_us(schedule, network, cost=SLOT):
-    return simulate_alone(schedule, cost, network).duration_us
+    return simulate_alone(Scenario(schedule, cost, network)).duration_us
 
 
 def test_greedy_fills_the_wait_for_a_message_with_weight_gradients():
@@ -71,6 +74,21 @@ def test_greedy_reaches_what_compute_and_egress_allow(delay_ms, gbps, fp32_s, bf
     for wire, seconds in (("none", fp32_s), ("bf16", bf16_s)):
         cost = Cost.uniform(12, 66_000, 132_000, message_bytes=wire_bytes(wire, 4 * 2**20))
         assert step_us(greedy(12, 64, cost, network, in_flight=40), network, cost) / 1e6 <= seconds
+
+
+def test_greedy_puts_off_weight_gradients_that_would_hold_up_a_message():
+    """The link brings an input every 25, and a forward and an input gradient take 20."""
+    cost = replace(SLOT, activation_bytes=(3_125,))
+    network = Network(default=Link(0, 1))
+    pipeline = Pipeline(cost, network, 4, 2, (0.0, 0.0))
+    rule = Rule((4, 4), (4, 4))
+    at_once, put_off = (
+        Greedy(pipeline, replace(rule, put_off=number)).run() for number in ((), (0, 4))
+    )
+    kinds = ["".join("FIW"[step[0]] for step in times.programs[1]) for times in (at_once, put_off)]
+    assert kinds == ["FIWFIFIWFIWW", "FIFIFIFIWWWW"]
+    last_sent_us = [times.start_us[INPUT, 1, 3] for times in (at_once, put_off)]
+    assert last_sent_us == [125, 120]
 
 
 def test_greedy_follows_uneven_stages():

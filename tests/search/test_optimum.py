@@ -1,4 +1,4 @@
-"""The search beside exact optima, in the model that the simulator simulates."""
+"""The search compared with exact optima, under the simulator's model."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from optimum import enumerated_us, optimum_us
 from dpipe.network.link import Link, Network
 from dpipe.search.auto import search
 from dpipe.search.bound import lower_bound_us
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 
 ROWS = json.loads(Path(PATH).read_text())
@@ -22,7 +23,7 @@ def found_us(row):
     cost, network = pipeline.cost, pipeline.network
     sizes = (pipeline.num_stages, pipeline.num_microbatches)
     schedule = search(*sizes, cost, network, memory_limit=row["limit"], ballots=VOTE)
-    return simulate_alone(schedule, cost, network).duration_us
+    return simulate_alone(Scenario(schedule, cost, network)).duration_us
 
 
 def test_search_is_within_1_percent_of_the_optimum_on_average_and_3_at_most():

@@ -1,5 +1,5 @@
-"""Every decoder of what comes from elsewhere, once: `DECODERS`. Hypothesis feeds each with broken
-inputs, a minute in `test_decoders.py` and an hour in `scripts/fuzz`.
+"""`DECODERS`: every decoder of external input. Hypothesis feeds each of them broken inputs, for a
+minute in `test_decoders.py` and an hour in `scripts/fuzz`.
 
 To add one: a `Decoder` with its name, a function of bytes, the errors that it may raise, inputs
 that it accepts, and the product's functions that it goes through. `test_decoders.py` fails for a
@@ -41,6 +41,7 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
+from dpipe.machines.file import load_machines
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
@@ -106,7 +107,7 @@ def complaint_of(decoder: Decoder, data: bytes) -> str | None:
     return None
 
 
-# How broken inputs are made
+# Making broken inputs
 
 _ODD_JSON = st.recursive(
     st.none()
@@ -435,7 +436,7 @@ WIRE = [
     _schema("place", shared.PLACE, {"machine": "a", "name": "b", "port": 7}),
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
     _schema("port of a store", shared.STORE_PORT, 7),
-    _schema("machine", shared.MACHINE, ["a", 7]),
+    _schema("machine", shared.MACHINE, ["a", [0, 7]]),
     _schema("held-out losses", trainer._LOSSES, [1.0, None]),
     _schema("part of a checkpoint", PART, _PART),
     _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
@@ -635,8 +636,42 @@ RUN_FOLDER = [
     ),
 ]
 
-# What people write, and give each other
+# Files that people share
 
+_MACHINES = """
+[measured]
+at = "2026-11-23T12:00:00Z"
+model = "5f84501"
+[default_link]
+delay_ms = 0.1
+bandwidth_gbps = 10
+[[machine]]
+name = "a"
+host = "10.0.0.1"
+device = "cpu"
+devices = 2
+cores = 2
+memory_gb = 12.3
+gflops = 20
+price_per_hour = 1.2
+egress_gbps = 1
+ingress_gbps = 0.5
+[[machine.layer]]
+kind = "block"
+micro_batch_size = 1
+forward_ms = 1
+backward_ms = 2
+backward_input_ms = 1.1
+backward_weight_ms = 0.9
+[[machine]]
+name = "b"
+[[link]]
+from = "a"
+to = "b"
+delay_ms = 10
+bandwidth_gbps = 1
+loss_percent = 0.1
+"""
 _PROFILE = """
 name = "two sites"
 delay_ms = 0.1
@@ -674,7 +709,7 @@ forward_ms = [1, 2]
 """
 _HOSTS = """
 user = "ubuntu"
-meeting_port = 7001
+coordinator_port = 7001
 [[host]]
 address = "18.185.3.4"
 advertise = "10.0.0.4"
@@ -704,7 +739,7 @@ def _applied(path: Path) -> object:
 
 
 def _cached(name: str, data: bytes) -> object:
-    """A damaged cache is made anew, so that the tokens are those of the text whatever it holds."""
+    """A damaged cache is rebuilt, so the tokens are always those of the text."""
     folder = Path(_KEPT.name)
     text = folder / "text.txt"
     text.write_text("some text " * 30)
@@ -730,6 +765,13 @@ FILES = [
         (ProfileError,),
         _text(_PROFILE),
         ("dpipe.toml:parse_toml", "dpipe.network.profile:load_network"),
+    ),
+    Decoder(
+        "machines file",
+        of_file("machines.toml", load_machines),
+        (ProfileError,),
+        _text(_MACHINES),
+        ("dpipe.machines.file:load_machines",),
     ),
     Decoder(
         "configuration",
@@ -785,7 +827,7 @@ FILES = [
 
 DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
-# Functions that parse what this machine, or this process, has made itself.
+# Functions that parse data from this machine or this process.
 OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",

@@ -1,9 +1,10 @@
-"""What the tests of several rooms share. What one room's tests share lies beside them.
+"""Helpers for the tests of several rooms. Helpers for one room are beside its tests.
 
 certificates.py   an authority for tests of TLS
 greedy.py         a schedule of `search.greedy`
 layered.py        replicas as threads, on a stage of two small layers
 settled.py        looks again at what a busy machine may have made late
+small_job.py      the configuration of a GPT of four layers, and its text
 tracked.py        what torch's memory tracker sees of a rank's program
 whole_runs.py     pytest plugin: fixtures that run a whole configuration, ranks as threads
 

@@ -14,32 +14,20 @@ from dpipe.processes.environment import ProcessInfo
 from dpipe.processes.launch import free_port
 from dpipe.report.metrics import read_rows
 from dpipe.run.build import run_rank
-
-TEXT = (
-    "The quick brown fox jumps over the lazy dog, and nobody knows why it never gets tired of it. "
-    * 60
-)
+from support.small_job import TEXT, small_job
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Config]:
     """`tiny(pipeline__stages=2)`: a GPT of four layers on a short text, with some keys replaced."""
     (tmp_path / "text.txt").write_text(TEXT)
-    table: dict[str, dict[str, Any]] = {
-        "model": {"num_layers": 2, "width": 16, "num_heads": 2, "context": 16},
-        "data": {
-            "files": [str(tmp_path / "text.txt")],
-            "cache": str(tmp_path / "cache"),
-            "held_out": 0.1,
-        },
-        "train": {"steps": 3, "batch_size": 8, "num_microbatches": 4, "learning_rate": 1e-2},
-        "run": {"folder": str(tmp_path / "run"), "tensorboard": False, "trace_steps": 1},
-        "timeouts": {
-            "join": 60,
-            "transfer": 60,
-            "heartbeat": 30,
-        },  # a rank on a busy machine is late, not lost
-    }
+    table = small_job(
+        data={"files": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache")},
+        train={"steps": 3, "learning_rate": 1e-2},
+        run={"folder": str(tmp_path / "run"), "trace_steps": 1},
+        # A rank on a busy machine is late, not lost.
+        timeouts={"transfer": 60, "heartbeat": 30},
+    )
 
     def make(**overrides: Any) -> Config:
         return build(table).with_(**overrides)

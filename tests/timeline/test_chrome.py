@@ -7,13 +7,16 @@ from dpipe.schedule.generate import gpipe
 from dpipe.timeline.chrome import chrome_trace
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 
 STEP = simulate_alone(
-    gpipe(2, 1),
-    Cost.uniform(2, 10, 20, message_bytes=500, update_us=5),
-    Network(default=Link(0.001, 1.0)),
+    Scenario(
+        gpipe(2, 1),
+        Cost.uniform(2, 10, 20, message_bytes=500, update_us=5),
+        Network(default=Link(0.001, 1.0)),
+    )
 )
 
 
@@ -72,7 +75,7 @@ def test_trace_of_a_prediction_alone_survives_json():
 def test_trace_draws_arrows_within_each_replica():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=500), reduce_bytes=(1000, 1000))
     step = simulate_alone(
-        gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2))
+        Scenario(gpipe(2, 1), cost, Network(default=Link(0.001, 1.0)), replicas=Replicas(direct(2)))
     )
     trace = chrome_trace([(0.0, step)])
     ends = {e["id"]: e["pid"] // 2 for e in events(trace, "f")}
@@ -82,7 +85,7 @@ def test_trace_draws_arrows_within_each_replica():
 
 def test_trace_says_to_which_replica_a_part_went():
     cost = replace(Cost.uniform(1, 10, 20, message_bytes=0), reduce_bytes=(1000,))
-    step = simulate_alone(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2)))
+    step = simulate_alone(Scenario(gpipe(1, 1), cost, Network(), replicas=Replicas(direct(2))))
     parts = [
         e["args"] for e in events(chrome_trace([(0.0, step)]), "X") if e["cat"] == "REDUCE_GRAD"
     ]

@@ -14,6 +14,7 @@ from dpipe.schedule.generate import generate, gpipe, one_f_one_b
 from dpipe.schedule.lower import lower
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 
@@ -49,7 +50,7 @@ def lines(text: str) -> list[str]:
 
 def test_replicas_exchange_halves_and_step():
     timeline = simulate_alone(
-        gpipe(1, 1), cost(1, 40), network(delay_us=5), replicas=Replicas(direct(2))
+        Scenario(gpipe(1, 1), cost(1, 40), network(delay_us=5), replicas=Replicas(direct(2)))
     )
     # 10 + 20 of compute; half a gradient to the other, which has it 5 later; half of the average
     # back.
@@ -63,7 +64,7 @@ def test_replicas_exchange_halves_and_step():
 def test_parts_follow_each_other_so_that_a_delay_is_waited_for_once():
     whole, parts = (
         simulate_alone(
-            gpipe(1, 1), cost(1, 40), network(delay_us=5), replicas=Replicas(direct(2, n))
+            Scenario(gpipe(1, 1), cost(1, 40), network(delay_us=5), replicas=Replicas(direct(2, n)))
         ).duration_us
         for n in (1, 20)
     )
@@ -71,13 +72,17 @@ def test_parts_follow_each_other_so_that_a_delay_is_waited_for_once():
 
 
 def test_later_stages_exchange_while_earlier_ones_compute():
-    timeline = simulate_alone(gpipe(3, 2), cost(3, 60), network(), replicas=Replicas(direct(2)))
+    timeline = simulate_alone(
+        Scenario(gpipe(3, 2), cost(3, 60), network(), replicas=Replicas(direct(2)))
+    )
     assert [timeline.on(rank, Lane.REDUCE)[0].start_us for rank in range(3)] == [120, 100, 80]
 
 
 def test_stages_of_a_rank_exchange_one_after_another():
     timeline = simulate_alone(
-        gpipe(2, 1, stages_per_rank=2), cost(2, 40), network(), replicas=Replicas(direct(2))
+        Scenario(
+            gpipe(2, 1, stages_per_rank=2), cost(2, 40), network(), replicas=Replicas(direct(2))
+        )
     )
     assert reduced(timeline, 0) == "1 to 1 40-60  1 to 1 60-80  0 to 1 80-100  0 to 1 100-120"
     # both step at the end of the program
@@ -86,7 +91,9 @@ def test_stages_of_a_rank_exchange_one_after_another():
 
 def test_exchange_lets_the_messages_of_the_pipeline_leave_first():
     timeline = simulate_alone(
-        one_f_one_b(2, 1), cost(2, 40, message_us=7), network(), replicas=Replicas(direct(2))
+        Scenario(
+            one_f_one_b(2, 1), cost(2, 40, message_us=7), network(), replicas=Replicas(direct(2))
+        )
     )
     send = timeline.on(1, Lane.SEND)[0]
     assert send.duration_us == 7
@@ -96,7 +103,7 @@ def test_exchange_lets_the_messages_of_the_pipeline_leave_first():
 def test_message_of_the_pipeline_waits_for_the_part_of_an_exchange_that_came_before_it():
     late = replace(lower(gpipe(4, 2, stages_per_rank=2), reduce=True))
     timeline = simulate_alone(
-        late, cost(4, 400, message_us=10), network(), replicas=Replicas(direct(2))
+        Scenario(late, cost(4, 400, message_us=10), network(), replicas=Replicas(direct(2)))
     )
     parts, messages = timeline.on(1, Lane.REDUCE), timeline.on(1, Lane.SEND)
     assert any(message.start_us == part.end_us for message in messages for part in parts)
@@ -106,7 +113,7 @@ def test_message_of_the_pipeline_waits_for_the_part_of_an_exchange_that_came_bef
 
 def test_sharded_parameters_are_gathered_after_the_step():
     timeline = simulate_alone(
-        gpipe(1, 1), cost(1, 40), network(), replicas=Replicas(direct(2, sharded=True))
+        Scenario(gpipe(1, 1), cost(1, 40), network(), replicas=Replicas(direct(2, sharded=True)))
     )
     assert steps(timeline) == [50, 50]
     assert reduced(timeline, 0) == "0 to 1 30-50  0 to 1 51-71"
@@ -115,20 +122,20 @@ def test_sharded_parameters_are_gathered_after_the_step():
 
 def test_gathered_bytes_may_differ_from_reduced_ones():
     both = replace(cost(1, 40), gather_bytes=(80 * BYTES_PER_US,))
-    timeline = simulate_alone(gpipe(1, 1), both, network(), replicas=Replicas(direct(2)))
+    timeline = simulate_alone(Scenario(gpipe(1, 1), both, network(), replicas=Replicas(direct(2))))
     assert reduced(timeline, 0) == "0 to 1 30-50  0 to 1 50-90"
 
 
 def test_server_within_a_rank_sends_nothing_to_itself():
     replicas = Replicas(parameter_server(2), servers=(0,))
-    timeline = simulate_alone(gpipe(1, 1), cost(1, 40), network(), replicas=replicas)
+    timeline = simulate_alone(Scenario(gpipe(1, 1), cost(1, 40), network(), replicas=replicas))
     assert [reduced(timeline, rank) for rank in range(2)] == ["0 to 1 70-110", "0 to 0 30-70"]
     assert timeline.num_ranks == 2
 
 
 def test_server_apart_answers_one_replica_after_the_other():
     replicas = Replicas(parameter_server(2), servers=(2,))
-    timeline = simulate_alone(gpipe(1, 1), cost(1, 40), network(), replicas=replicas)
+    timeline = simulate_alone(Scenario(gpipe(1, 1), cost(1, 40), network(), replicas=replicas))
     assert reduced(timeline, 2) == "0 to 0 70-110  0 to 1 110-150"
     assert timeline.num_ranks == 2
 
@@ -141,10 +148,12 @@ def test_stale_server_lets_nobody_wait_for_a_slow_replica():
     slow = Network(default=Link(0, 1.0), links={(1, 2): Link(0, 0.2), (2, 1): Link(0, 1.0)})
     waits, stale = (
         simulate_alone(
-            gpipe(1, 1),
-            cost(1, 40),
-            slow,
-            replicas=Replicas(parameter_server(2, 4, stale=late), servers=(2,)),
+            Scenario(
+                gpipe(1, 1),
+                cost(1, 40),
+                slow,
+                replicas=Replicas(parameter_server(2, 4, stale=late), servers=(2,)),
+            )
         )
         for late in (False, True)
     )
@@ -155,7 +164,12 @@ def test_stale_server_lets_nobody_wait_for_a_slow_replica():
 def test_one_server_of_all_stages_is_slower_than_one_a_stage():
     one, each = (
         simulate_alone(
-            gpipe(2, 1), cost(2, 40), network(), replicas=Replicas(parameter_server(2, 4), servers)
+            Scenario(
+                gpipe(2, 1),
+                cost(2, 40),
+                network(),
+                replicas=Replicas(parameter_server(2, 4), servers),
+            )
         ).duration_us
         for servers in ((4, 4), (4, 5))
     )
@@ -164,13 +178,15 @@ def test_one_server_of_all_stages_is_slower_than_one_a_stage():
 
 def test_published_arrangement_adds_a_reduce_and_a_broadcast_after_the_pipeline():
     alone = simulate_alone(
-        lower(gpipe(3, 4), reduce=True), cost(3, 400, message_us=5), network(delay_us=2)
+        Scenario(lower(gpipe(3, 4), reduce=True), cost(3, 400, message_us=5), network(delay_us=2))
     )
     timeline = simulate_alone(
-        gpipe(3, 4),
-        cost(3, 400, message_us=5),
-        network(delay_us=2),
-        replicas=Replicas(chain(4, 100)),
+        Scenario(
+            gpipe(3, 4),
+            cost(3, 400, message_us=5),
+            network(delay_us=2),
+            replicas=Replicas(chain(4, 100)),
+        )
     )
     fill = 2 * (2 * 4 + 3 * 2)  # parts of 4 us over two more replicas, delays of 2 us to each
     assert timeline.duration_us == pytest.approx(alone.duration_us + 2 * 400 + fill)
@@ -179,18 +195,20 @@ def test_published_arrangement_adds_a_reduce_and_a_broadcast_after_the_pipeline(
 def test_delay_hides_the_exchange_behind_the_step_but_for_a_part_that_a_message_waits_for():
     now, delayed = (
         simulate_alone(
-            gpipe(2, 8), cost(2, 60), network(), replicas=Replicas(direct(2), delayed=late)
+            Scenario(
+                gpipe(2, 8), cost(2, 60), network(), replicas=Replicas(direct(2), delayed=late)
+            )
         )
         for late in (False, True)
     )
-    alone = simulate_alone(gpipe(2, 8), cost(2, 60), network())
+    alone = simulate_alone(Scenario(gpipe(2, 8), cost(2, 60), network()))
     part_us = 30
     assert alone.duration_us <= delayed.duration_us <= alone.duration_us + part_us < now.duration_us
 
 
 def test_delayed_exchange_that_takes_longer_than_the_step_is_waited_for():
     timeline = simulate_alone(
-        gpipe(1, 1), cost(1, 400), network(), replicas=Replicas(direct(2), delayed=True)
+        Scenario(gpipe(1, 1), cost(1, 400), network(), replicas=Replicas(direct(2), delayed=True))
     )
     assert reduced(timeline, 0).startswith("0 to 1 0-")
     assert steps(timeline) == [400, 400]
@@ -198,7 +216,7 @@ def test_delayed_exchange_that_takes_longer_than_the_step_is_waited_for():
 
 def test_uneven_links_are_simulated_replica_by_replica():
     far = Network(default=Link(0, 1.0), links={(0, 1): Link(0, 0.5), (1, 0): Link(0, 1.0)})
-    timeline = simulate_alone(gpipe(1, 1), cost(1, 40), far, replicas=Replicas(direct(2)))
+    timeline = simulate_alone(Scenario(gpipe(1, 1), cost(1, 40), far, replicas=Replicas(direct(2))))
     assert not Replicas(direct(2)).alike(far, 1)
     assert [reduced(timeline, rank) for rank in range(2)] == lines("""
         0 to 1 30-70  0 to 1 70-110
@@ -215,18 +233,22 @@ def test_links_that_are_listed_but_alike_need_one_replica_only():
 
 def test_replicas_that_share_cores_are_slowed_down_together():
     hosted = simulate_alone(
-        gpipe(1, 1),
-        cost(1, 0),
-        network(),
-        hosts=[Host((0, 1), cores=1)],
-        replicas=Replicas(direct(2)),
+        Scenario(
+            gpipe(1, 1),
+            cost(1, 0),
+            network(),
+            hosts=[Host((0, 1), cores=1)],
+            replicas=Replicas(direct(2)),
+        )
     )
     assert hosted.on(0, Lane.COMPUTE)[-1].end_us == 60
 
 
 def test_every_replica_sends_what_its_exchange_says():
     exchange = direct(4, 3)
-    timeline = simulate_alone(gpipe(2, 2), cost(2, 48), network(), replicas=Replicas(exchange))
+    timeline = simulate_alone(
+        Scenario(gpipe(2, 2), cost(2, 48), network(), replicas=Replicas(exchange))
+    )
     assert timeline.num_ranks == 8
     for rank in range(8):
         moved = sum(span.num_bytes for span in timeline.on(rank, Lane.REDUCE))
@@ -264,8 +286,10 @@ def test_one_replica_stands_for_all_where_they_are_alike(
         per_rank = 2 if name == "interleaved" else 1
         schedule = generate(name, stages * per_rank, microbatches, stages_per_rank=per_rank)
     agree = Replicas(kind(replicas, parts), delayed=delayed)
-    one = simulate_alone(schedule, sizes, net, replicas=agree)
-    every = simulate_alone(schedule, sizes, net, replicas=_Unlike(agree.exchange, delayed=delayed))
+    one = simulate_alone(Scenario(schedule, sizes, net, replicas=agree))
+    every = simulate_alone(
+        Scenario(schedule, sizes, net, replicas=_Unlike(agree.exchange, delayed=delayed))
+    )
     assert _rows(one) == _rows(every)
 
 

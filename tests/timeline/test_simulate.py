@@ -14,6 +14,7 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import MOST_STEPS, Steady, period, simulate, simulate_alone
 from dpipe.timeline.simulation import Simulation
 
@@ -58,7 +59,9 @@ def lowered(schedule: Schedule, replicas: Replicas | None) -> Schedule:
 def starts_us(case, ballots, replicas, num_steps: int) -> list[list[float]]:
     """By rank, when it begins each of `num_steps` steps, simulated one after the other."""
     schedule, cost, net = case
-    many = Simulation(lowered(schedule, replicas), cost, net, (), replicas, ballots, num_steps)
+    many = Simulation(
+        Scenario(lowered(schedule, replicas), cost, net, (), replicas, ballots), num_steps
+    )
     many.run()
     return many.starts_us
 
@@ -89,13 +92,13 @@ def test_step_time_lies_between_the_busiest_rank_s_work_and_a_step_alone(case, v
     schedule, cost, net = case
     replicas = fitting(replicas, schedule)
     ballots = net if votes else None
-    step_us = period(schedule, cost, net, replicas=replicas, ballots=ballots)
-    alone = Simulation(lowered(schedule, replicas), cost, net, (), replicas, ballots)
+    step_us = period(Scenario(schedule, cost, net, replicas=replicas, ballots=ballots))
+    alone = Simulation(Scenario(lowered(schedule, replicas), cost, net, (), replicas, ballots))
     work_us = max(sum(map(cost.duration_us, program)) for program in alone.programs)
     assert step_us >= work_us - 1e-6
     # What replicas exchange takes turns with the pipeline's messages: a step alone may be luckier.
     if ballots is None and replicas is None:
-        alone_us = simulate_alone(schedule, cost, net).duration_us
+        alone_us = simulate_alone(Scenario(schedule, cost, net)).duration_us
         assert step_us <= alone_us + 1e-6
 
 
@@ -105,10 +108,10 @@ def test_one_replica_stands_for_all_where_they_vote_to_within_one_delay(case, ki
     """Also where the pieces of a gradient differ by a byte from replica to replica."""
     schedule, cost, net = case
     replicas = Replicas(exchange(kind, num_replicas, 2))
-    every = Steady(lowered(schedule, replicas), cost, net, (), replicas, net)
+    every = Steady(Scenario(lowered(schedule, replicas), cost, net, (), replicas, net))
     assert not every.mirrored
     step_us = every.period()
-    assert period(schedule, cost, net, replicas=replicas, ballots=net) == pytest.approx(
+    assert period(Scenario(schedule, cost, net, replicas=replicas, ballots=net)) == pytest.approx(
         step_us, abs=net.link(0, 1).delay_us + 0.005 * step_us + 2
     )
 
@@ -120,7 +123,7 @@ def test_replicas_that_vote_are_mirrored_only_over_like_links() -> None:
 
     def mirrored(ballots: Network) -> bool:
         gpipe = lowered(generate("gpipe", 1, 1), replicas)
-        steady = Steady(gpipe, one, Network(), (), replicas, ballots, mirrors_votes=True)
+        steady = Steady(Scenario(gpipe, one, Network(), (), replicas, ballots), mirrors_votes=True)
         return steady.mirrored
 
     assert (mirrored(Network()), mirrored(uneven)) == (True, False)

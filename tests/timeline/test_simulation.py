@@ -17,6 +17,7 @@ from dpipe.schedule.lower import lower
 from dpipe.schedule.schedule import Schedule
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.machine import Clock
+from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.simulate import simulate_alone
 from dpipe.timeline.span import Lane, Timeline
 
@@ -28,7 +29,7 @@ def network(delay_us: float, gbps: float = 1.0) -> Network:
 
 
 def spans(timeline: Timeline) -> str:
-    """One line a rank and lane: what ran from when to when."""
+    """One line per rank and lane, with the start and end of each action."""
     return "\n".join(
         f"{rank} {lane}: "
         + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))
@@ -46,7 +47,7 @@ def test_simulate_moves_a_micro_batch_there_and_back():
     cost = Cost.uniform(
         2, forward_us=10, backward_us=20, message_bytes=4 * BYTES_PER_US, update_us=5
     )
-    assert spans(simulate_alone(gpipe(2, 1), cost, network(delay_us=1))) == lines("""
+    assert spans(simulate_alone(Scenario(gpipe(2, 1), cost, network(delay_us=1)))) == lines("""
         0 compute: 0F0 0-10  0B0 50-70
         0 send: 0SEND_F0 10-14
         0 recv: 0RECV_B0 46-50
@@ -62,7 +63,7 @@ def test_simulate_moves_a_micro_batch_there_and_back():
 
 def test_simulate_sends_the_messages_of_a_link_one_after_another():
     cost = Cost.uniform(2, forward_us=1, backward_us=2, message_bytes=10 * BYTES_PER_US)
-    timeline = simulate_alone(forward_only(2, 3), cost, network(delay_us=5))
+    timeline = simulate_alone(Scenario(forward_only(2, 3), cost, network(delay_us=5)))
     assert spans(timeline) == lines("""
         0 compute: 0F0 0-1  0F1 1-2  0F2 2-3
         0 send: 0SEND_F0 1-11  0SEND_F1 11-21  0SEND_F2 21-31
@@ -81,7 +82,7 @@ def test_simulate_sends_one_message_after_another_from_a_rank_that_sends_both_wa
         activation_bytes=(1 * BYTES_PER_US, 40 * BYTES_PER_US),
         gradient_bytes=(10 * BYTES_PER_US, 1 * BYTES_PER_US),
     )
-    timeline = simulate_alone(one_f_one_b(3, 2), cost, network(delay_us=0))
+    timeline = simulate_alone(Scenario(one_f_one_b(3, 2), cost, network(delay_us=0)))
     # 1SEND_B0 comes at 47, while 1SEND_F1 has 36 of its 40 to move.
     sends = "  ".join(
         f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(1, Lane.SEND)[:3]
@@ -99,7 +100,7 @@ def test_simulate_gives_a_slow_link_its_own_rate_and_the_rest_to_the_fast_one():
     # for it.
     sends = {
         str(s.action): s.duration_us
-        for s in simulate_alone(one_f_one_b(3, 2), cost, uneven).on(1, Lane.SEND)
+        for s in simulate_alone(Scenario(one_f_one_b(3, 2), cost, uneven)).on(1, Lane.SEND)
     }
     assert sends["1SEND_B0"] == pytest.approx(910)
     assert sends["1SEND_F1"] == pytest.approx(4 + (91 - 4) / 0.9)
@@ -108,7 +109,7 @@ def test_simulate_gives_a_slow_link_its_own_rate_and_the_rest_to_the_fast_one():
 def test_simulate_runs_weight_gradients_where_it_would_wait():
     cost = Cost.uniform(2, forward_us=10, backward_us=20, message_bytes=0)
     assert spans(
-        simulate_alone(lower(zero_bubble(2, 2), step=False), cost, network(delay_us=5))
+        simulate_alone(Scenario(lower(zero_bubble(2, 2), step=False), cost, network(delay_us=5)))
     ) == lines("""
         0 compute: 0F0 0-10  0F1 10-20  0I0 40-50  0W0 50-60  0I1 60-70  0W1 70-80
         0 send: 0SEND_F0 10-10  0SEND_F1 20-20
@@ -123,7 +124,7 @@ def test_simulate_runs_weight_gradients_where_it_would_wait():
 
 def test_simulate_exchanges_a_tied_gradient_before_the_step():
     cost = replace(Cost.uniform(2, 10, 20, message_bytes=0), tied_bytes=7 * BYTES_PER_US)
-    timeline = simulate_alone(lower(gpipe(2, 1), tied=True), cost, network(delay_us=0))
+    timeline = simulate_alone(Scenario(lower(gpipe(2, 1), tied=True), cost, network(delay_us=0)))
     moved = {str(s.action): (s.start_us, s.end_us) for s in timeline.spans if s.num_bytes}
     assert moved == {
         "1SEND_TIED": (40, 47),
@@ -140,7 +141,7 @@ def test_simulate_exchanges_a_tied_gradient_before_the_step():
 )
 def test_simulate_agrees_with_the_published_gpipe_times(delay_ms, gbps, seconds):
     cost = Cost.uniform(12, forward_us=66_000, backward_us=132_000, message_bytes=16 * 2**20)
-    timeline = simulate_alone(gpipe(12, 64), cost, network(delay_ms * 1e3, gbps))
+    timeline = simulate_alone(Scenario(gpipe(12, 64), cost, network(delay_ms * 1e3, gbps)))
     assert timeline.duration_us / 1e6 == pytest.approx(seconds, rel=0.005)
 
 
@@ -185,7 +186,8 @@ def critical_path_us(schedule: Schedule, cost: Cost, net: Network) -> float:
     def took_us(action: Action) -> float:
         rank = schedule.rank_of_stage[action.stage]
         if action.op in SENDS:
-            return net.link(rank, peer(schedule, action)).serialisation_us(cost.num_bytes(action))
+            link = net.link(rank, peer(schedule, action))
+            return cost.num_bytes(action) * 8 / (link.bandwidth_gbps * 1e3)
         if action.op in RECVS:
             return net.link(peer(schedule, action), rank).delay_us
         return cost.duration_us(action)
@@ -196,13 +198,13 @@ def critical_path_us(schedule: Schedule, cost: Cost, net: Network) -> float:
 @settings(deadline=None)
 @given(cases())
 def test_simulate_never_ends_before_the_critical_path(case):
-    assert simulate_alone(*case).duration_us >= critical_path_us(*case) - 1e-6
+    assert simulate_alone(Scenario(*case)).duration_us >= critical_path_us(*case) - 1e-6
 
 
 @settings(deadline=None)
 @given(cases())
 def test_simulate_does_everything_once_and_one_thing_at_a_time(case):
-    schedule, timeline = case[0], simulate_alone(*case)
+    schedule, timeline = case[0], simulate_alone(Scenario(*case))
     # Nobody is kept by the gradients that are complete, nor by a vote that nobody waits for.
     shown = [a for a in schedule.index if a.op not in (Op.COMPLETE, Op.VOTE)]
     assert sorted(str(s.action) for s in timeline.spans if s.lane != Lane.WAIT) == sorted(
@@ -221,8 +223,11 @@ def test_simulate_does_everything_once_and_one_thing_at_a_time(case):
 @given(st.integers(1, 4), st.integers(1, 8), times, times, st.data())
 def test_more_delay_never_makes_gpipe_faster(stages, microbatches, delay_us, more_us, data):
     schedule, cost = gpipe(stages, microbatches), data.draw(costs(stages))
-    near = simulate_alone(schedule, cost, network(delay_us)).duration_us
-    assert simulate_alone(schedule, cost, network(delay_us + more_us)).duration_us >= near - 1e-6
+    near = simulate_alone(Scenario(schedule, cost, network(delay_us))).duration_us
+    assert (
+        simulate_alone(Scenario(schedule, cost, network(delay_us + more_us))).duration_us
+        >= near - 1e-6
+    )
 
 
 def test_simulate_works_in_proportion_to_what_happens(monkeypatch):
@@ -234,7 +239,7 @@ def test_simulate_works_in_proportion_to_what_happens(monkeypatch):
     for num_microbatches in (8, 64):
         schedule = lower(generate("zero-bubble", 6, num_microbatches))
         done.clear()
-        simulate_alone(schedule, Cost.uniform(6, 100.0, 200.0, 10_000), network(1000))
+        simulate_alone(Scenario(schedule, Cost.uniform(6, 100.0, 200.0, 10_000), network(1000)))
         assert done["asked"] < len(schedule.index)
         assert done["events"] < 1.5 * len(schedule.index)
 
@@ -242,7 +247,7 @@ def test_simulate_works_in_proportion_to_what_happens(monkeypatch):
 def test_simulate_shares_the_cores_of_a_host():
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     timeline = simulate_alone(
-        forward_only(2, 2), cost, network(delay_us=0), [Host((0, 1), cores=1)]
+        Scenario(forward_only(2, 2), cost, network(delay_us=0), [Host((0, 1), cores=1)])
     )
     # while both compute, each is half as fast
     computed = tuple(s for s in timeline.spans if s.lane == Lane.COMPUTE)
@@ -254,27 +259,30 @@ def test_simulate_shares_the_cores_of_a_host():
 
 def test_simulate_gives_every_rank_a_core_where_there_are_enough():
     cost = Cost.uniform(3, forward_us=10, backward_us=20, message_bytes=100)
-    alone = simulate_alone(gpipe(3, 4), cost, network(delay_us=1))
-    hosted = simulate_alone(gpipe(3, 4), cost, network(delay_us=1), [Host((0, 1, 2), cores=3)])
+    alone = simulate_alone(Scenario(gpipe(3, 4), cost, network(delay_us=1)))
+    hosted = simulate_alone(
+        Scenario(gpipe(3, 4), cost, network(delay_us=1), [Host((0, 1, 2), cores=3)])
+    )
     assert hosted.duration_us == pytest.approx(alone.duration_us)
 
 
 @pytest.mark.parametrize(
-    ("cores", "computes", "second_begins"), [(2, False, 14), (1, False, 18), (2, True, 16)]
+    ("cores", "computes", "second_begins"),
+    [(2, False, 18), (1, False, 18), (2, True, 18), (1, True, 26)],
 )
 def test_simulate_lets_messages_take_the_cores_at_both_ends(cores, computes, second_begins):
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=0)
     host = Host((0, 1), cores, message_us=4, computes=computes)
-    timeline = simulate_alone(forward_only(2, 2), cost, network(delay_us=0), [host])
-    # one core: the two ends share it. Two that rank 0 goes on to compute on: three share them
+    timeline = simulate_alone(Scenario(forward_only(2, 2), cost, network(delay_us=0), [host]))
+    # The receiver's end is behind the sender's. On one core rank 0 goes on to compute beside both.
     assert timeline.on(1, Lane.COMPUTE)[0].start_us == pytest.approx(second_begins)
 
 
 def test_simulate_moves_a_message_no_sooner_than_its_bytes():
     cost = Cost.uniform(2, forward_us=10, backward_us=0, message_bytes=1_000_000)
-    busy = Host((0, 1), cores=2, message_us=1, us_per_mb=5, computes=False)
+    busy = Host((0, 1), cores=2, us_per_mb=5, computes=False)
     alone, hosted = (
-        simulate_alone(forward_only(2, 2), cost, network(delay_us=3), hosts)
+        simulate_alone(Scenario(forward_only(2, 2), cost, network(delay_us=3), hosts))
         for hosts in ([], [busy])
     )
     assert hosted == alone
@@ -283,15 +291,15 @@ def test_simulate_moves_a_message_no_sooner_than_its_bytes():
 def test_simulate_works_on_a_link_s_messages_one_after_the_other():
     cost = Cost.uniform(2, forward_us=1, backward_us=0, message_bytes=0)
     host = Host((0, 1), cores=8, message_us=100, computes=False)
-    timeline = simulate_alone(forward_only(2, 3), cost, network(delay_us=0), [host])
-    assert [s.start_us for s in timeline.on(1, Lane.COMPUTE)] == pytest.approx([101, 201, 301])
+    timeline = simulate_alone(Scenario(forward_only(2, 3), cost, network(delay_us=0), [host]))
+    assert [s.start_us for s in timeline.on(1, Lane.COMPUTE)] == pytest.approx([201, 301, 401])
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), times, st.data())
 def test_simulate_never_does_more_than_the_cores_can(stages, microbatches, cores, message_us, data):
     cost = data.draw(costs(stages))
-    host = Host(tuple(range(stages)), cores, message_us)
-    timeline = simulate_alone(gpipe(stages, microbatches), cost, network(0), [host])
+    host = Host(tuple(range(stages)), cores, message_us=message_us)
+    timeline = simulate_alone(Scenario(gpipe(stages, microbatches), cost, network(0), [host]))
     work = microbatches * (sum(cost.forward_us) + sum(cost.backward_us)) + sum(cost.update_us)
     work += 2 * microbatches * (stages - 1) * 2 * message_us  # there and back, at both ends
     assert timeline.duration_us >= work / cores * (1 - 1e-9) - 1e-6
@@ -299,7 +307,7 @@ def test_simulate_never_does_more_than_the_cores_can(stages, microbatches, cores
 
 def test_simulate_refuses_a_cost_for_other_stages():
     with pytest.raises(ScheduleError, match="the schedule has 3 stages, the cost 2"):
-        simulate_alone(gpipe(3, 1), Cost.uniform(2, 1, 2, 0), network(0))
+        simulate_alone(Scenario(gpipe(3, 1), Cost.uniform(2, 1, 2, 0), network(0)))
 
 
 def test_simulate_says_where_a_schedule_is_stuck():
@@ -308,7 +316,7 @@ def test_simulate_says_where_a_schedule_is_stuck():
     with pytest.raises(
         ScheduleError, match="no progress: rank 0 stops at 0STEP, which waits for 0VOTE"
     ):
-        simulate_alone(backwards, Cost.uniform(2, 1, 2, 0), network(0))
+        simulate_alone(Scenario(backwards, Cost.uniform(2, 1, 2, 0), network(0)))
 
 
 @pytest.mark.parametrize(

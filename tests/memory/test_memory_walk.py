@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from dpipe.errors import ScheduleError
+from dpipe.memory.walk import LayerMemory, RankMemory, peak_memory
 from dpipe.schedule.generate import generate
-from dpipe.timeline.memory import LayerMemory, RankMemory, peak_memory
 
 LAYER = LayerMemory(
     parameter_bytes=100,

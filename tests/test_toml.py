@@ -1,4 +1,4 @@
-"""Values as TOML writes them are read as they were."""
+"""Values that are written as TOML are read back unchanged."""
 
 import tomllib
 from datetime import date
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpipe.config.toml import to_toml
+from dpipe.toml import to_toml
 
 # TOML holds Unicode, but no half of a surrogate pair
 STRINGS = st.text(st.characters(exclude_categories=["Cs"]))

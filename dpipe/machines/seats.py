@@ -1,0 +1,103 @@
+"""Which rank is on which machine, and what a simulation takes of that."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dpipe.errors import ProfileError
+from dpipe.machines.machine import Cluster, Machine
+from dpipe.network.link import Host, Interface, Link, Network
+
+Seats = Sequence[str]  # by rank, the name of its machine
+
+
+def seats_in_order(cluster: Cluster, devices_per_seat: int = 1) -> tuple[str, ...]:
+    """One rank for each device, in the order of the file; or for as many devices of one machine as
+    a tensor-parallel group takes.
+    """
+    seats: list[str] = []
+    for machine in cluster.machines:
+        seats += [machine.name] * (machine.devices // devices_per_seat)
+    return tuple(seats)
+
+
+def check_seats(cluster: Cluster, seats: Seats) -> None:
+    """Raises `ProfileError` for a machine that is not there, or has fewer devices than ranks."""
+    for name, count in Counter(seats).items():
+        machine = cluster.machine(name)
+        if count > machine.devices:
+            raise ProfileError(
+                f"machine {name!r} holds {machine.devices} ranks (devices = {machine.devices}), "
+                f"but {count} are placed on it"
+            )
+
+
+def network_of(cluster: Cluster, seats: Seats) -> Network:
+    """The network between ranks; the default link stays its default. Where two machines have no
+    link, their ranks have none: see `Cluster.check_links`. Errors as of `check_seats`.
+    """
+    check_seats(cluster, seats)
+    links: dict[tuple[int, int], Link] = {}
+    for source, here in enumerate(seats):
+        for target, there in enumerate(seats):
+            link = cluster.link(here, there)
+            if source != target and link is not None and link != cluster.default_link:
+                links[source, target] = link
+    interfaces = []
+    for name, ranks in ranks_by_machine(seats).items():
+        machine = cluster.machine(name)
+        interfaces.append(Interface(ranks, machine.egress_gbps, machine.ingress_gbps, name))
+    return Network(cluster.name, cluster.default_link, links, interfaces=tuple(interfaces))
+
+
+def hosts_of(cluster: Cluster, seats: Seats) -> tuple[Host, ...]:
+    """The machines whose ranks share cores, where it is known how many there are. On a GPU they
+    compute without.
+    """
+    check_seats(cluster, seats)
+    hosts = []
+    for name, ranks in ranks_by_machine(seats).items():
+        machine = cluster.machine(name)
+        cores = machine.cores
+        if len(ranks) > 1 and cores is not None:
+            hosts.append(Host(ranks, cores, computes=machine.device.startswith("cpu")))
+    return tuple(hosts)
+
+
+def ranks_by_machine(seats: Seats) -> Mapping[str, tuple[int, ...]]:
+    """In the order of the first rank of each."""
+    ranks: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
+    for rank, name in enumerate(seats):
+        ranks[name] += (rank,)
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What one micro-batch takes in a stage on one machine, microseconds."""
+
+    forward_us: float
+    backward_us: float  # of a whole backward
+    input_us: float  # of a split one
+    weight_us: float
+
+
+def stage_time(machine: Machine, kinds: Sequence[str | int], micro_batch_size: int) -> StageTime:
+    """The layers of a stage, by kind, on `machine`. A split backward that was not measured is half
+    and half of a whole one. Raises `ProfileError` for a layer that was not measured there.
+    """
+    forward_ms = 0.0
+    backward_ms = 0.0
+    input_ms = 0.0
+    weight_ms = 0.0
+    for kind in kinds:
+        layer = machine.layer_time(kind, micro_batch_size)
+        forward_ms += layer.forward_ms
+        backward_ms += layer.backward_ms
+        if layer.backward_input_ms is not None and layer.backward_weight_ms is not None:
+            input_ms += layer.backward_input_ms
+            weight_ms += layer.backward_weight_ms
+        else:
+            input_ms += layer.backward_ms / 2
+            weight_ms += layer.backward_ms / 2
+    return StageTime(forward_ms * 1e3, backward_ms * 1e3, input_ms * 1e3, weight_ms * 1e3)
