@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"choices", "errors"},
     **dict.fromkeys(SPECIALISTS, BELOW_CONFIG),
     "session": {"errors", "wire"},
+    "coordinator": BELOW_CONFIG | {"session"},
     "transport": BELOW_CONFIG | {"session"},
     "paramserver": BELOW_CONFIG | {"dataparallel"},  # it steps as a rank would
     "paramworker": BELOW_CONFIG | {"dataparallel", "paramserver"},  # one more kind
