@@ -303,17 +303,20 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of several ranks, with fewer cores than they could use."""
+    """Cores that ranks share with each other and with their messages: a machine's, or those that
+    the ranks are pinned to.
+    """
 
     ranks: tuple[int, ...]
     cores: int
+    threads: int = 1  # that a rank computes with, each on a core
     message_us: float = 0.0  # of a core, at either end of each message
     us_per_mb: float = 0.0  # the same, for each megabyte
     computes: bool = True  # False: computing takes no core, as in a replay, which waits
 
-    def moving_us(self, num_bytes: int) -> float:
-        """Processor time at one end of a message."""
-        return self.message_us + self.us_per_mb * num_bytes / 1e6
+    def bytes_us(self, num_bytes: int) -> float:
+        """Processor time of a message's bytes at one end."""
+        return self.us_per_mb * num_bytes / 1e6
 
 
 _NAMED = 6  # missing links that an error names

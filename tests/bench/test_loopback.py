@@ -22,6 +22,7 @@ def test_core_time_is_that_of_one_end() -> None:
     received = [[(1e-3, 200e-6)], [(2e-3, 800e-6)]]
     machine = loopback_of(sent, received, MB + SMALL_BYTES)
     assert machine.message_us == pytest.approx(150.0)
+    assert machine.link.delay_ms == pytest.approx(0.7)  # of a millisecond one way
     assert machine.us_per_mb == pytest.approx(400.0)
 
 

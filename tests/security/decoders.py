@@ -438,7 +438,7 @@ WIRE = [
     _schema("place", shared.PLACE, {"machine": "a", "name": "b", "port": 7}),
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
     _schema("port of a store", shared.STORE_PORT, 7),
-    _schema("machine", shared.MACHINE, ["a", 7]),
+    _schema("machine", shared.MACHINE, ["a", [0, 7]]),
     _schema("held-out losses", trainer._LOSSES, [1.0, None]),
     _schema("part of a checkpoint", PART, _PART),
     _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
