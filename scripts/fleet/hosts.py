@@ -70,6 +70,7 @@ class Host(BaseModel):
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
     slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
+    price_per_hour: Annotated[float, Field(ge=0, le=1e9)] | None = None  # for measure and plan
     interface: Name | None = None  # that netem shapes; default: the one that leads to the next host
     folder: RemotePath = "dpipe"  # all files of dpipe and its runs are in it
     python: str = "python3"  # that scripts/setup makes the environment with

@@ -54,7 +54,7 @@ def stand_in(device: "Device") -> None:
     torch._C._cuda_getCurrentRawStream = lambda of=0: (
         0
     )  # imported where there is a GPU, and not called
-    _tell_what_futures_tell()
+    _synchronise_by_futures()
 
 
 def index(of: Any = None) -> int:
@@ -147,7 +147,7 @@ def utilization(of: Any = None) -> int:
     raise ModuleNotFoundError("there is no nvidia-ml-py for a stand-in")
 
 
-def _tell_what_futures_tell() -> None:
+def _synchronise_by_futures() -> None:
     """A thread that takes a result has synchronised with the thread that made it."""
     give, take = Future.set_result, Future.result
 
