@@ -41,7 +41,8 @@ from dpipe.errors import (
     ScheduleError,
     TransferError,
 )
-from dpipe.machines.file import load_machines
+from dpipe.machines.file import dump_machines, load_machines, parse_machines
+from dpipe.machines.hosts import load_hosts_network
 from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
@@ -71,6 +72,7 @@ from dpipe.store.run_folder import load_configuration
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import Replicas
 from dpipe.timeline.span import Lane, Span
+from dpipe.toml import parse_toml
 from dpipe.wire import message
 from dpipe.wire.codec import codec
 from dpipe.wire.format import FORMATS
@@ -798,6 +800,12 @@ def _cache_of(name: str) -> list[bytes]:
     return [(inside / name).read_bytes()]
 
 
+def _machines_of_hosts(path: Path) -> object:
+    """Read as what it says it is, and as machines; what is read can be written."""
+    load_hosts_network(path)
+    return parse_machines(parse_toml(dump_machines(load_machines(path))))
+
+
 FILES = [
     Decoder(
         "network profile",
@@ -808,10 +816,10 @@ FILES = [
     ),
     Decoder(
         "machines file",
-        of_file("machines.toml", load_machines),
+        of_file("machines.toml", _machines_of_hosts),
         (ProfileError,),
         _text(_MACHINES),
-        ("dpipe.machines.file:load_machines",),
+        ("dpipe.machines.file:load_machines", "dpipe.machines.file:lists_machines"),
     ),
     Decoder(
         "configuration",
