@@ -50,9 +50,9 @@ class Loopback:
         return Host(
             tuple(ranks),
             cores,
-            self.message_us,
-            self.us_per_mb,
-            computes,
+            message_us=self.message_us,
+            us_per_mb=self.us_per_mb,
+            computes=computes,
         )
 
 
@@ -87,7 +87,9 @@ def loopback_of(
     moving_s = max(large_s - small_s, 1e-6)
     more_cpu_s = max(0.0, large_cpu_s - small_cpu_s)
     more_mb = (num_bytes - SMALL_BYTES) / 1e6
-    link = Link(delay_ms=small_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
+    # Both ends work on a message one after the other: what is left is nobody's processor time.
+    delay_s = max(0.0, small_s - 2 * small_cpu_s)
+    link = Link(delay_ms=delay_s * 1e3, bandwidth_gbps=more_mb * 8e-3 / moving_s)
     return Loopback(link, small_cpu_s * 1e6, more_cpu_s * 1e6 / more_mb)
 
 

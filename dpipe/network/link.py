@@ -242,10 +242,17 @@ class Network:
         """The same network for messages, if its rates are those of interfaces: the headers of
         packets take a share.
         """
+        return self._scaled(PAYLOAD_SHARE)
+
+    def for_interfaces(self) -> "Network":
+        """The same network for interfaces, if its rates are those of messages."""
+        return self._scaled(1 / PAYLOAD_SHARE)
+
+    def _scaled(self, by: float) -> "Network":
         network = self.with_links(
-            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
+            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * by)
         )
-        interfaces = tuple(interface.scaled(PAYLOAD_SHARE) for interface in self.interfaces)
+        interfaces = tuple(interface.scaled(by) for interface in self.interfaces)
         return replace(network, interfaces=interfaces)
 
     def shared_by(self, count: int) -> "Network":
@@ -253,6 +260,8 @@ class Network:
 
         Raises `ProfileError` for interfaces that several nodes share, or that say what they carry.
         """
+        if count == 1:
+            return self
         if self.interfaces:
             raise ProfileError(
                 f"network {self.name!r} has interfaces of their own rate; it cannot be shared out "
@@ -294,17 +303,20 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of several ranks, with fewer cores than they could use."""
+    """Cores that ranks share with each other and with their messages: a machine's, or those that
+    the ranks are pinned to.
+    """
 
     ranks: tuple[int, ...]
     cores: int
+    threads: int = 1  # that a rank computes with, each on a core
     message_us: float = 0.0  # of a core, at either end of each message
     us_per_mb: float = 0.0  # the same, for each megabyte
     computes: bool = True  # False: computing takes no core, as in a replay, which waits
 
-    def moving_us(self, num_bytes: int) -> float:
-        """Processor time at one end of a message."""
-        return self.message_us + self.us_per_mb * num_bytes / 1e6
+    def bytes_us(self, num_bytes: int) -> float:
+        """Processor time of a message's bytes at one end."""
+        return self.us_per_mb * num_bytes / 1e6
 
 
 _NAMED = 6  # missing links that an error names

@@ -53,7 +53,7 @@ class Cores:
     """The cores of one host: as many threads as there are cores run at full speed, more of them
     share it.
 
-    A thread does one thing after the other.
+    A thread does one thing after the other; a rank that computes may be several.
     """
 
     def __init__(self, clock: Clock, host: Host) -> None:
@@ -61,6 +61,7 @@ class Cores:
         self._clock = clock
         # By thread its tasks, each with the microseconds that it still needs of a whole core.
         self._threads: dict[Hashable, deque[tuple[float, Call]]] = {}
+        self._widths: dict[Hashable, int] = {}  # of those that are as many threads of the system
         self._since_us = 0.0
         self._plans = 0  # as in `_OnClock`
 
@@ -69,17 +70,19 @@ class Cores:
         thread: Hashable,
         duration_us: float,
         over: Call,
+        width: int = 1,
     ) -> None:
         # With one thread more all are slower from now on: what they did so far counts first.
         self._progress()
         tasks = self._threads.setdefault(thread, deque())
         tasks.append((duration_us, over))
+        self._widths[thread] = width
         self._plan()
 
     @property
     def _speed(self) -> float:
-        num_threads = max(1, len(self._threads))
-        return min(1.0, self.host.cores / num_threads)
+        num_threads = sum(self._widths.values())
+        return min(1.0, self.host.cores / max(1, num_threads))
 
     def _progress(self) -> None:
         passed_us = self._clock.now_us - self._since_us
@@ -111,7 +114,7 @@ class Cores:
         tasks = self._threads[thread]
         _, over = tasks.popleft()
         if not tasks:
-            del self._threads[thread]
+            del self._threads[thread], self._widths[thread]
         self._plan()
         over()
 
@@ -137,6 +140,20 @@ class _Both:
     def _go_on(self) -> None:
         if self._worked and self._start_us is not None:
             self._over(self._start_us)
+
+
+def handle(
+    cores: Cores | None,
+    thread: Hashable,
+    over: Call,
+) -> None:
+    """`over` once `thread` has done what it does for any message, whatever its size; nothing where
+    it shares no cores.
+    """
+    if cores is None or not cores.host.message_us:
+        over()
+    else:
+        cores.run(thread, cores.host.message_us, over)
 
 
 @dataclass(slots=True)
@@ -207,11 +224,14 @@ class Wires:
     """What ranks send each other, on the simulation's clock, and the work that messages are for the
     hosts of both ends.
 
-    egress           [----- bytes -----]               at the same time: a message has left when
-    core, sender     [-- work --]                      both are over, and it has come when the
-    core, receiver          :    [-- work --]          receiver's work is over, too, and
-    ingress                 [----- bytes ------]       the receiver's interface has taken it in
-                     <-delay->
+    core, sender     [any message][-- its bytes --]
+    egress                        [---- bytes ----]
+    core, receiver                :       [-- its bytes --]   [any message]
+    ingress                       :       [----- bytes ------]
+                                  <-delay->
+
+    What is drawn above each other is done at the same time: a message has left when both are over,
+    and it has come when the receiver has done for it what it does for any.
     """
 
     def __init__(
@@ -239,30 +259,44 @@ class Wires:
         """Queue a message; `left` is called when its last byte is on the wire, `arrived` when it is
         at `target`.
         """
+        offer = partial(self._offer, source, target, num_bytes, left, arrived)
+        handle(self._cores.get(source), (source, "to", target), offer)
+
+    def _offer(
+        self,
+        source: int,
+        target: int,
+        num_bytes: int,
+        left: Since,
+        arrived: Since,
+    ) -> None:
+        """The sender has done what it does for any message."""
         way = self._way(source, target)
         delay_us = way.delay_us
         if way.lossy:
             delay_us = self._network.delay_us(source, target, num_bytes)
-        receiver = ("from", source)
-        came = self._with_work(target, receiver, num_bytes, delay_us, arrived)
+        receiver = (target, "from", source)
+
+        def landed(start_us: float) -> None:
+            over = partial(arrived, start_us)
+            handle(self._cores.get(target), receiver, over)
+
+        came = self._with_work(target, receiver, num_bytes, delay_us, landed)
         begun = None
         if way.ingress is not None:
             taken_in = _Both(came)
             came = taken_in.moved
             take_in = partial(way.ingress.offer, source, target, taken_in.worked, num_bytes)
-            begun = partial(self._later, way.delay_us, take_in)
+            begun = partial(self._clock.after, way.delay_us, take_in)
 
         def gone(start_us: float) -> None:
             arrive = partial(came, start_us + delay_us)
             self._clock.after(delay_us, arrive)
             left(start_us)
 
-        sender = ("to", target)
+        sender = (source, "to", target)
         through = self._with_work(source, sender, num_bytes, 0.0, gone)
         way.egress.offer(source, target, _Message(through, begun), num_bytes)
-
-    def _later(self, by_us: float, call: Call) -> None:
-        self._clock.at(self._clock.now_us + by_us, call)
 
     def _way(self, source: int, target: int) -> _Way:
         if (source, target) not in self._ways:
@@ -312,11 +346,10 @@ class Wires:
         cores = self._cores.get(rank)
         if cores is None:
             return over
-        work_us = cores.host.moving_us(num_bytes)
+        work_us = cores.host.bytes_us(num_bytes)
         if not work_us:
             return over
         both = _Both(over)
-        thread = (rank, thread)
         work = partial(cores.run, thread, work_us, both.worked)
         self._clock.after(after_us, work)
         return both.moved

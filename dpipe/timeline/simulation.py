@@ -41,7 +41,7 @@ from dpipe.schedule.check import check
 from dpipe.schedule.links import counterpart
 from dpipe.timeline.cost import Cost
 from dpipe.timeline.exchanges import StageExchanges
-from dpipe.timeline.machine import Clock, Machines
+from dpipe.timeline.machine import Call, Clock, Machines
 from dpipe.timeline.scenario import Scenario
 from dpipe.timeline.span import Lane, Span, Timeline
 from dpipe.timeline.votes import Votes, vote_delays_us
@@ -162,7 +162,38 @@ class Simulation:
     def _begin(self, rank: int) -> None:
         self.idle_since[rank] = self.clock.now_us
         self.begin_step(rank)
+        self._prepare(rank)
         self.advance(rank)
+
+    def _prepare(self, rank: int) -> None:
+        """Keep an idle rank for what it does between two steps."""
+        pipeline_rank = rank % self.schedule.num_ranks
+        first = self.schedule.of_rank(pipeline_rank, Op.VOTE)
+        takes_us = self.cost_at(rank).between_us[first.stage]
+        if not takes_us:
+            return
+        start_us = self.clock.now_us
+        self.idle_since[rank] = None
+
+        def over() -> None:
+            self.idle_since[rank] = self.clock.now_us
+            self._note(rank, Lane.BETWEEN, first, start_us)
+            self.advance(rank)
+
+        self._occupy(rank, takes_us, over)
+
+    def _occupy(
+        self,
+        rank: int,
+        takes_us: float,
+        over: Call,
+    ) -> None:
+        """Keep the thread of `rank` that computes for so long; longer where it shares cores."""
+        cores = self.machines.cores.get(rank)
+        if cores is not None and cores.host.computes:
+            cores.run(rank, takes_us, over, cores.host.threads)
+        else:
+            self.clock.after(takes_us, over)
 
     def begin_step(self, rank: int) -> None:
         """`rank` begins the step that it is at."""
@@ -182,6 +213,7 @@ class Simulation:
             self.machines.step[rank] += 1
             self.position[rank] = 0
             self.begin_step(rank)
+            self._prepare(rank)
         else:
             self.starts_us[rank].append(self.clock.now_us)
             self.idle_since[rank] = None
@@ -299,13 +331,8 @@ class Simulation:
         start_us = self.clock.now_us
         self._waited(rank, action)
         self.idle_since[rank] = None
-        cores = self.machines.cores.get(rank)
-        takes_us = self.cost_at(rank).duration_us(action)
         over = partial(self._computed, rank, action, start_us)
-        if cores is not None and cores.host.computes:
-            cores.run(rank, takes_us, over)
-        else:
-            self.clock.at(start_us + takes_us, over)
+        self._occupy(rank, self.cost_at(rank).duration_us(action), over)
 
     def _computed(
         self,
@@ -386,7 +413,7 @@ class Simulation:
             self.complete(rank, action, step)
             return
         if step not in self.votes:
-            self.votes[step] = Votes(self.clock, self.vote_delays_us, self._voted)
+            self.votes[step] = Votes(self.machines, self.vote_delays_us, self._voted)
         self.votes[step].cast(rank)
 
     def _voted(self, rank: int) -> None:

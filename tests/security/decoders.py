@@ -1,5 +1,5 @@
-"""Every decoder of what comes from elsewhere, once: `DECODERS`. Hypothesis feeds each with broken
-inputs, a minute in `test_decoders.py` and an hour in `scripts/fuzz`.
+"""`DECODERS`: every decoder of external input. Hypothesis feeds each of them broken inputs, for a
+minute in `test_decoders.py` and an hour in `scripts/fuzz`.
 
 To add one: a `Decoder` with its name, a function of bytes, the errors that it may raise, inputs
 that it accepts, and the product's functions that it goes through. `test_decoders.py` fails for a
@@ -108,7 +108,7 @@ def complaint_of(decoder: Decoder, data: bytes) -> str | None:
     return None
 
 
-# How broken inputs are made
+# Making broken inputs
 
 _ODD_JSON = st.recursive(
     st.none()
@@ -476,7 +476,7 @@ WIRE = [
     _schema("place", shared.PLACE, {"machine": "a", "name": "b", "port": 7}),
     _schema("embedded server", shared.EMBEDDED, {"session": "0" * 16, "port": 7}),
     _schema("port of a store", shared.STORE_PORT, 7),
-    _schema("machine", shared.MACHINE, ["a", 7]),
+    _schema("machine", shared.MACHINE, ["a", [0, 7]]),
     _schema("held-out losses", trainer._LOSSES, [1.0, None]),
     _schema("part of a checkpoint", PART, _PART),
     _schema("run of rank 0", identity.RUN, {**_RUN, "start": "0" * 16}, None),
@@ -676,7 +676,7 @@ RUN_FOLDER = [
     ),
 ]
 
-# What people write, and give each other
+# Files that people share
 
 _MACHINES = """
 [measured]
@@ -779,7 +779,7 @@ def _applied(path: Path) -> object:
 
 
 def _cached(name: str, data: bytes) -> object:
-    """A damaged cache is made anew, so that the tokens are those of the text whatever it holds."""
+    """A damaged cache is rebuilt, so the tokens are always those of the text."""
     folder = Path(_KEPT.name)
     text = folder / "text.txt"
     text.write_text("some text " * 30)
@@ -867,7 +867,7 @@ FILES = [
 
 DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
-# Functions that parse what this machine, or this process, has made itself.
+# Functions that parse data from this machine or this process.
 OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",
