@@ -2,6 +2,7 @@
 real links.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -170,9 +171,10 @@ def test_trace_shows_what_ranks_exchange_and_predicts_for_the_first(
     sizes = [span.num_bytes for span in exchanged if span.rank == 0 and str(span.action) == "0F0"]
     assert sizes.count(unit) == 1 + 2 * 2  # the embedding's, and two of each block
     assert (trace.predicted.num_ranks, {span.rank for span in trace.predicted.spans}) == (2, {0})
-    assert (
-        trace.inputs.hosts == ()
-    )  # they wait for each other inside their compute: it takes as long as it took
+    # One rank of the schedule, which computes with a thread for each of the two.
+    (host,) = trace.inputs.hosts
+    assert (host.ranks, host.threads) == ((0,), 2)
+    assert host.cores == len(os.sched_getaffinity(0))
 
 
 def test_stage_on_two_machines_is_refused_on_every_rank(
