@@ -100,7 +100,8 @@ class Config(Section):
     @property
     def network_profile(self) -> str | None:
         """The network that a prediction assumes; None is loopback."""
-        return self.predict.network or self.transport.shape
+        predict = self.predict
+        return predict.network or predict.machines or self.transport.shape
 
     @property
     def counts_headers(self) -> bool:
@@ -122,6 +123,17 @@ class Config(Section):
         """A hash of `shared()`."""
         # Short enough to be compared by eye: it tells configurations apart, and is no secret.
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def layers_digest(self) -> str:
+        """A hash of what the time of a layer depends on: the model and its precision."""
+        of_layers = [f"train.{key}" for key in ("precision", "parameters", "compile")]
+        shared = self.shared()
+        chosen = {
+            key: value
+            for key, value in shared.items()
+            if key.startswith("model.") or key in of_layers
+        }
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_(self, **overrides: Any) -> "Config":
         """A copy with some keys replaced, `config.with_(train__steps=5)`, and checked again. Raises

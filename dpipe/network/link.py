@@ -242,10 +242,17 @@ class Network:
         """The same network for messages, if its rates are those of interfaces: the headers of
         packets take a share.
         """
+        return self._scaled(PAYLOAD_SHARE)
+
+    def for_interfaces(self) -> "Network":
+        """The same network for interfaces, if its rates are those of messages."""
+        return self._scaled(1 / PAYLOAD_SHARE)
+
+    def _scaled(self, by: float) -> "Network":
         network = self.with_links(
-            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * PAYLOAD_SHARE)
+            lambda link: replace(link, bandwidth_gbps=link.bandwidth_gbps * by)
         )
-        interfaces = tuple(interface.scaled(PAYLOAD_SHARE) for interface in self.interfaces)
+        interfaces = tuple(interface.scaled(by) for interface in self.interfaces)
         return replace(network, interfaces=interfaces)
 
     def shared_by(self, count: int) -> "Network":
@@ -253,6 +260,8 @@ class Network:
 
         Raises `ProfileError` for interfaces that several nodes share, or that say what they carry.
         """
+        if count == 1:
+            return self
         if self.interfaces:
             raise ProfileError(
                 f"network {self.name!r} has interfaces of their own rate; it cannot be shared out "

@@ -83,7 +83,12 @@ class TraceInputs:
 
     @property
     def assumed_network(self) -> Network:
-        return assumed_network(self.network, self.connections, headers=self.headers)
+        return assumed_network(
+            self.network,
+            self.connections,
+            headers=self.headers,
+            devices_per_seat=self.tensor_size,
+        )
 
     @property
     def num_replicas(self) -> int:

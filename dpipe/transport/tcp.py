@@ -33,7 +33,7 @@ class TcpTransport(SessionMesh):
         self._tls = Tls(security) if security.tls else None
         # Diallers that may be in the lobby at once.
         self._strangers = BoundedSemaphore(MAX_LINKS * self._num_connections)
-        self._listener = _open_listener(bind, port)
+        self._listener = open_listener(bind, port)
         self._open_lobby(security)
         self._acceptor = Thread(target=self._accept, name=f"dpipe-accept-{self.rank}", daemon=True)
         self._acceptor.start()
@@ -155,7 +155,7 @@ class TcpTransport(SessionMesh):
         self._close_lobby(deadline)
 
 
-def _open_listener(bind: str, port: int) -> socket.socket:
+def open_listener(bind: str, port: int) -> socket.socket:
     host = bind.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()

@@ -9,6 +9,8 @@ advertise = "10.0.0.4"
 address = "18.185.3.5"      # ranks 1 and 2
 advertise = "10.0.0.5"
 slots = 2
+
+A file of machines may stand for it.
 """
 
 import difflib
@@ -20,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dpipe.errors import InputError
+from dpipe.machines.file import load_machines
 from dpipe.toml import parse_toml, read_text
 
 _ERRORS_SHOWN = 20
@@ -67,6 +70,7 @@ class Host(BaseModel):
     key: Path | None = None
     ssh_options: tuple[str, ...] = ()  # such as "ProxyJump=bastion"
     slots: Annotated[int, Field(ge=1, le=4096)] = 1  # ranks on this host
+    price_per_hour: Annotated[float, Field(ge=0, le=1e9)] | None = None  # for measure and plan
     interface: Name | None = None  # that netem shapes; default: the one that leads to the next host
     folder: RemotePath = "dpipe"  # all files of dpipe and its runs are in it
     python: str = "python3"  # that scripts/setup makes the environment with
@@ -134,7 +138,9 @@ class _File(BaseModel):
 
 
 def load_hosts(path: Path) -> Hosts:
-    """Raises `HostsError` naming the file, the host and the key."""
+    """Also from a file of machines, each of which says where it is reached; ssh's own configuration
+    then knows users and keys. Raises `HostsError` naming the file, the host and the key.
+    """
     try:
         table = parse_toml(read_text(path))
     except FileNotFoundError:
@@ -144,6 +150,8 @@ def load_hosts(path: Path) -> Hosts:
         ) from None
     except (ValueError, IsADirectoryError) as error:
         raise HostsError(f"hosts file {path} is not TOML: {error}") from None
+    if "machine" in table:
+        table = {"host": _of_machines(path)}
     try:
         file = _File.model_validate(_spread(table))
     except ValidationError as error:
@@ -152,6 +160,18 @@ def load_hosts(path: Path) -> Hosts:
         ) from None
     _check(path, file.host)
     return Hosts(path, file.host, file.coordinator_port)
+
+
+def _of_machines(path: Path) -> list[dict[str, Any]]:
+    hosts = []
+    for machine in load_machines(path).machines:
+        if machine.host is None:
+            raise HostsError(
+                f"machines file {path}: machine {machine.name!r} has no host, the address at which "
+                "it is reached"
+            )
+        hosts.append({"address": machine.host, "slots": machine.devices})
+    return hosts
 
 
 def _spread(table: dict[str, Any]) -> dict[str, Any]:

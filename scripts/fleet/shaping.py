@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpipe.errors import DpipeError
-from dpipe.network.profile import load_network
+from dpipe.machines.hosts import load_hosts_network
 from fleet.ssh import HostRefused, Machine, as_line, each
 
 REVERT_S = 45.0  # until a profile that has cut off our connection is removed again
@@ -35,7 +35,7 @@ class Shape:
         """Raises `ProfileError` if the profile cannot be read or lacks a pair, `HostRefused` if a
         host is known only by its name.
         """
-        network = load_network(profile)
+        network = load_hosts_network(profile)
         network.check(len(machines))
         addresses = tuple(machine.host.reached_at for machine in machines)
         for machine, address in zip(machines, addresses, strict=True):

@@ -38,7 +38,7 @@ REPLICATED = TraceInputs(
     None,
     replicas=Replicas(direct(3, 2), delayed=True),
 )
-SERVED = TraceInputs(
+PARAMETER_SERVER = TraceInputs(
     SCHEDULE, COST, None, replicas=Replicas(parameter_server(2, barrier=True), servers=(0, 4))
 )
 STALE = TraceInputs(
@@ -65,7 +65,7 @@ def test_spans_survive_the_upload() -> None:
 @pytest.mark.parametrize(
     "inputs",
     [
-        *(INPUTS, CROWDED, REPLICATED, SERVED, STALE),
+        *(INPUTS, CROWDED, REPLICATED, PARAMETER_SERVER, STALE),
         replace(INPUTS, tensor_size=2),
         replace(INPUTS, waits_for_verdict=True),
     ],
@@ -104,7 +104,7 @@ def test_vote_crosses_the_network_unless_the_transport_imitates_it(
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
-    """The folder of a run of two ranks that has a trace."""
+    """The folder of a run of two ranks with a trace."""
     folder = tmp_path / "trace"
     folder.mkdir()
     save_inputs(folder, INPUTS)
@@ -146,8 +146,8 @@ def test_part_of_a_trace_that_is_damaged_is_named(
 
 
 def test_trace_shows_the_steps_that_every_rank_has_sent(traced: Path) -> None:
-    """A rank whose trace did not fit its upload sends fewer of the last steps: the trace was then
-    refused, as if its files were of two runs.
+    """A rank whose trace exceeds the upload limit sends fewer steps. The trace was refused, as if
+    its files were from two runs.
     """
     earlier = StepSpans(6, (span(0, "0F0", 0.0, 3.0),))
     last = StepSpans(7, (span(0, "0F0", 5.0, 7.0),))

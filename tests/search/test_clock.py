@@ -1,4 +1,4 @@
-"""The fast clock says what the simulator says."""
+"""The fast clock agrees with the simulator."""
 
 import pytest
 from hypothesis import given, settings

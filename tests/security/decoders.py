@@ -1,5 +1,5 @@
-"""Every decoder of what comes from elsewhere, once: `DECODERS`. Hypothesis feeds each with broken
-inputs, a minute in `test_decoders.py` and an hour in `scripts/fuzz`.
+"""`DECODERS`: every decoder of external input. Hypothesis feeds each of them broken inputs, for a
+minute in `test_decoders.py` and an hour in `scripts/fuzz`.
 
 To add one: a `Decoder` with its name, a function of bytes, the errors that it may raise, inputs
 that it accepts, and the product's functions that it goes through. `test_decoders.py` fails for a
@@ -42,6 +42,7 @@ from dpipe.errors import (
     TransferError,
 )
 from dpipe.machines.file import load_machines
+from dpipe.measure import notes, reports
 from dpipe.network.profile import load_network
 from dpipe.paramserver import journal, messages
 from dpipe.paramserver.spec import FlatSpec, ParameterSpec, StepRule
@@ -107,7 +108,7 @@ def complaint_of(decoder: Decoder, data: bytes) -> str | None:
     return None
 
 
-# How broken inputs are made
+# Making broken inputs
 
 _ODD_JSON = st.recursive(
     st.none()
@@ -358,6 +359,26 @@ _PART = {
     "layouts": {"a": {"shape": [2, 3], "dim": 0, "parts": 1, "size": 2}},
 }
 _RUN = {"id": "0" * 16, "folder": "/runs/a", "host": "here"}
+_MACHINE = {
+    "name": "a",
+    "device": "cuda NVIDIA A10G",
+    "cores": 4,
+    "devices": 1,
+    "memory_gb": 2.5,
+    "price_per_hour": None,
+    "layers": [
+        {
+            "kind": "block",
+            "micro_batch_size": 1,
+            "forward_ms": 1.0,
+            "backward_ms": 2.0,
+            "backward_input_ms": 1.0,
+            "backward_weight_ms": 1.0,
+        }
+    ],
+}
+_DELAY = {"peer": 1, "delay_ms": 10.0, "jitter_ms": 0.1}
+_STREAM = {"gbps": 1.0, "loss_percent": 0.1, "rising": False, "problem": ""}
 
 WIRE = [
     Decoder(
@@ -382,6 +403,25 @@ WIRE = [
             ("dpipe.wire.message:tensor_of",),
         )
         for name in FORMATS
+    ),
+    Decoder(
+        "notes of a measurement",
+        notes.decode,
+        (TransferError,),
+        lambda: [
+            notes.Note(notes.NoteKind.PING, 3).encode(),
+            notes.Note(notes.NoteKind.DONE, 2**63).encode() * 2 + b"\1\0",
+        ],
+    ),
+    *(
+        _schema(f"measure {name}", schema, value)
+        for name, schema, value in (
+            ("machine", reports.MACHINE_REPORT, _MACHINE),
+            ("problems", reports.PROBLEMS, [{"peer": 1, "reason": "x"}]),
+            ("delays", reports.PEERS_REPORT, {"delays": [_DELAY], "problems": []}),
+            ("stream", reports.STREAM_REPORT, _STREAM),
+            ("together", reports.TOGETHER_REPORT, {"egress_gbps": 1.0, "ingress_gbps": 2.0}),
+        )
     ),
     Decoder(
         "message to the coordinator",
@@ -636,7 +676,7 @@ RUN_FOLDER = [
     ),
 ]
 
-# What people write, and give each other
+# Files that people share
 
 _MACHINES = """
 [measured]
@@ -739,7 +779,7 @@ def _applied(path: Path) -> object:
 
 
 def _cached(name: str, data: bytes) -> object:
-    """A damaged cache is made anew, so that the tokens are those of the text whatever it holds."""
+    """A damaged cache is rebuilt, so the tokens are always those of the text."""
     folder = Path(_KEPT.name)
     text = folder / "text.txt"
     text.write_text("some text " * 30)
@@ -827,7 +867,7 @@ FILES = [
 
 DECODERS = [*WIRE, *PARAMETER_SERVER, *RUN_FOLDER, *FILES]
 
-# Functions that parse what this machine, or this process, has made itself.
+# Functions that parse data from this machine or this process.
 OWN = {
     "dpipe.bench.gloo:compare_transport": "between processes of one measurement",
     "dpipe.bench.loopback:measure_loopback": "between processes of one measurement",

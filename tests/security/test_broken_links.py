@@ -1,5 +1,5 @@
-"""A link that stumbles does not end a run: connections between two ranks are cut, reset, swallowed
-and delayed by a proxy, and every byte arrives once and in order.
+"""A broken connection does not end a run: a proxy cuts, resets, swallows and delays connections
+between two ranks, and every byte arrives once and in order.
 """
 
 import os
@@ -85,7 +85,7 @@ def test_link_goes_on_after_a_reset_amid_a_message(kind: Kind, connections: int)
 
 
 def sizes_of(number: int) -> int:
-    """From nothing to some megabytes."""
+    """Sizes from 0 to some megabytes."""
     return random.Random(number).choice([0, 1, 7, 1000, 100_000, 500_000])
 
 
@@ -196,11 +196,11 @@ def test_end_that_is_held_back_for_long_is_not_dialled_again(kind: Kind) -> None
         assert path.num_connections == 1
 
 
-# Who may go on with a link
+# Who may resume a link
 
 
 def intruder(path: BrokenPath, secret: bytes, *, received: int = 0) -> str:
-    """Why one who says that it is rank 0, which dials again, is refused."""
+    """The reason for which an intruder that claims to be rank 0 is refused."""
     hello = Hello(
         protocol=PROTOCOL,
         from_rank=0,

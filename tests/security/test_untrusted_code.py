@@ -1,4 +1,4 @@
-"""A configuration, or a run, from somebody else runs no code that its reader does not know."""
+"""A foreign configuration or run does not run code that the reader has not approved."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MODEL = (
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What the stranger's code makes when it runs."""
+    """A file that the stranger's code makes when it runs."""
     return tmp_path / "mark"
 
 

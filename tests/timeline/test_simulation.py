@@ -29,7 +29,7 @@ def network(delay_us: float, gbps: float = 1.0) -> Network:
 
 
 def spans(timeline: Timeline) -> str:
-    """One line a rank and lane: what ran from when to when."""
+    """One line per rank and lane, with the start and end of each action."""
     return "\n".join(
         f"{rank} {lane}: "
         + "  ".join(f"{s.action} {s.start_us:g}-{s.end_us:g}" for s in timeline.on(rank, lane))

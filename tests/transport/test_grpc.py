@@ -1,4 +1,4 @@
-"""How a gRPC transport refuses strangers and nonsense, over real sockets. What both kinds promise:
+"""How a gRPC transport refuses strangers and invalid messages, over real sockets. For both kinds:
 test_mesh.py.
 """
 
@@ -32,7 +32,7 @@ def hello(**fields: int) -> bytes:
 
 
 def first(sequence: int = 0) -> bytes:
-    """The beginning of a tensor's first message."""
+    """The start of a tensor's first message."""
     return framed(Header(sequence, "x", SCALAR).encode())
 
 
@@ -41,9 +41,7 @@ def frame(payload: bytes, *, arrived: int = 0) -> bytes:
 
 
 class Stranger:
-    """A client that is not dpipe: opens a stream with whatever hello, and sends whatever
-    messages.
-    """
+    """A client that is not dpipe: it opens a stream with any hello and sends any messages."""
 
     def __init__(self, port: int, greeting: bytes | None, security: Security = OPEN) -> None:
         self.messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

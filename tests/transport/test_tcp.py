@@ -1,5 +1,5 @@
-"""How a TCP transport refuses strangers and nonsense. Over real sockets; what both kinds promise is
-in test_mesh.py.
+"""How a TCP transport refuses strangers and invalid messages, over real sockets. For both kinds:
+test_mesh.py.
 """
 
 import socket
@@ -61,7 +61,7 @@ def soon() -> float:
     ],
     ids=["other version", "other rank", "unknown rank", "connection", "duplicate rank"],
 )
-def test_caller_who_is_not_expected_is_told_why_and_links_go_on(
+def test_unexpected_caller_gets_the_reason_and_links_continue(
     make: Make, said: Hello, reason: str
 ) -> None:
     ends = make(0), make(1)
@@ -190,7 +190,7 @@ BROKE = "the connection broke: it closed the connection, and no other was opened
     ],
     ids=["nothing", "half a tensor", "a farewell"],
 )
-def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
+def test_peer_whose_connection_ends_is_lost_by_name_with_the_cause(
     make: Make, said: bytes, reason: str
 ) -> None:
     end = make(1, heartbeat_s=0.5)
@@ -206,7 +206,7 @@ def test_peer_whose_connection_ends_is_lost_by_name_and_told_apart(
             pending.wait()
 
 
-def test_certificates_that_are_none_are_refused(make: Make) -> None:
+def test_invalid_certificates_are_refused(make: Make) -> None:
     broken = Security("secret", b"no certificate", b"no key", b"no authority")
     with pytest.raises(
         JoinError, match=r"node\.tls_cert, node\.tls_key, node\.tls_ca cannot be used"
