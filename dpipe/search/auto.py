@@ -17,9 +17,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import replace
 from itertools import chain, islice
-from operator import add, le
+from operator import add, le, sub
 
 from dpipe.network.link import Network
 from dpipe.schedule.check import peak_in_flight
@@ -103,20 +102,26 @@ def search(
         scenario = Scenario(schedule, cost, network, replicas=replicas, ballots=ballots)
         return period(scenario, most_us)
 
-    shallowest = least if math.isfinite(most_bytes) else max(least, min(num_stages, limit))
-    published = [
-        candidate
-        for candidate in generated(
-            num_stages,
-            num_microbatches,
-            stages_per_rank,
-            shallowest,
-            limit,
-        )
-        if max(peak_in_flight(candidate)) <= limit
-    ]
+    shallowest = least
+    if math.isinf(most_bytes):
+        shallowest = max(least, min(num_stages, limit))
+    candidates = generated(
+        num_stages,
+        num_microbatches,
+        stages_per_rank,
+        shallowest,
+        limit,
+    )
+    published = list(_within(limit, candidates))
     memory = _Memory(pipeline, limit, held_bytes, most_bytes)
     return _Search(pipeline, memory, published, step_us).best()
+
+
+def _within(limit: int, candidates: Iterable[Schedule]) -> Iterator[Schedule]:
+    """Those that hold no more activations than that."""
+    for candidate in candidates:
+        if max(peak_in_flight(candidate)) <= limit:
+            yield candidate
 
 
 # Where a vote ends the step, a rank's ballot has to reach the coordinator before any rank goes on.
@@ -134,7 +139,8 @@ def pipeline_on(
     """The pipeline as the clock and the bound know it."""
     tails_us = _exchanged_us(cost, network, replicas, num_ranks)
     if ballots is not None:
-        voted_us = (delay_us(ballots, rank, COORDINATOR) for rank in range(num_ranks))
+        ranks = range(num_ranks)
+        voted_us = [delay_us(ballots, rank, COORDINATOR) for rank in ranks]
         tails_us = tuple(map(add, tails_us, voted_us))
     return Pipeline(
         cost,
@@ -170,7 +176,7 @@ def first_fit(
         shallowest,
         limit,
     )
-    return next(c for c in candidates if max(peak_in_flight(c)) <= limit)
+    return next(_within(limit, candidates))
 
 
 def _exchanged_us(
@@ -187,14 +193,12 @@ def _exchanged_us(
     exchange = replicas.exchange
     tails_us = []
     for rank in range(num_ranks):
-        sent_bytes = sum(
-            exchange.num_bytes(
-                message,
-                cost.exchanged_bytes(rank, message.role),
-            )
-            for message in exchange.programs[0]
-        )
-        tails_us.append(sent_bytes * 8 / (network.egress_gbps(rank) * 1e3))
+        sent_bytes = 0
+        for message in exchange.programs[0]:
+            stage_bytes = cost.exchanged_bytes(rank, message.role)
+            sent_bytes += exchange.num_bytes(message, stage_bytes)
+        bits_per_us = network.egress_gbps(rank) * 1e3
+        tails_us.append(sent_bytes * 8 / bits_per_us)
     return tuple(tails_us)
 
 
@@ -215,27 +219,33 @@ class _Memory:
 
     def limits(self) -> tuple[int, ...]:
         """The most activations that each rank may hold, as far as `greedy` can tell."""
-        ranks = range(self._pipeline.num_ranks)
-        if self._held_bytes is None or not math.isfinite(self._most_bytes):
-            return (self._limit,) * len(ranks)
-        fits = [1 for _ in ranks]
-        exceeds = [self._limit + 1 for _ in ranks]
-        everything = (self._pipeline.num_microbatches,) * self._pipeline.num_stages
-        while any(more - fitting > 1 for fitting, more in zip(fits, exceeds, strict=True)):
-            middle = [(a + b) // 2 for a, b in zip(fits, exceeds, strict=True)]
-            times = Greedy(
-                self._pipeline,
-                Rule(everything, tuple(middle)),
-            ).run()
-            schedule = schedule_of(self._pipeline, times.programs, "")
+        num_ranks = self._pipeline.num_ranks
+        if self._held_bytes is None or math.isinf(self._most_bytes):
+            return (self._limit,) * num_ranks
+        fits = [1] * num_ranks
+        exceeds = [self._limit + 1] * num_ranks
+        while max(map(sub, exceeds, fits)) > 1:
+            sums = map(add, fits, exceeds)
+            middle = [both // 2 for both in sums]
+            schedule = self._deepest(tuple(middle))
             for rank, held in enumerate(self._held_bytes(schedule)):
                 side = fits if held <= self._most_bytes else exceeds
                 side[rank] = middle[rank]
         return tuple(fits)
 
+    def _deepest(self, limits: tuple[int, ...]) -> Schedule:
+        """What `greedy` makes where nothing but these limits holds a rank back."""
+        pipeline = self._pipeline
+        depths = (pipeline.num_microbatches,) * pipeline.num_stages
+        rule = Rule(depths, limits)
+        times = Greedy(pipeline, rule).run()
+        return schedule_of(pipeline, times.programs, "")
+
     def held(self, schedule: Schedule) -> int:
         """Bytes of the fullest rank."""
-        return 0 if self._held_bytes is None else max(self._held_bytes(schedule))
+        if self._held_bytes is None:
+            return 0
+        return max(self._held_bytes(schedule))
 
     def fits(self, schedule: Schedule) -> bool:
         return self.held(schedule) <= self._most_bytes
@@ -261,66 +271,56 @@ class _Search:
         self._size = 3 * pipeline.num_stages * pipeline.num_microbatches  # in computations
 
     def best(self) -> Schedule:
-        published = [*self._replayed()]
-        orders = [
-            *filter(self._within_limits, published),
-            *self._greedy(),
-        ]
+        published = list(self._replayed())
+        orders = list(filter(self._within_limits, published))
+        orders += self._greedy()
+        affordable = _MOST_REPLAYED // self._size
         improved = improve(
             self._pipeline,
             self._limits,
             orders,
             enough_us=self._enough_us,
-            max_trials=min(_MOST_TRIALS, _MOST_REPLAYED // self._size),
+            max_trials=min(_MOST_TRIALS, affordable),
         )
-        finalists = {
-            finalist.programs: finalist
-            for times in (
-                improved,
-                sorted(published, key=_score_us),
-            )
-            for finalist in self._fitting(times)
-        }
-        if not finalists:
-            return min(
-                [self._leanest(), *self._published],
-                key=self._memory.held,
-            )
-        return self._fastest(finalists.values())
+        published.sort(key=_score_us)
+        finalists = {}
+        for times in (improved, published):
+            for finalist in self._fitting(times):
+                finalists[finalist.programs] = finalist
+        if finalists:
+            return self._fastest(finalists.values())
+        last_resort = [self._leanest(), *self._published]
+        return min(last_resort, key=self._memory.held)
 
     # Where bytes are limited, limits are estimates made for split backward passes. What a
     # generator made may fit nevertheless: `_fitting` looks again.
     def _within_limits(self, times: Times) -> bool:
-        return all(
-            map(
-                le,
-                map(peak_held, times.programs),
-                self._limits,
-            )
-        )
+        peaks = map(peak_held, times.programs)
+        return all(map(le, peaks, self._limits))
 
     # The score of the fast clock is that of a single step, or an estimate where steps overlap.
     # The simulation knows more: several steps in a row, the vote and the exchange of replicas.
     def _fastest(self, schedules: Iterable[Schedule]) -> Schedule:
         """In whole microseconds; among equals the first one of those that hold least."""
-        best: tuple[float, int, int] = (math.inf, 0, 0)
-        schedules = [*schedules]
-        for number, schedule in enumerate(schedules):
-            step_us = self._step_us(schedule, best[0] + 0.5)
-            if step_us < math.inf:
-                best = min(
-                    best,
-                    (
-                        round(step_us),
-                        max(peak_in_flight(schedule)),
-                        number,
-                    ),
-                )
-        return schedules[best[2]]
+        schedules = list(schedules)
+        best = schedules[0]
+        least: tuple[float, int] = (math.inf, 0)
+        for schedule in schedules:
+            least_us, _ = least
+            step_us = self._step_us(schedule, least_us + 0.5)
+            if math.isinf(step_us):
+                continue
+            held = max(peak_in_flight(schedule))
+            score = (round(step_us), held)
+            if score < least:
+                least = score
+                best = schedule
+        return best
 
     def _replayed(self) -> Iterator[Times]:
         for schedule in self._published:
-            times = Replay(self._pipeline, programs_of(schedule)).run()
+            programs = programs_of(schedule)
+            times = Replay(self._pipeline, programs).run()
             self._names.setdefault(times.programs, schedule.name)
             yield times
 
@@ -353,10 +353,8 @@ class _Search:
         order = ", forwards first" if rule.forward_first else ""
         if any(rule.put_off):
             order += ", weight gradients put off"
-        self._names.setdefault(
-            times.programs,
-            f"{AUTO}: greedy in_flight={depths}{order}",
-        )
+        name = f"{AUTO}: greedy in_flight={depths}{order}"
+        self._names.setdefault(times.programs, name)
         return times
 
     # More memory never hurts the rule much, but it is not monotonic: a bisection finds some small
@@ -366,17 +364,12 @@ class _Search:
         enough = max(rule.limits)
         while enough - too_little > 1:
             middle = (too_little + enough) // 2
-            limits = tuple(min(middle, limit) for limit in rule.limits)
-            if self._made_by(replace(rule, limits=limits)).score_us > enough_us:
+            times = self._made_by(rule.held_to(middle))
+            if times.score_us > enough_us:
                 too_little = middle
             else:
                 enough = middle
-        return self._made_by(
-            replace(
-                rule,
-                limits=tuple(min(enough, limit) for limit in rule.limits),
-            )
-        )
+        return self._made_by(rule.held_to(enough))
 
     # To count the bytes of an order takes longer than to time it, so that only those are counted
     # that are about to be simulated.
@@ -384,11 +377,10 @@ class _Search:
         """The first ones that fit into memory."""
         possible = (times for times in orders if times.score_us < math.inf)
         schedules = map(self._schedule, possible)
-        number = max(
-            2,
-            min(_MOST_SIMULATED, _MOST_COMPUTED // self._size),
-        )
-        return islice(filter(self._memory.fits, schedules), number)
+        fitting = filter(self._memory.fits, schedules)
+        affordable = _MOST_COMPUTED // self._size
+        number = min(_MOST_SIMULATED, affordable)
+        return islice(fitting, max(2, number))
 
     def _schedule(self, times: Times) -> Schedule:
         name = self._names.get(times.programs, f"{AUTO}: improved")

@@ -12,7 +12,6 @@ One step of 12 stages and 64 micro-batches takes 10 ms of a core, where a simula
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -67,13 +66,17 @@ class Pipeline:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """By stage."""
-        return tuple(stage % self.num_ranks for stage in range(self.num_stages))
+        stages = range(self.num_stages)
+        return tuple(stage % self.num_ranks for stage in stages)
 
     @cached_property
     def stages_of(self) -> tuple[range, ...]:
         """By rank."""
-        stages = self.num_stages
-        return tuple(range(rank, stages, self.num_ranks) for rank in range(self.num_ranks))
+        dealt = []
+        for rank in range(self.num_ranks):
+            stages = range(rank, self.num_stages, self.num_ranks)
+            dealt.append(stages)
+        return tuple(dealt)
 
     @cached_property
     def duration_us(self) -> tuple[tuple[float, ...], ...]:
@@ -89,53 +92,64 @@ class Pipeline:
     @cached_property
     def hops(self) -> tuple[tuple[Hop | None, ...], ...]:
         """By kind and stage; None where nothing crosses a link."""
-        stages = range(self.num_stages)
-        # The first stage sends no gradient: those of the others begin at stage 1.
-        sizes = self.cost.activation_bytes, (0, *self.cost.gradient_bytes)
-        forward = tuple(self._hop(s, s + 1, sizes[0]) for s in stages)
-        back = tuple(self._hop(s, s - 1, sizes[1]) for s in stages)
-        return forward, back, (None,) * len(stages), back
+        last = self.num_stages - 1
+        forward: list[Hop | None] = []
+        back: list[Hop | None] = [None]
+        for stage in range(last):
+            activation_bytes = self.cost.activation_bytes[stage]
+            hop = self._hop(stage, stage + 1, activation_bytes)
+            forward.append(hop)
+            gradient_bytes = self.cost.gradient_bytes[stage]
+            hop = self._hop(stage + 1, stage, gradient_bytes)
+            back.append(hop)
+        forward.append(None)
+        nothing = (None,) * self.num_stages
+        gradients = tuple(back)
+        return tuple(forward), gradients, nothing, gradients
 
     def _hop(
         self,
         stage: int,
-        target: int,
-        num_bytes: Sequence[int],
+        target_stage: int,
+        num_bytes: int,
     ) -> Hop | None:
-        if not 0 <= target < self.num_stages or self.rank_of[stage] == self.rank_of[target]:
+        source = self.rank_of[stage]
+        target = self.rank_of[target_stage]
+        if source == target:
             return None
-        ends = self.rank_of[stage], self.rank_of[target]
-        rate = (
-            min(
-                self.network.rate_gbps(*ends),
-                self.network.egress_gbps(ends[0]),
-            )
-            * 1e3
-        )
-        size = num_bytes[stage]
-        return Hop(
-            ends[1],
-            size,
-            size * 8 / rate,
-            self.network.link(*ends).delay_us,
-        )
+        network = self.network
+        egress_gbps = network.egress_gbps(source)
+        rate_gbps = min(network.rate_gbps(source, target), egress_gbps)
+        bits_per_us = rate_gbps * 1e3
+        alone_us = num_bytes * 8 / bits_per_us
+        delay_us = network.link(source, target).delay_us
+        return Hop(target, num_bytes, alone_us, delay_us)
 
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
         """By rank: whether its messages leave one after another, each at full rate."""
-        return tuple(self._sends_in_turn(rank) for rank in range(self.num_ranks))
+        return tuple(map(self._sends_in_turn, range(self.num_ranks)))
 
     # Then its egress needs no events: when a message has left is known as soon as it is made.
     # This is what makes the clock fast on most networks.
     def _sends_in_turn(self, rank: int) -> bool:
-        hops = (hops[stage] for hops in self.hops for stage in self.stages_of[rank])
-        targets = {hop.target for hop in hops if hop is not None}
+        targets = set()
+        for hops in self.hops:
+            for stage in self.stages_of[rank]:
+                hop = hops[stage]
+                if hop is not None:
+                    targets.add(hop.target)
+        if len(targets) < 2:
+            return True
         network = self.network
-        return len(targets) < 2 or all(
-            network.link(rank, target) == network.default
-            and network.rate_gbps(rank, target) >= network.egress_gbps(rank)
-            for target in targets
-        )
+        egress_gbps = network.egress_gbps(rank)
+        for target in targets:
+            link = network.link(rank, target)
+            if link != network.default:
+                return False
+            if network.rate_gbps(rank, target) < egress_gbps:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +163,37 @@ class Times:
     held_up: frozenset[Step]  # steps whose message had to let others of their rank leave first
 
 
+_Event = tuple[float, int, int, int, int]  # when; which request it is; kind, place, number
+_Sending = tuple[int, Step, float]  # to which rank; when it would leave with nothing beside it
+
+
 class PipelineClock(ABC):
     """The ranks while they compute."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        stages = range(pipeline.num_stages)
+        num_stages = pipeline.num_stages
+        num_ranks = pipeline.num_ranks
         self.pipeline = pipeline
         # By kind and stage, how many are begun.
-        self.begun = [[0 for _ in stages] for _ in range(4)]
+        self.begun = [[0] * num_stages for _ in range(4)]
         # By stage, what has come for its forwards, and for its backwards.
-        self.inputs = [0 for _ in stages]
-        self.gradients = [0 for _ in stages]
+        self.inputs = [0] * num_stages
+        self.gradients = [0] * num_stages
         self.inputs[0] = pipeline.num_microbatches
-        self.programs: list[list[Step]] = [[] for _ in range(pipeline.num_ranks)]
+        self.programs: list[list[Step]] = [[] for _ in range(num_ranks)]
         self.start_us: dict[Step, float] = {}
-        self.end_us = [0.0 for _ in self.programs]
+        self.end_us = [0.0] * num_ranks
         self.now_us = 0.0
         self._held_up: set[Step] = set()
-        self._busy = [False for _ in self.programs]
-        self._events: list[tuple[float, int, int, int, int]] = []
+        self._busy = [False] * num_ranks
+        self._events: list[_Event] = []
         self._numbers = count()
-        self._free_us = [0.0 for _ in self.programs]  # from when on its egress is idle
-        self._plans = [0 for _ in self.programs]
-        self._egress = [
-            None if in_turn else Egress[tuple[int, Step, float]](pipeline.network, rank)
-            for rank, in_turn in enumerate(pipeline.sends_in_turn)
-        ]
+        self._free_us = [0.0] * num_ranks  # from when on its egress is idle
+        self._plans = [0] * num_ranks
+        self._egress: list[Egress[_Sending] | None] = [None] * num_ranks
+        for rank, in_turn in enumerate(pipeline.sends_in_turn):
+            if not in_turn:
+                self._egress[rank] = Egress(pipeline.network, rank)
 
     @abstractmethod
     def next_step(self, rank: int) -> Step | None:
@@ -187,13 +206,16 @@ class PipelineClock(ABC):
             now_us, _, kind, place, number = heapq.heappop(self._events)
             self.now_us = now_us
             if kind < _CAME_FORWARD:
-                self._computed(now_us, (kind, place, number))
+                step = (kind, place, number)
+                self._computed(now_us, step)
             elif kind == _CAME_FORWARD:
                 self.inputs[place] += 1
-                self._go_on(self.pipeline.rank_of[place], now_us)
+                rank = self.pipeline.rank_of[place]
+                self._go_on(rank, now_us)
             elif kind == _CAME_BACK:
                 self.gradients[place] += 1
-                self._go_on(self.pipeline.rank_of[place], now_us)
+                rank = self.pipeline.rank_of[place]
+                self._go_on(rank, now_us)
             # A departure planned before the egress was shared anew is void.
             elif number == self._plans[place]:
                 self._left(place)
@@ -202,32 +224,29 @@ class PipelineClock(ABC):
     # A pipeline that came to a halt has times, too, but they tell nothing: its score is infinite,
     # so that it is weighed like any other order, and loses.
     def _times(self) -> Times:
-        pipeline = self.pipeline
         programs = tuple(map(tuple, self.programs))
-        finished = map(
-            sum,
-            zip(
-                self.begun[WEIGHT],
-                self.begun[WHOLE],
-                strict=True,
-            ),
-        )
-        if any(number < pipeline.num_microbatches for number in finished):
+        _, _, weight, whole = self.begun
+        finished = min(map(add, weight, whole))
+        if finished < self.pipeline.num_microbatches:
             # Came to a halt: some rank waits for what no other will send.
             return Times(programs, math.inf, 0, self.start_us, frozenset())
-        taken_us = list(map(add, self.end_us, pipeline.tails_us))
-        if pipeline.steps_overlap:
-            began_us = (self.start_us[program[0]] for program in programs)
-            taken_us = list(map(sub, taken_us, began_us))
+        taken_us = self._taken_us()
         score_us = max(taken_us)
         worst = taken_us.index(score_us)
-        return Times(
-            programs,
-            score_us,
-            worst,
-            self.start_us,
-            frozenset(self._held_up),
-        )
+        held_up = frozenset(self._held_up)
+        return Times(programs, score_us, worst, self.start_us, held_up)
+
+    def _taken_us(self) -> list[float]:
+        """By rank, from when the score counts to the end of what follows its last computation."""
+        pipeline = self.pipeline
+        ends_us = map(add, self.end_us, pipeline.tails_us)
+        if not pipeline.steps_overlap:
+            return list(ends_us)
+        began_us = []
+        for program in self.programs:
+            first = program[0]
+            began_us.append(self.start_us[first])
+        return list(map(sub, ends_us, began_us))
 
     def _go_on(self, rank: int, now_us: float) -> None:
         if self._busy[rank]:
@@ -240,10 +259,8 @@ class PipelineClock(ABC):
         self.programs[rank].append(step)
         self.start_us[step] = now_us
         self._busy[rank] = True
-        self._at(
-            now_us + self.pipeline.duration_us[kind][stage],
-            *step,
-        )
+        takes_us = self.pipeline.duration_us[kind][stage]
+        self._at(now_us + takes_us, *step)
 
     def _at(
         self,
@@ -252,16 +269,9 @@ class PipelineClock(ABC):
         place: int,
         number: int,
     ) -> None:
-        heapq.heappush(
-            self._events,
-            (
-                time_us,
-                next(self._numbers),
-                kind,
-                place,
-                number,
-            ),
-        )
+        request = next(self._numbers)
+        event = (time_us, request, kind, place, number)
+        heapq.heappush(self._events, event)
 
     # What stays on the rank is there at once, and the rank itself goes on at once.
     # The last stage makes its gradient of its own output.
@@ -270,18 +280,23 @@ class PipelineClock(ABC):
         rank = self.pipeline.rank_of[stage]
         self._busy[rank] = False
         self.end_us[rank] = now_us
-        if kind != WEIGHT:
-            hop = self.pipeline.hops[kind][stage]
-            if hop is not None:
-                self._send(now_us, rank, step, hop)
-            elif kind != FORWARD:
-                if stage > 0:
-                    self.gradients[stage - 1] += 1
-            elif stage + 1 < len(self.inputs):
-                self.inputs[stage + 1] += 1
+        hop = self.pipeline.hops[kind][stage]
+        if hop is not None:
+            self._send(now_us, rank, step, hop)
+        elif kind != WEIGHT:
+            self._keep(kind, stage)
+        self._go_on(rank, now_us)
+
+    def _keep(self, kind: int, stage: int) -> None:
+        """What `stage` has made is for a stage of the same rank."""
+        if kind == FORWARD:
+            following = stage + 1
+            if following < len(self.inputs):
+                self.inputs[following] += 1
             else:
                 self.gradients[stage] += 1
-        self._go_on(rank, now_us)
+        elif stage > 0:
+            self.gradients[stage - 1] += 1
 
     def _send(self, now_us: float, rank: int, step: Step, hop: Hop) -> None:
         egress = self._egress[rank]
@@ -295,12 +310,8 @@ class PipelineClock(ABC):
             self._arrive(now_us + hop.delay_us, step)
         else:
             unhindered_us = now_us + hop.alone_us
-            egress.offer(
-                hop.target,
-                (hop.target, step, unhindered_us),
-                hop.num_bytes,
-                now_us,
-            )
+            sending = (hop.target, step, unhindered_us)
+            egress.offer(hop.target, sending, hop.num_bytes, now_us)
             self._plan(rank, egress.due_us)
 
     def _arrive(self, time_us: float, step: Step) -> None:
@@ -326,8 +337,8 @@ class PipelineClock(ABC):
         target, step, unhindered_us = sent.item
         if sent.end_us > unhindered_us + _ROUNDING_US:
             self._held_up.add(step)
-        delay_us = self.pipeline.network.link(rank, target).delay_us
-        self._arrive(sent.end_us + delay_us, step)
+        link = self.pipeline.network.link(rank, target)
+        self._arrive(sent.end_us + link.delay_us, step)
         self._plan(rank, egress.due_us)
 
 
@@ -345,40 +356,45 @@ class Replay(PipelineClock):
             return None
         step = program[position]
         kind, stage, microbatch = step
-        if kind == FORWARD:
-            ready = self.inputs[stage] > microbatch
-        else:
-            ready = kind == WEIGHT or self.gradients[stage] > microbatch
-        return step if ready else None
+        if kind == WEIGHT:
+            return step
+        needed = self.inputs if kind == FORWARD else self.gradients
+        has_come = needed[stage] > microbatch
+        return step if has_come else None
 
 
 def programs_of(schedule: Schedule) -> Programs:
     """Those of a compute-only schedule."""
-    return tuple(
-        tuple(
-            (
-                KINDS[action.op],
-                action.stage,
-                action.microbatch or 0,
-            )
-            for action in program
-        )
-        for program in schedule.programs
-    )
+    programs = []
+    for program in schedule.programs:
+        steps = map(_step_of, program)
+        programs.append(tuple(steps))
+    return tuple(programs)
+
+
+def _step_of(action: Action) -> Step:
+    kind = KINDS[action.op]
+    microbatch = action.microbatch or 0
+    return kind, action.stage, microbatch
 
 
 def schedule_of(pipeline: Pipeline, programs: Programs, name: str) -> Schedule:
     """The way back."""
-    actions = (
-        tuple(Action(stage, _OPS[kind], microbatch) for kind, stage, microbatch in program)
-        for program in programs
-    )
+    actions = []
+    for program in programs:
+        steps = map(_action_of, program)
+        actions.append(tuple(steps))
     return Schedule(
         pipeline.num_microbatches,
         pipeline.rank_of,
         tuple(actions),
         name,
     )
+
+
+def _action_of(step: Step) -> Action:
+    kind, stage, microbatch = step
+    return Action(stage, _OPS[kind], microbatch)
 
 
 _ROUNDING_US = 1e-6
