@@ -19,7 +19,7 @@ nothing else meanwhile, and those before it never make it wait.
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from dpipe.search.clock import (
@@ -33,6 +33,8 @@ from dpipe.search.clock import (
 Place = tuple[int, int]  # kind, stage
 Machine = tuple[str, int, int]  # what it is, its rank, of a link the target
 Job = tuple[float, float, float]  # head, duration, tail
+TimesUs = list[float]  # by micro-batch
+Ends = Iterable[tuple[float, float]]  # by micro-batch, a head and a tail
 _NO_HOP = Hop(0, 0, 0.0, 0.0)
 
 
@@ -41,7 +43,8 @@ def lower_bound_us(pipeline: Pipeline) -> float:
     whole = _Bound(pipeline)
     if not pipeline.steps_overlap:
         return whole.least_us()
-    bounds_us = list(map(_busy_us, whole.jobs().values()))
+    machines = whole.jobs().values()
+    bounds_us = list(map(_busy_us, machines))
     for rank in range(pipeline.num_ranks):
         alone = _Bound(pipeline, rank)
         bounds_us.append(alone.least_us())
@@ -88,15 +91,16 @@ class _Bound:
         self._pipeline = pipeline
         self._microbatches = range(pipeline.num_microbatches)
         stages = range(alone or 0, pipeline.num_stages)
-        self._ends = list(stages)
+        self._ends: Sequence[int] = stages
         if alone is not None:
-            self._ends = [stage for stage in stages if pipeline.rank_of[stage] == alone]
-        forward = [(FORWARD, stage) for stage in stages]
-        back = [(INPUT, stage) for stage in reversed(stages)]
-        self._way = forward + back
+            self._ends = pipeline.stages_of[alone]
+        self._way = [(FORWARD, stage) for stage in stages]
+        for stage in reversed(stages):
+            back = (INPUT, stage)
+            self._way.append(back)
         self._duration_us = self._durations()
-        self._heads: dict[Place, list[float]] = {}
-        self._tails: dict[Place, list[float]] = {}
+        self._heads: dict[Place, TimesUs] = {}
+        self._tails: dict[Place, TimesUs] = {}
         self._fill_heads()
         self._fill_tails()
 
@@ -104,7 +108,8 @@ class _Bound:
         """Of the weight gradient as little as it takes if the backward pass is not split."""
         durations = {}
         by_stage = zip(*self._pipeline.duration_us, strict=True)
-        for stage, (forward, half, weight, whole) in enumerate(by_stage):
+        for stage, durations_us in enumerate(by_stage):
+            forward, half, weight, whole = durations_us
             made = min(half, whole)
             backward = min(half + weight, whole)
             durations[FORWARD, stage] = forward
@@ -130,11 +135,11 @@ class _Bound:
         return self._pipeline.hops[kind][stage] or _NO_HOP
 
     def _fill_heads(self) -> None:
-        came = [0.0 for _ in self._microbatches]
+        came = self._zeros()
         for place in self._way:
             duration = self._duration_us[place]
             earliest = self._earliest(place)
-            heads: list[float] = []
+            heads: TimesUs = []
             for head in map(max, came, earliest):
                 if heads:
                     head = max(head, heads[-1] + duration)
@@ -144,11 +149,14 @@ class _Bound:
             came = self._over_hop(place, made)
         self._fill_weight_heads()
 
-    def _earliest(self, place: Place) -> list[float]:
+    def _zeros(self) -> TimesUs:
+        return [0.0] * len(self._microbatches)
+
+    def _earliest(self, place: Place) -> TimesUs:
         """By micro-batch, when the stage itself has done what comes before."""
         kind, stage = place
         if kind == FORWARD:
-            return [0.0 for _ in self._microbatches]
+            return self._zeros()
         first = self._heads[FORWARD, stage][0]
         forward, made, _ = self._durations_of(stage)
         earliest = []
@@ -159,7 +167,7 @@ class _Bound:
 
     # Both directions of a rank share its egress. A head assumes that its own direction has it
     # alone; the jobs of the egress, below, have both.
-    def _over_hop(self, place: Place, made: list[float]) -> list[float]:
+    def _over_hop(self, place: Place, made: TimesUs) -> TimesUs:
         """When what is made at these times has come, if all leave in turn."""
         hop = self._hop(place)
         free_us = 0.0
@@ -174,7 +182,8 @@ class _Bound:
             forward, made, weight = self._durations_of(stage)
             first = self._heads[FORWARD, stage][0]
             heads = []
-            for number, head in enumerate(self._heads[INPUT, stage]):
+            inputs = self._heads[INPUT, stage]
+            for number, head in enumerate(inputs):
                 both = (number + 1) * (forward + made)
                 own = first + both + number * weight
                 heads.append(max(head + made, own))
@@ -185,9 +194,12 @@ class _Bound:
         for stage in self._ends:
             weight = self._duration_us[WEIGHT, stage]
             end_us = self._end_us(stage)
-            tails = [(last - number) * weight + end_us for number in self._microbatches]
+            tails = []
+            for number in self._microbatches:
+                left = (last - number) * weight
+                tails.append(left + end_us)
             self._tails[WEIGHT, stage] = tails
-        following: list[float] | None = None
+        following: TimesUs | None = None
         for place in reversed(self._way):
             tails = self._tails_within(place)
             if following is not None:
@@ -200,11 +212,11 @@ class _Bound:
             self._tails[place] = tails
             following = [tail + duration for tail in tails]
 
-    def _tails_within(self, place: Place) -> list[float]:
+    def _tails_within(self, place: Place) -> TimesUs:
         """What the stage itself has to do behind each micro-batch."""
         kind, stage = place
         if stage not in self._ends:
-            return [0.0 for _ in self._microbatches]
+            return self._zeros()
         forward, made, weight = self._durations_of(stage)
         if kind == FORWARD:
             again = forward
@@ -221,7 +233,7 @@ class _Bound:
             tails.append(own + end_us)
         return tails
 
-    def _back_over_hop(self, place: Place, following: list[float]) -> list[float]:
+    def _back_over_hop(self, place: Place, following: TimesUs) -> TimesUs:
         hop = self._hop(place)
         behind_us = 0.0
         tails = []
@@ -242,7 +254,7 @@ class _Bound:
             rank = self._rank_of(place)
             duration = self._duration_us[place]
             own = jobs["rank", rank, rank]
-            for head, tail in self._heads_and_tails(place, place):
+            for head, tail in self._ends_of(place, place):
                 own.append((head, duration, tail))
         network = self._pipeline.network
         for place, following in pairwise(self._way):
@@ -255,7 +267,7 @@ class _Bound:
             behind_us = hop.delay_us + self._duration_us[following]
             egress = jobs["egress", rank, rank]
             link = jobs["link", rank, hop.target]
-            for head, tail in self._heads_and_tails(place, following):
+            for head, tail in self._ends_of(place, following):
                 made_us = head + self._duration_us[place]
                 after_us = tail + behind_us
                 egress.append((made_us, share_us, after_us))
@@ -266,7 +278,7 @@ class _Bound:
         _, stage = place
         return self._pipeline.rank_of[stage]
 
-    def _heads_and_tails(self, place: Place, other: Place) -> Iterable[tuple[float, float]]:
+    def _ends_of(self, place: Place, other: Place) -> Ends:
         """By micro-batch, the head at `place` and the tail at `other`."""
         heads = self._heads[place]
         tails = self._tails[other]

@@ -31,7 +31,7 @@ KINDS = {
     Op.W: WEIGHT,
     Op.B: WHOLE,
 }
-_OPS = {kind: op for op, kind in KINDS.items()}
+_OPS = (Op.F, Op.I, Op.W, Op.B)  # by kind
 
 Step = tuple[int, int, int]  # kind, stage, micro-batch
 Program = tuple[Step, ...]
@@ -81,13 +81,12 @@ class Pipeline:
     @cached_property
     def duration_us(self) -> tuple[tuple[float, ...], ...]:
         """By kind and stage."""
-        cost = self.cost
-        return (
-            cost.forward_us,
-            cost.input_us,
-            cost.weight_us,
-            cost.backward_us,
-        )
+        # As FORWARD, INPUT, WEIGHT and WHOLE number them.
+        forward_us = self.cost.forward_us
+        input_us = self.cost.input_us
+        weight_us = self.cost.weight_us
+        whole_us = self.cost.backward_us
+        return forward_us, input_us, weight_us, whole_us
 
     @cached_property
     def hops(self) -> tuple[tuple[Hop | None, ...], ...]:
@@ -119,8 +118,8 @@ class Pipeline:
             return None
         network = self.network
         egress_gbps = network.egress_gbps(source)
-        rate_gbps = min(network.rate_gbps(source, target), egress_gbps)
-        bits_per_us = rate_gbps * 1e3
+        link_gbps = network.rate_gbps(source, target)
+        bits_per_us = min(link_gbps, egress_gbps) * 1e3
         alone_us = num_bytes * 8 / bits_per_us
         delay_us = network.link(source, target).delay_us
         return Hop(target, num_bytes, alone_us, delay_us)
@@ -128,7 +127,8 @@ class Pipeline:
     @cached_property
     def sends_in_turn(self) -> tuple[bool, ...]:
         """By rank: whether its messages leave one after another, each at full rate."""
-        return tuple(map(self._sends_in_turn, range(self.num_ranks)))
+        ranks = range(self.num_ranks)
+        return tuple(map(self._sends_in_turn, ranks))
 
     # Then its egress needs no events: when a message has left is known as soon as it is made.
     # This is what makes the clock fast on most networks.
@@ -193,7 +193,8 @@ class PipelineClock(ABC):
         self._egress: list[Egress[_Sending] | None] = [None] * num_ranks
         for rank, in_turn in enumerate(pipeline.sends_in_turn):
             if not in_turn:
-                self._egress[rank] = Egress(pipeline.network, rank)
+                shared = Egress[_Sending](pipeline.network, rank)
+                self._egress[rank] = shared
 
     @abstractmethod
     def next_step(self, rank: int) -> Step | None:
@@ -229,7 +230,8 @@ class PipelineClock(ABC):
         finished = min(map(add, weight, whole))
         if finished < self.pipeline.num_microbatches:
             # Came to a halt: some rank waits for what no other will send.
-            return Times(programs, math.inf, 0, self.start_us, frozenset())
+            nothing = frozenset[Step]()
+            return Times(programs, math.inf, 0, self.start_us, nothing)
         taken_us = self._taken_us()
         score_us = max(taken_us)
         worst = taken_us.index(score_us)
@@ -324,9 +326,10 @@ class PipelineClock(ABC):
     # A message that is offered changes when the others will have left, so that what was due
     # before may be due later now.
     def _plan(self, rank: int, due_us: float | None) -> None:
-        self._plans[rank] += 1  # what was due before is void
+        plan = self._plans[rank] + 1  # what was due before is void
+        self._plans[rank] = plan
         if due_us is not None:
-            self._at(due_us, _LEFT, rank, self._plans[rank])
+            self._at(due_us, _LEFT, rank, plan)
 
     # Links that share an interface unevenly: `Egress` says what has left, as in the simulator.
     # A message is held up where it leaves later than it would with nothing beside it.
@@ -384,12 +387,8 @@ def schedule_of(pipeline: Pipeline, programs: Programs, name: str) -> Schedule:
     for program in programs:
         steps = map(_action_of, program)
         actions.append(tuple(steps))
-    return Schedule(
-        pipeline.num_microbatches,
-        pipeline.rank_of,
-        tuple(actions),
-        name,
-    )
+    num_microbatches = pipeline.num_microbatches
+    return Schedule(num_microbatches, pipeline.rank_of, tuple(actions), name)
 
 
 def _action_of(step: Step) -> Action:

@@ -26,6 +26,8 @@ from dpipe.search.clock import (
     Step,
 )
 
+TimesUs = list[float]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -60,8 +62,8 @@ class Greedy(PipelineClock):
         self._backward = INPUT if rule.splits else WHOLE
         # By stage, when its inputs and its gradients will come, of those that are being made.
         stages = range(pipeline.num_stages)
-        self._inputs_due_us: list[list[float]] = [[] for _ in stages]
-        self._gradients_due_us: list[list[float]] = [[] for _ in stages]
+        self._inputs_due_us: list[TimesUs] = [[] for _ in stages]
+        self._gradients_due_us: list[TimesUs] = [[] for _ in stages]
 
     def next_step(self, rank: int) -> Step | None:
         step = self._first_choice(rank)
@@ -72,9 +74,13 @@ class Greedy(PipelineClock):
     def _first_choice(self, rank: int) -> Step | None:
         stages = self.pipeline.stages_of[rank]
         if self._rule.forward_first:
-            step = self._forward(rank, stages) or self._gradient(stages)
+            step = self._forward(rank, stages)
+            if step is None:
+                step = self._gradient(stages)
         else:
-            step = self._gradient(stages) or self._forward(rank, stages)
+            step = self._gradient(stages)
+            if step is None:
+                step = self._forward(rank, stages)
         return step or self._weight(stages)
 
     # Of a lower stage first: its micro-batch is further on its way back.
@@ -94,7 +100,8 @@ class Greedy(PipelineClock):
         begun = self.begun[FORWARD]
         come_back = self.begun[self._backward]
         depths = self._rule.depths
-        room = self._rule.limits[rank] - self._held(stages)
+        limit = self._rule.limits[rank]
+        room = limit - self._held(stages)
         for stage in reversed(stages):
             if room <= 0:
                 return None
